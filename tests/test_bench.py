@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench: the open-loop client against a real local server, reports, the command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_slo.bench import (
+    DEFAULT_CLASSES,
+    BenchError,
+    BenchReport,
+    ClientOptions,
+    ServerTarget,
+    Workload,
+    WorkloadOptions,
+    ZeroLoad,
+    add_arguments,
+    build_workload,
+    finish,
+    measure_zero_load,
+    run,
+    run_bench,
+    run_server,
+)
+from vllm_slo.bench.report import comparison_table, in_flight, machine, versions
+from vllm_slo.bench.workload import PlannedRequest
+from vllm_slo.bench.zero_load import load_zero_load
+
+ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
+
+
+def synthetic(**changes: Any) -> Workload:
+    return build_workload(replace(WorkloadOptions(rate=5.0, duration_s=60.0), **changes), ZERO)
+
+
+@dataclass
+class Fake:
+    """Streams completions as vLLM does; ``behave`` picks what goes wrong by prompt length."""
+
+    step_s: float = 0.002
+    tokens_per_chunk: int = 1
+    say_token_ids: bool = True
+    behave: dict[int, str] = field(default_factory=dict)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.routing import Route
+
+        async def models(_: Request) -> Response:
+            card = {"id": "tiny", "object": "model", "created": 0, "owned_by": "vllm"}
+            return JSONResponse({"object": "list", "data": [card | {"max_model_len": 512}]})
+
+        async def version(_: Request) -> Response:
+            return JSONResponse({"version": "0.0.test"})
+
+        async def completions(request: Request) -> Response:
+            self.arrivals_s.append(time.perf_counter())
+            body = await request.json()
+            self.bodies.append(body)
+            trouble = self.behave.get(len(body["prompt"][0]), "")
+            if trouble == "decline":
+                error = {"message": "cannot be kept", "type": "x", "code": 429}
+                return JSONResponse({"error": error}, 429, {"Retry-After": "3"})
+            if trouble == "crash":
+                return JSONResponse({"error": {"message": "broken"}}, 500)
+            return StreamingResponse(self.stream(body, trouble), media_type="text/event-stream")
+
+        return Starlette(
+            routes=[
+                Route("/v1/models", models),
+                Route("/version", version),
+                Route("/v1/completions", completions, methods=["POST"]),
+            ]
+        )
+
+    async def stream(self, body: dict[str, Any], trouble: str) -> AsyncIterator[str]:
+        total = body["max_tokens"]
+        sent = 0
+        while sent < total:
+            await asyncio.sleep(3600 if trouble == "hang" else self.step_s)
+            count = min(self.tokens_per_chunk, total - sent)
+            sent += count
+            choice: dict[str, Any] = {"index": 0, "text": "x" * count, "finish_reason": None}
+            choice["finish_reason"] = "length" if sent == total else None
+            if self.say_token_ids:
+                choice["token_ids"] = list(range(count))
+            report = {"promise": {"slo": {"promised": True}}, "flex": {"service_tier": "flex"}}
+            yield self.event({"choices": [choice], **report.get(trouble, {})})
+            if trouble == "cut" and sent >= 2:
+                return
+            if trouble == "error" and sent >= 2:
+                yield f"data: {json.dumps({'error': {'message': 'engine died', 'code': 500}})}\n\n"
+                return
+        usage = {"prompt_tokens": 1, "completion_tokens": total, "total_tokens": total + 1}
+        yield self.event({"choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+
+    def event(self, part: dict[str, Any]) -> str:
+        head = {"id": "c", "object": "text_completion", "created": 0, "model": "tiny"}
+        return f"data: {json.dumps(head | part)}\n\n"
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    uvicorn = pytest.importorskip("uvicorn")
+    server_side = Fake()
+    config = uvicorn.Config(
+        server_side.app(),
+        host="127.0.0.1",
+        port=0,
+        log_level="error",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline_s = time.monotonic() + 20
+    while not server.started and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    server_side.port = server.servers[0].sockets[0].getsockname()[1]
+    yield server_side
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def requests_of(prompts: list[int], output: int = 12, gap_s: float = 0.01) -> Workload:
+    planned = [
+        PlannedRequest(f"r{i}", i * gap_s, "chat", n, output, 5.0, 1.0)
+        for i, n in enumerate(prompts)
+    ]
+    return Workload("hand", 0, len(prompts) * gap_s, "test", tuple(planned))
+
+
+QUIET = ClientOptions(warmup_requests=0, drain_s=20.0)
+
+
+def test_client_sends_what_was_planned(fake: Fake) -> None:
+    workload = requests_of([5, 6, 7])
+    tallies: list[int] = []
+    result = run_server(
+        ServerTarget("ours", fake.url), workload, QUIET, lambda tally: tallies.append(tally.done)
+    )
+    assert (result.info.model, result.info.max_model_len, result.info.version) == (
+        "tiny",
+        512,
+        "0.0.test",
+    )
+    bodies = {len(b["prompt"][0]): b for b in fake.bodies}
+    for request in workload.requests:
+        body = bodies[request.prompt_tokens]
+        assert body["prompt"] == [workload.prompt_ids(request, 512)]
+        assert body["max_tokens"] == body["min_tokens"] == 12
+        assert body["slo"] == {"ttft_ms": 5000.0, "tpot_ms": 1000.0}
+        assert body["stream"] is body["ignore_eos"] is body["return_token_ids"] is True
+    assert tallies[-1] == 3
+    for sent in result.requests:
+        assert sent.error is None
+        assert not sent.tokens_estimated
+        assert sent.tokens_missing == 0
+        assert sent.record.finished
+        assert len(sent.record.token_times_s) == 12
+    assert in_flight(result, [-1.0, result.elapsed_s]) == [0, 0]
+
+
+def test_stock_servers_get_no_slo_and_classes_are_optional(fake: Fake) -> None:
+    workload = requests_of([5])
+    run_server(ServerTarget("stock", fake.url, send_slo=False), workload, QUIET)
+    run_server(ServerTarget("ours", fake.url, send_class=True), workload, QUIET)
+    assert "slo" not in fake.bodies[0]
+    assert fake.bodies[1]["slo"]["class"] == "chat"
+    assert fake.bodies[0]["prompt"] == fake.bodies[1]["prompt"]
+    assert fake.bodies[0]["cache_salt"] != fake.bodies[1]["cache_salt"]
+
+
+def test_client_is_open_loop(fake: Fake) -> None:
+    """Requests leave on time although no earlier one has been answered."""
+    fake.step_s = 0.5
+    workload = requests_of([5] * 10, output=3, gap_s=0.02)
+    result = run_server(ServerTarget("slow", fake.url), workload, QUIET)
+    assert max(fake.arrivals_s) - min(fake.arrivals_s) < 1.5  # before the first was answered
+    assert max(in_flight(result, list(np.linspace(0, result.elapsed_s, 50)))) == 10
+
+
+def test_what_the_server_says_of_the_outcome_is_recorded(fake: Fake) -> None:
+    fake.behave = {6: "promise", 7: "flex"}
+    result = run_server(ServerTarget("ours", fake.url), requests_of([5, 6, 7]), QUIET)
+    assert [r.outcome for r in result.records] == ["served", "admitted", "best_effort"]
+
+
+@pytest.mark.parametrize("say_token_ids", [True, False])
+def test_tokens_of_multi_token_chunks(fake: Fake, say_token_ids: bool) -> None:
+    fake.tokens_per_chunk, fake.say_token_ids = 4, say_token_ids
+    (sent,) = run_server(ServerTarget("spec", fake.url), requests_of([5], 10), QUIET).requests
+    assert len(sent.record.token_times_s) == 10
+    assert sent.tokens_estimated is not say_token_ids
+    chunks = Counter(sent.record.token_times_s)
+    assert sorted(chunks.values()) == ([2, 4, 4] if say_token_ids else [3, 3, 4])
+
+
+def test_trouble_is_recorded_per_request(fake: Fake) -> None:
+    fake.behave = {50: "decline", 51: "crash", 52: "cut", 53: "error", 54: "hang"}
+    workload = requests_of([5, 50, 51, 52, 53, 54])
+    result = run_server(ServerTarget("bad", fake.url), workload, replace(QUIET, drain_s=1.0))
+    by_length = {r.record.num_prompt_tokens: r for r in result.requests}
+    assert by_length[5].record.finished
+    outcomes = {n: r.record.outcome for n, r in by_length.items()}
+    assert outcomes == {
+        5: "served",
+        50: "declined",
+        51: "failed",
+        52: "failed",
+        53: "failed",
+        54: "failed",
+    }
+    assert by_length[50].status == 429
+    assert by_length[51].status == 500
+    assert len(by_length[52].record.token_times_s) == 2
+    assert "ended before" in str(by_length[52].error)
+    assert "engine died" in str(by_length[53].error)
+    assert "cut off" in str(by_length[54].error)
+    summary = BenchReport(workload, ZERO, (result,), "test").summaries(result)["chat"]
+    assert (summary.finished, summary.declined, summary.failed) == (1, 1, 4)
+    assert summary.attainment == pytest.approx(1 / 6)
+
+
+def test_warm_up_is_sent_and_dropped(fake: Fake) -> None:
+    options = replace(QUIET, warmup_requests=3)
+    result = run_server(ServerTarget("warm", fake.url), requests_of([5, 6, 7, 8]), options)
+    assert len(result.requests) == 4
+    assert len(fake.bodies) == 7
+    assert all("slo" not in b for b in fake.bodies[:3])
+
+
+def test_zero_load_measures_a_lone_request(fake: Fake) -> None:
+    fake.step_s = 0.01
+    zero = measure_zero_load(ServerTarget("lone", fake.url), 300, repeats=2, output_tokens=11)
+    assert [n for n, _ in zero.ttft_points] == [16, 64, 256, 289]
+    assert 0.009 < zero.tpot_s < 1
+    assert all(0.009 < s < 2 for _, s in zero.ttft_points)
+    assert zero.server == "lone"
+
+
+def test_unusable_servers(fake: Fake) -> None:
+    with pytest.raises(BenchError, match="--base-url: cannot reach"):
+        run_server(ServerTarget("gone", "http://127.0.0.1:9"), requests_of([5]), QUIET)
+    with pytest.raises(BenchError, match="serves tiny, not 'other'"):
+        run_server(ServerTarget("x", fake.url, "other"), requests_of([5]), QUIET)
+    with pytest.raises(BenchError, match="--max-context"):
+        run_server(ServerTarget("x", fake.url), requests_of([600]), QUIET)
+    with pytest.raises(BenchError, match="does not answer like an OpenAI server"):
+        run_server(ServerTarget("x", fake.url + "/nothing"), requests_of([5]), QUIET)
+    with pytest.raises(BenchError, match="no requests"):
+        run_server(ServerTarget("x", fake.url), Workload("none", 0, 1.0, "", ()), QUIET)
+    fake.behave = {5: "crash"}
+    with pytest.raises(BenchError, match="a warm-up request failed"):
+        run_server(ServerTarget("x", fake.url), requests_of([5]), ClientOptions())
+    twice = [ServerTarget("x", fake.url)] * 2
+    with pytest.raises(BenchError, match="two servers have one name"):
+        run_bench(twice, WorkloadOptions())
+    with pytest.raises(BenchError, match="at least one server"):
+        run_bench([], WorkloadOptions())
+
+
+# ---------------------------------------------------------------------- reports and command
+
+
+def arguments(*extra: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(list(extra))
+
+
+def test_command_end_to_end(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_json, out_png = tmp_path / "deep" / "report.json", tmp_path / "report.png"
+    zero = tmp_path / "zero.json"
+    zero.write_text(json.dumps(ZERO.to_dict()))
+    args = arguments(
+        "--base-url", f"{fake.url}=one", "--base-url", f"{fake.url}=two", "--no-slo", "one",
+        "--rate", "20", "--duration", "1", "--length-scale", "0.05", "--seed", "7",
+        "--zero-load", str(zero), "--out-json", str(out_json), "--out-png", str(out_png),
+    )  # fmt: skip
+    assert run(args) == 0
+    shown = capsys.readouterr().out
+    for word in ("chat", "code", "summary", "batch", "total", "one", "two", "goodput", "TTFT"):
+        assert word in shown
+    data = json.loads(out_json.read_text())
+    assert data["schema"] == "vllm-slo-bench/1"
+    assert set(data) == {
+        "schema", "command", "created", "machine", "versions", "seed", "definitions", "workload",
+        "zero_load", "servers",
+    }  # fmt: skip
+    assert data["seed"] == 7
+    assert data["workload"]["requests"] == 20
+    assert [s["name"] for s in data["servers"]] == ["one", "two"]
+    for server in data["servers"]:
+        assert len(server["requests"]) == 20
+        assert set(server["classes"]) == {"chat", "code", "summary", "batch"}
+        assert server["total"]["n"] == 20
+        assert server["vllm_version"] == "0.0.test"
+    planned = [{(r["id"], r["prompt_tokens"]) for r in s["requests"]} for s in data["servers"]]
+    assert planned[0] == planned[1]
+    assert load_zero_load(out_json) == ZERO  # a report can be the yardstick of the next
+    slo_sent = ["slo" in b for b in fake.bodies if b["min_tokens"] == b["max_tokens"]]
+    assert any(slo_sent)
+
+
+def report_of(fake: Fake, workload: Workload) -> BenchReport:
+    first = run_server(ServerTarget("stock", fake.url, send_slo=False), workload, QUIET)
+    second = run_server(ServerTarget("ours", fake.url), workload, QUIET)
+    return BenchReport(workload, ZERO, (first, second), "test")
+
+
+def assert_picture(path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    with image_module.open(path) as image:
+        image.load()
+        pixels = np.asarray(image.convert("RGB"))
+        opaque = np.asarray(image.convert("RGBA"))[..., 3].min()
+    assert min(pixels.shape[:2]) > 600
+    assert opaque == 255  # legible on a dark page too
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
+    inked = (pixels < 128).all(axis=2).mean()
+    assert 0.002 < inked < 0.5
+
+
+def test_picture_opens_and_is_not_blank(fake: Fake, tmp_path: Path) -> None:
+    report = report_of(fake, synthetic(rate=20.0, duration_s=1.0, length_scale=0.02))
+    finish(report, None, None, tmp_path / "picture.png")
+    assert_picture(tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize("trouble", ["decline", "hang", "crash"])
+def test_report_of_a_disaster(fake: Fake, tmp_path: Path, trouble: str) -> None:
+    """Nothing finished: tables, JSON and picture still come out, and say so."""
+    from rich.console import Console
+
+    fake.behave = {5: trouble}
+    workload = requests_of([5, 5])
+    runs = (run_server(ServerTarget("x", fake.url), workload, replace(QUIET, drain_s=0.3)),)
+    report = BenchReport(workload, ZERO, runs, "test")
+    text = io.StringIO()
+    out_png = tmp_path / "r.png" if trouble == "hang" else None
+    finish(report, Console(file=text, width=80), tmp_path / "r.json", out_png)
+    assert "0%" in text.getvalue()
+    assert json.loads((tmp_path / "r.json").read_text())["servers"][0]["total"]["finished"] == 0
+    if out_png is not None:
+        assert_picture(out_png)
+
+
+def test_picture_without_any_objective(fake: Fake, tmp_path: Path) -> None:
+    batch = next(c for c in DEFAULT_CLASSES if c.name == "batch")
+    workload = synthetic(rate=10.0, duration_s=0.5, length_scale=0.02, classes=(batch,))
+    finish(report_of(fake, workload), None, tmp_path / "r.json", tmp_path / "r.png")
+    assert_picture(tmp_path / "r.png")
+
+
+def test_table_fits_eighty_columns(fake: Fake) -> None:
+    from rich.console import Console
+
+    text = io.StringIO()
+    Console(file=text, width=80).print(comparison_table(report_of(fake, requests_of([5, 6]))))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("extra", "option"),
+    [
+        (["--rate", "-2"], "--rate"),
+        (["--rate", "nan"], "--rate"),
+        (["--duration", "0"], "--duration"),
+        (["--classes", ""], "--classes"),
+        (["--classes", "chta"], "--classes"),
+        (["--workload", "azur"], "--workload"),
+        (["--workload", "adaserve", "--workload-file", "missing.json"], "--workload-file"),
+        (["--zero-load", "missing.json"], "--zero-load"),
+        (["--no-slo", "nobody"], "--no-slo"),
+        (["--vocab-size", "1"], "--vocab-size"),
+        (["--warmup", "-1"], "--warmup"),
+        (["--drain", "0"], "--drain"),
+        (["--seed", "-4"], "--seed"),
+        (["--model", "other"], "--model"),
+    ],
+)
+def test_bad_options_are_named(
+    fake: Fake, extra: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments("--base-url", f"{fake.url}=x", *extra)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {option}: ")
+    assert len(error.splitlines()) == 1
+    assert not any(b.get("slo") for b in fake.bodies)
+
+
+def test_unreachable_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments("--base-url", "http://127.0.0.1:9")) == 2
+    assert capsys.readouterr().err.startswith("error: --base-url: cannot reach http://127.0.0.1:9")
+
+
+def test_unwritable_outputs(fake: Fake, tmp_path: Path) -> None:
+    report = report_of(fake, requests_of([5]))
+    (tmp_path / "file").write_text("")
+    for out_json, out_png in (
+        (tmp_path / "file" / "r.json", None),
+        (None, tmp_path / "file" / "r"),
+    ):
+        with pytest.raises(BenchError, match="cannot write"):
+            finish(report, None, out_json, out_png)
+
+
+def test_machine_and_versions_are_json() -> None:
+    assert machine()["cores"] >= 1
+    assert versions()["python"]
+    json.dumps([machine(), versions()])

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our scheduler and vLLM's own, the real objects, under a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from vllm_slo import SLO
+from vllm_slo.core.attainment import worst_window_tpot_s
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
+
+SIX_A_UNIT = StepTimeModel(((0.0, 0.0, 0.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
+ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
+EVERY_TOKEN = {"tpot_window_tokens": 1}
+
+
+@pytest.fixture
+def engine(config_folder: Path) -> Callable[..., VirtualEngine]:
+    def make(cls: type[AsyncScheduler] = Scheduler, **options: Any) -> VirtualEngine:
+        model = options.pop("model", ROOFLINE)
+        believed = options.pop("believed", model)
+        return VirtualEngine(
+            cls, config_folder, model.predict_shape_s, believed=believed, **options
+        )
+
+    return make
+
+
+def ttft_s(outcome: Outcome) -> float:
+    return outcome.token_times_s[0] - outcome.arrival_s
+
+
+def kept(outcome: Outcome, window: int = 10) -> bool:
+    slo = outcome.slo
+    assert slo is not None
+    worst = worst_window_tpot_s(outcome.token_times_s, window)
+    return (slo.ttft_ms is None or ttft_s(outcome) * 1e3 <= slo.ttft_ms + 1e-6) and (
+        slo.tpot_ms is None or worst is None or worst * 1e3 <= slo.tpot_ms + 1e-6
+    )
+
+
+def burst_of_figure_3(engine: VirtualEngine) -> tuple[list[Outcome], list[Outcome]]:
+    """Three requests decode, six tokens a unit; four prompts of six tokens arrive at once."""
+    slo = SLO(ttft_ms=6000, tpot_ms=1000)
+    for i in range(3):
+        engine.add(f"old{i}", 1, 30, slo)
+    engine.step()
+    for i in range(4):
+        engine.add(f"new{i}", 6, 10, slo)
+    engine.run()
+    named = engine.outcomes
+    return [named[f"old{i}"] for i in range(3)], [named[f"new{i}"] for i in range(4)]
+
+
+def test_figure_3_ours_keeps_every_running_request_and_three_of_four(engine: Any) -> None:
+    old, new = burst_of_figure_3(engine(model=SIX_A_UNIT, slo_config=EVERY_TOKEN))
+    assert all(kept(outcome, window=1) for outcome in old)
+    assert sum(kept(outcome, window=1) for outcome in new) == 3
+    assert all(outcome.finish_reason == "stop" for outcome in (*old, *new))
+
+
+def test_figure_3_the_first_token_waits_for_its_moment(engine: Any) -> None:
+    _, new = burst_of_figure_3(engine(model=SIX_A_UNIT, slo_config=EVERY_TOKEN))
+    promised = [outcome for outcome in new if outcome.report and outcome.report["promised"]]
+    assert len(promised) == 3
+    assert all(5.0 < ttft_s(outcome) <= 6.0 + 1e-9 for outcome in promised)
+
+
+def test_figure_3_prefill_first_breaks_tpot(engine: Any) -> None:
+    # vLLM's default budget takes all four prompts in one step, which stalls the decodes.
+    old, _ = burst_of_figure_3(engine(AsyncScheduler, model=SIX_A_UNIT))
+    assert not any(kept(outcome, window=1) for outcome in old)
+
+
+def test_figure_3_decode_first_breaks_ttft(engine: Any) -> None:
+    # Sarathi: six tokens a step, decodes first; the third and fourth prompt come too late.
+    old, new = burst_of_figure_3(
+        engine(
+            AsyncScheduler,
+            model=SIX_A_UNIT,
+            shape=EngineShape(max_num_batched_tokens=6, max_num_seqs=6, max_model_len=64),
+        )
+    )
+    assert sum(kept(outcome, window=1) for outcome in (*old, *new)) < 6
+    assert sum(ttft_s(outcome) > 6.0 for outcome in new) >= 2
+
+
+def poisson_mix(engine: VirtualEngine, rng: random.Random, rate: float, count: int) -> None:
+    """Drive a mixed workload to its end."""
+    classes = [
+        (SLO(ttft_ms=600, tpot_ms=50), (50, 400), (5, 60)),
+        (SLO(ttft_ms=2000, tpot_ms=120), (50, 1500), (20, 150)),
+        (SLO(ttft_ms=1200), (100, 800), (1, 20)),
+        (SLO(tpot_ms=80), (20, 300), (20, 100)),
+        (None, (20, 1000), (5, 100)),
+    ]
+    arrivals, now = [], 0.0
+    for i in range(count):
+        now += rng.expovariate(rate)
+        slo, prompt, output = rng.choice(classes)
+        arrivals.append((now, f"r{i}", rng.randint(*prompt), rng.randint(*output), slo))
+    while arrivals or engine.busy:
+        while arrivals and arrivals[0][0] <= engine.clock.now_s:
+            at, name, prompt_tokens, output_tokens, slo = arrivals.pop(0)
+            engine.add(name, prompt_tokens, output_tokens, slo, max_tokens=200, arrival_s=at)
+        if engine.scheduler.has_requests():
+            if not engine.step().num_scheduled_tokens:
+                engine.clock.advance(0.001)
+        elif engine.busy:
+            engine.drain()
+        else:
+            engine.clock.advance(max(arrivals[0][0] - engine.clock.now_s, 0.0))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rate", [4.0, 12.0])
+def test_a_promise_made_is_kept_when_the_model_is_true(
+    engine: Any, overlap: bool, rate: float
+) -> None:
+    promised = broken = finished = 0
+    for seed in range(4):
+        one = engine(overlap=overlap, margin=1.02)
+        poisson_mix(one, random.Random(seed), rate, 120)
+        for outcome in one.outcomes.values():
+            finished += outcome.finish_reason == "stop"
+            if outcome.report and outcome.report["promised"]:
+                promised += 1
+                broken += not kept(outcome)
+        assert not one.scheduler.running
+        assert not one.scheduler.waiting
+    assert finished == 4 * 120
+    assert promised > 150
+    assert broken == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_overload_keeps_promises_where_stock_keeps_few(engine: Any, overlap: bool) -> None:
+    shares = {}
+    for cls in (AsyncScheduler, Scheduler):
+        one = engine(cls, overlap=overlap, margin=1.02)
+        poisson_mix(one, random.Random(7), 14.0, 300)
+        with_slo = [o for o in one.outcomes.values() if o.slo is not None]
+        shares[cls] = sum(kept(o) for o in with_slo) / len(with_slo)
+        assert all(o.finish_reason == "stop" for o in one.outcomes.values())
+    assert shares[Scheduler] > shares[AsyncScheduler] + 0.15

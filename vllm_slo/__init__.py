@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with different latency objectives, served on one vLLM engine.
+
+The public names are loaded on first use: ``import vllm_slo`` loads neither torch nor vLLM, and
+``LLM`` and ``Scheduler`` alone do so when they are asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_slo import errors, tiny
+    from vllm_slo.config import SLOConfig
+    from vllm_slo.engine.llm import LLM
+    from vllm_slo.engine.scheduler import Scheduler
+    from vllm_slo.slo import SLO
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "SLO", "SLOConfig", "Scheduler", "__version__", "errors", "tiny"]
+
+_HOME_OF = {
+    "LLM": "vllm_slo.engine.llm",
+    "SLO": "vllm_slo.slo",
+    "SLOConfig": "vllm_slo.config",
+    "Scheduler": "vllm_slo.engine.scheduler",
+}
+_SUBMODULES = frozenset({"errors", "tiny"})
+
+
+def __getattr__(name: str) -> Any:
+    """Load the public name ``name`` from its home; AttributeError for any other name."""
+    if name in _SUBMODULES:
+        return import_module(f"vllm_slo.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'vllm_slo' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not, and the module's own."""
+    return sorted({*globals(), *__all__})

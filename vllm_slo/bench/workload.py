@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is sent and when: seeded, so that every server gets the very same requests.
+
+``synthetic``: a mix of SLO classes in the spirit of SLOs-Serve (tables 1 and 3), Poisson or in
+bursts. ``azure-code``, ``azure-conv``, ``azure``: arrivals and lengths of the Azure Public Dataset
+2023 traces. ``adaserve``: AdaServe's own evaluation workload. Traces live in ``traces.py``.
+
+Objectives are multiples of a lone request's latency (``ZeroLoad``), so one workload description
+serves any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.zero_load import ZeroLoad
+
+FIRST_TOKEN_ID: Final = 16
+"""Prompt ids start here: the ids below are usually special tokens (padding, end of text)."""
+
+_Times = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+Arrivals = Literal["poisson", "square"]
+
+TIGHT_TTFT: Final = 3.0
+LOOSE_TTFT: Final = 5.0
+"""Max TTFT slowdown against zero load (SLOs-Serve, table 3)."""
+TIGHT_TPOT: Final = 2.0
+LOOSE_TPOT: Final = 4.0
+"""Multiples of the zero-load decode step; table 3's 50 ms and 100 ms keep this ratio of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal token counts of this mean and deviation, clipped; ``std=0`` is fixed."""
+
+    mean: float
+    std: float = 0.0
+    minimum: int = 1
+    maximum: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if not (self.mean >= 1 and 0 <= self.std < math.inf and 1 <= self.minimum <= self.maximum):
+            raise BenchError("--classes", f"impossible token lengths: {self}")
+
+    def sample(self, rng: np.random.Generator, count: int, scale: float = 1.0) -> list[int]:
+        """``count`` whole lengths of at least 1, each times ``scale`` before clipping."""
+        variance = math.log1p((self.std / self.mean) ** 2)
+        raw = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), count)
+        return [round(min(max(x * scale, self.minimum), self.maximum)) for x in raw]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSpec:
+    """One SLO class: its share of the arrivals, its lengths and its objectives.
+
+    ``ttft_slowdown`` and ``tpot_multiple`` are multiples of the zero-load latency; None = none.
+    """
+
+    name: str
+    share: float
+    prompt: Lengths
+    output: Lengths
+    ttft_slowdown: float | None = None
+    tpot_multiple: float | None = None
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        numbers = {"share": self.share, "value": self.value}
+        numbers |= {"ttft_slowdown": self.ttft_slowdown or 1.0}
+        numbers |= {"tpot_multiple": self.tpot_multiple or 1.0}
+        for field, number in numbers.items():
+            if not 0 < number < math.inf:
+                raise BenchError("--classes", f"{self.name}: {field} must be above 0, got {number}")
+        if self.ttft_slowdown == 0 or self.tpot_multiple == 0:
+            raise BenchError("--classes", f"{self.name}: an objective must be above 0; omit it")
+
+
+DEFAULT_CLASSES: Final[tuple[ClassSpec, ...]] = (
+    ClassSpec("chat", 0.4, Lengths(380, 210), Lengths(130, 80, 2), LOOSE_TTFT, LOOSE_TPOT),
+    ClassSpec("code", 0.3, Lengths(420, 300), Lengths(100, 60, 2), LOOSE_TTFT, TIGHT_TPOT),
+    ClassSpec("summary", 0.2, Lengths(900, 220), Lengths(60, 30, 2), TIGHT_TTFT, LOOSE_TPOT),
+    ClassSpec("batch", 0.1, Lengths(300, 150), Lengths(100, 50, 2)),
+)
+"""SLOs-Serve table 1's chat bot, coder and summariser plus work without objectives.
+
+Token counts are for a context of 2,048; ``SyntheticOptions.length_scale`` adapts them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request to send ``at_s`` after the start. Objectives in seconds; None = none."""
+
+    request_id: str
+    at_s: float
+    slo_class: str
+    prompt_tokens: int
+    output_tokens: int
+    ttft_slo_s: float | None
+    tpot_slo_s: float | None
+    value: float = 1.0
+
+    def slo_body(self) -> dict[str, Any] | None:
+        """The ``slo`` field of the request body (milliseconds); None without an objective."""
+        if self.ttft_slo_s is None and self.tpot_slo_s is None:
+            return None
+        body: dict[str, Any] = {}
+        if self.ttft_slo_s is not None:
+            body["ttft_ms"] = round(self.ttft_slo_s * 1e3, 3)
+        if self.tpot_slo_s is not None:
+            body["tpot_ms"] = round(self.tpot_slo_s * 1e3, 3)
+        if self.value != 1.0:
+            body["value"] = self.value
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of ``at_s``. ``source`` says what they were made from."""
+
+    name: str
+    seed: int
+    duration_s: float
+    source: str
+    requests: tuple[PlannedRequest, ...]
+
+    @property
+    def rate(self) -> float:
+        """Requests per second over the duration."""
+        return len(self.requests) / self.duration_s
+
+    def prompt_ids(self, request: PlannedRequest, vocab_size: int) -> list[int]:
+        """Token ids of the prompt: a function of the seed, the request's id and ``vocab_size``.
+
+        Prompts share no prefix to speak of, so a prefix cache gives nobody an advantage.
+        """
+        rng = np.random.default_rng([self.seed, *request.request_id.encode()])
+        low = min(FIRST_TOKEN_ID, vocab_size - 1)
+        return [int(i) for i in rng.integers(low, vocab_size, request.prompt_tokens)]
+
+    def with_slo_scale(self, scale: float) -> Workload:
+        """Every objective times ``scale`` (AdaServe, figure 11)."""
+        if not 0 < scale < math.inf:
+            raise BenchError("--slo-scale", f"must be above 0, got {scale}")
+
+        def stretched(objective_s: float | None) -> float | None:
+            return None if objective_s is None else objective_s * scale
+
+        requests = tuple(
+            replace(r, ttft_slo_s=stretched(r.ttft_slo_s), tpot_slo_s=stretched(r.tpot_slo_s))
+            for r in self.requests
+        )
+        return replace(self, requests=requests)
+
+    def describe(self) -> dict[str, Any]:
+        """JSON form without the requests: sizes and the objectives' ranges (seconds)."""
+        counts = Counter(r.slo_class for r in self.requests)
+        return {
+            "name": self.name,
+            "source": self.source,
+            "seed": self.seed,
+            "duration_s": self.duration_s,
+            "requests": len(self.requests),
+            "rate_per_s": self.rate,
+            "classes": {name: self._describe_class(name) for name in counts},
+        }
+
+    def _describe_class(self, name: str) -> dict[str, Any]:
+        members = [r for r in self.requests if r.slo_class == name]
+        ttfts = [r.ttft_slo_s for r in members if r.ttft_slo_s is not None]
+        tpots = [r.tpot_slo_s for r in members if r.tpot_slo_s is not None]
+        return {
+            "requests": len(members),
+            "prompt_tokens_mean": float(np.mean([r.prompt_tokens for r in members])),
+            "output_tokens_mean": float(np.mean([r.output_tokens for r in members])),
+            "ttft_slo_s": [min(ttfts), max(ttfts)] if ttfts else None,
+            "tpot_slo_s": [min(tpots), max(tpots)] if tpots else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticOptions:
+    """Shape of the synthetic workload.
+
+    ``rate``: requests/s on average. ``arrivals``: ``poisson``, or ``square``, whose rate is
+    ``burst_factor`` times the average for ``burst_share`` of every ``burst_period_s``.
+    ``max_context``: prompt plus output never exceed it. ``length_scale``: factor on every mean
+    length; None = ``max_context / 2048``, at most 1.
+    """
+
+    rate: float
+    duration_s: float
+    seed: int = 0
+    classes: Sequence[ClassSpec] = DEFAULT_CLASSES
+    arrivals: Arrivals = "poisson"
+    burst_factor: float = 3.0
+    burst_period_s: float = 20.0
+    burst_share: float = 0.25
+    max_context: int = 2048
+    length_scale: float | None = None
+
+
+def positive(option: str, value: float) -> float:
+    """``value`` when it is a positive finite number; BenchError naming ``option`` otherwise."""
+    if not 0 < value < math.inf:
+        raise BenchError(option, f"must be above 0, got {value}")
+    return value
+
+
+def context_limit(max_context: int) -> int:
+    """``max_context`` when a prompt and an answer fit in it."""
+    if max_context < 8:
+        raise BenchError("--max-context", f"must be at least 8 tokens, got {max_context}")
+    return max_context
+
+
+def fit_context(prompt: int, output: int, max_context: int) -> tuple[int, int]:
+    """Clip both so that together they fit; the output keeps at most half of the context."""
+    output = max(1, min(output, max_context // 2))
+    return max(1, min(prompt, max_context - output)), output
+
+
+def objectives(
+    spec: ClassSpec, prompt_tokens: int, zero_load: ZeroLoad
+) -> tuple[float | None, float | None]:
+    """(TTFT, TPOT) in seconds of a class on a machine; None where the class has none."""
+    ttft = (
+        None if spec.ttft_slowdown is None else spec.ttft_slowdown * zero_load.ttft_s(prompt_tokens)
+    )
+    tpot = None if spec.tpot_multiple is None else spec.tpot_multiple * zero_load.tpot_s
+    return ttft, tpot
+
+
+def arrival_times(options: SyntheticOptions, rng: np.random.Generator) -> list[float]:
+    """Sorted seconds in [0, duration).
+
+    Exactly ``round(rate * duration)`` of them: a Poisson process given its count is a set of
+    independent uniform draws, so the rate is hit and the randomness stays in the spacing.
+    """
+    count = max(1, round(options.rate * options.duration_s))
+    draws = np.sort(rng.random(count))
+    if options.arrivals == "poisson":
+        return [float(x * options.duration_s) for x in draws]
+    if options.arrivals != "square":
+        raise BenchError("--arrivals", f"must be poisson or square, got {options.arrivals!r}")
+    share, factor = options.burst_share, options.burst_factor
+    if not 0 < share < 1 or not 1 <= factor <= 1 / share:
+        raise BenchError(
+            "--burst-factor",
+            f"must be 1 to {1 / share if share else 1:g} when bursts fill {share} of the time, "
+            f"got {factor}",
+        )
+    period_s = positive("--burst-period", options.burst_period_s)
+    return [float(t) for t in _square_wave(draws * options.duration_s, period_s, share, factor)]
+
+
+def _square_wave(uniform_s: _Times, period_s: float, share: float, factor: float) -> _Times:
+    """Bend even times so that the first ``share`` of each period is ``factor`` as dense."""
+    whole, phase = np.divmod(uniform_s / period_s, 1.0)
+    in_burst = phase < share * factor
+    quiet = (1 - share) / max(1 - share * factor, 1e-12)
+    bent = np.where(in_burst, phase / factor, share + (phase - share * factor) * quiet)
+    times: _Times = (whole + np.minimum(bent, np.nextafter(1.0, 0.0))) * period_s
+    return times
+
+
+def class_sequence(
+    classes: Sequence[ClassSpec], count: int, rng: np.random.Generator
+) -> list[ClassSpec]:
+    """``count`` classes in random order, with shares as exact as whole requests allow."""
+    if not classes:
+        raise BenchError("--classes", "name at least one class")
+    names = [c.name for c in classes]
+    if len(set(names)) != len(names):
+        raise BenchError("--classes", f"a class is named twice: {', '.join(names)}")
+    total = sum(c.share for c in classes)
+    exact = [c.share / total * count for c in classes]
+    counts = [math.floor(x) for x in exact]
+    by_remainder = sorted(range(len(classes)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: count - sum(counts)]:
+        counts[i] += 1
+    pool = [spec for spec, n in zip(classes, counts, strict=True) for _ in range(n)]
+    return [pool[i] for i in rng.permutation(count)]
+
+
+def synthetic(options: SyntheticOptions, zero_load: ZeroLoad) -> Workload:
+    """The synthetic mix. Deterministic in ``options`` and ``zero_load``."""
+    positive("--rate", options.rate)
+    positive("--duration", options.duration_s)
+    limit = context_limit(options.max_context)
+    scale = options.length_scale
+    scale = min(1.0, limit / 2048) if scale is None else positive("--length-scale", scale)
+    # Separate streams, so that another rate or mix leaves the other draws alone.
+    time_rng, class_rng, length_rng = (
+        np.random.default_rng([options.seed, stream]) for stream in range(3)
+    )
+    times = arrival_times(options, time_rng)
+    specs = class_sequence(options.classes, len(times), class_rng)
+    requests = []
+    for i, (at_s, spec) in enumerate(zip(times, specs, strict=True)):
+        (prompt,) = spec.prompt.sample(length_rng, 1, scale)
+        (output,) = spec.output.sample(length_rng, 1, scale)
+        requests.append(planned(f"{spec.name}-{i}", at_s, spec, (prompt, output), limit, zero_load))
+    source = f"synthetic, {options.arrivals} arrivals"
+    if options.arrivals == "square":
+        source += (
+            f" ({options.burst_factor:g}x the average for {options.burst_share:.0%} of every "
+            f"{options.burst_period_s:g} s)"
+        )
+    return Workload("synthetic", options.seed, options.duration_s, source, tuple(requests))
+
+
+def planned(
+    request_id: str,
+    at_s: float,
+    spec: ClassSpec,
+    lengths: tuple[int, int],
+    max_context: int,
+    zero_load: ZeroLoad,
+) -> PlannedRequest:
+    """One request of a class, clipped to the context, with that machine's objectives."""
+    prompt, output = fit_context(*lengths, max_context)
+    ttft_s, tpot_s = objectives(spec, prompt, zero_load)
+    return PlannedRequest(request_id, at_s, spec.name, prompt, output, ttft_s, tpot_s, spec.value)
+
+
+def class_from_mapping(name: str, data: Mapping[str, Any]) -> ClassSpec:
+    """A class from a file: ``share``, ``prompt`` and ``output`` (a number or ``mean``/``std``/
+    ``minimum``/``maximum``), ``ttft_slowdown``, ``tpot_multiple``, ``value``."""
+    known = {"share", "prompt", "output", "ttft_slowdown", "tpot_multiple", "value"}
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise BenchError("--classes", f"{name}: unknown {unknown[0]!r}; use {sorted(known)}")
+    try:
+        return ClassSpec(
+            name=name,
+            share=float(data.get("share", 1.0)),
+            prompt=_lengths(data["prompt"]),
+            output=_lengths(data["output"]),
+            ttft_slowdown=_optional(data.get("ttft_slowdown")),
+            tpot_multiple=_optional(data.get("tpot_multiple")),
+            value=float(data.get("value", 1.0)),
+        )
+    except KeyError as error:
+        raise BenchError("--classes", f"{name}: {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise BenchError("--classes", f"{name}: {error}") from error
+
+
+def _optional(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _lengths(value: object) -> Lengths:
+    if isinstance(value, Mapping):
+        return Lengths(**{str(k): v for k, v in value.items()})
+    mean = _optional(value)
+    if mean is None:
+        raise TypeError("a length must be a number of tokens or a mapping")
+    return Lengths(mean)
+
+
+def scaled_lengths(
+    lengths: Sequence[tuple[int, int]], max_context: int, factor: float
+) -> list[tuple[int, int]]:
+    """A trace's (prompt, output) pairs times ``factor``, clipped to the context."""
+    limit = context_limit(max_context)
+    positive("--length-scale", factor)
+    return [
+        fit_context(max(1, round(p * factor)), max(1, round(o * factor)), limit) for p, o in lengths
+    ]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``vllm-slo``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from vllm_slo import __version__
+from vllm_slo.errors import VllmSLOError
+
+COMMANDS = {
+    "serve": ("vllm_slo.engine.serve", "serve a model with multi-SLO scheduling"),
+    "demo": ("vllm_slo.bench.demo", "stock vLLM and vllm-slo side by side on a built-in model"),
+    "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
+    "profile": ("vllm_slo.engine.profile", "measure a model's step times on this machine"),
+}
+"""Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. An error of ours is one line, not a traceback."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="vllm-slo",
+        description="Serve requests with different latency objectives on one vLLM engine.",
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-slo {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name == next((word for word in argv if not word.startswith("-")), None):
+            import_module(COMMANDS[name][0]).add_arguments(command)
+    args, rest = parser.parse_known_args(argv)
+    module = import_module(COMMANDS[args.command][0])
+    try:
+        if args.command == "serve":
+            return int(module.run(args, rest))
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return int(module.run(args))
+    except VllmSLOError as error:
+        print(f"vllm-slo: error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's configuration: one frozen model, one YAML file, unknown keys refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_slo.errors import ConfigError, InvalidSLOError
+from vllm_slo.slo import SLO, OnUnattainable, Tier
+
+__all__ = ["CONFIG_KEY", "ClassConfig", "SLOConfig"]
+
+CONFIG_KEY: Final = "slo_config"
+"""Key of vLLM's `--additional-config` that holds a path to a YAML file, or the mapping itself."""
+
+_MAPPABLE_TIERS: Final = ("flex", "priority")
+
+
+class ClassConfig(BaseModel):
+    """A named class of requests: the SLO fields that a request of the class starts from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    ttft_ms: float | None = Field(
+        default=None,
+        description="Time to first token, milliseconds from arrival, above 0 and at most 86400000. "
+        "Scope: every request of the class. Too tight: the requests run best effort.",
+    )
+    tpot_ms: float | None = Field(
+        default=None,
+        description="Time per output token, milliseconds, above 0 and at most 3600000. "
+        "Scope: every request of the class. Too tight: small batches, little throughput.",
+    )
+    value: float = Field(
+        default=1.0,
+        description="Weight of a request when not all can be promised, above 0, at most 1e6. "
+        "Too high: the other classes lose their promises first.",
+    )
+    tier: Tier | None = Field(
+        default=None,
+        description="guaranteed or best_effort; unset: guaranteed when an objective is set. "
+        "best_effort gives up the promise and is served from what is left over.",
+    )
+    on_unattainable: OnUnattainable = Field(
+        default="best_effort",
+        description="What happens when no promise can be made: best_effort serves the request "
+        "late, decline answers 429 at once.",
+    )
+    expected_output_tokens: int | None = Field(
+        default=None,
+        description="Expected output length, tokens, 1 to 10000000; unset: learnt online. "
+        "Too low: memory is promised twice; too high: fewer requests are promised.",
+    )
+
+    def to_slo(self, name: str) -> SLO:
+        """The SLO of a request that names this class and says nothing else.
+
+        Raises:
+            InvalidSLOError: a field is out of range, or `name` is not a name.
+        """
+        slo = SLO(**self.model_dump(), slo_class=name)
+        if slo.tier == "guaranteed" and not slo.has_objective:
+            SLO(**self.model_dump())  # raises: without an objective there is nothing to guarantee
+        return slo
+
+
+class SLOConfig(BaseModel):
+    """Everything an operator can set. Immutable; checked when it is loaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    classes: dict[str, ClassConfig] = Field(
+        default_factory=dict,
+        description="Named classes that requests refer to. Scope: server. A request that names a "
+        "class that is not here is refused with 400.",
+    )
+    default_class: str | None = Field(
+        default=None,
+        description="Class of the requests that carry no SLO at all; unset: plain best effort. "
+        "Scope: server. A tight default class makes every plain client compete for promises.",
+    )
+    service_tiers: dict[str, str | None] = Field(
+        default_factory=dict,
+        description="OpenAI service_tier (priority, flex) -> class name. Scope: server. A tier "
+        "that is not mapped asks for nothing; flex is always best effort.",
+    )
+    profile: str | None = Field(
+        default=None,
+        description="Path of a step-time profile; unset: the user's cache folder is searched. "
+        "Scope: server. A profile of another model or device stops the start-up.",
+    )
+    margin_quantile: float = Field(
+        default=0.95,
+        ge=0.5,
+        le=0.999,
+        description="Quantile of the residual ratio of step times that promises keep as margin, "
+        "0.5 to 0.999. Too low: promises break under noise; too high: capacity is left unused.",
+    )
+    best_effort_token_share: float = Field(
+        default=0.05,
+        ge=0.0,
+        le=0.5,
+        description="Share of each step's token budget kept for best effort while it waits, 0 to "
+        "0.5. 0: best effort may wait for as long as promises fill the engine.",
+    )
+    ageing_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        le=86_400.0,
+        allow_inf_nan=False,
+        description="Seconds after which a best-effort request is served first within its share. "
+        "Too low: arrival order within the share is lost; too high: long waits.",
+    )
+    output_length_quantile: float = Field(
+        default=0.9,
+        ge=0.05,
+        le=0.999,
+        description="Quantile of a class's observed output lengths used as prediction, 0.05 to "
+        "0.999. Too low: memory runs short and best effort is preempted; too high: few promises.",
+    )
+    tpot_window_tokens: int = Field(
+        default=10,
+        ge=1,
+        le=10_000,
+        description="Tokens over which TPOT is measured, the worst window counting, 1 to 10000. "
+        "1: every gap between tokens must keep the objective.",
+    )
+    replan_interval_s: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=3_600.0,
+        allow_inf_nan=False,
+        description="Seconds between two attempts to promise waiting best-effort requests their "
+        "objective, 0 to 3600. Too low: planning costs time; too high: chances are missed.",
+    )
+    max_planned_new: int = Field(
+        default=64,
+        ge=1,
+        le=4_096,
+        description="New requests that one run of the dynamic program considers, 1 to 4096. Too "
+        "high: planning takes longer than a step; too low: a burst is promised piecemeal.",
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> SLOConfig:
+        self.slo_classes()
+        for tier, name in self.service_tiers.items():
+            if tier not in _MAPPABLE_TIERS:
+                raise ValueError(f"service_tiers: {tier!r} cannot be mapped; use priority or flex")
+            self._require_class(f"service_tiers.{tier}", name)
+        self._require_class("default_class", self.default_class)
+        return self
+
+    def _require_class(self, key: str, name: str | None) -> None:
+        if name is not None and name not in self.classes:
+            known = ", ".join(sorted(self.classes)) or "none"
+            raise ValueError(f"{key}: class {name!r} is not configured; configured: {known}")
+
+    def slo_classes(self) -> dict[str, SLO]:
+        """The classes as SLOs, each with `slo_class` set to its own name."""
+        slos = {}
+        for name, spec in self.classes.items():
+            try:
+                slos[name] = spec.to_slo(name)
+            except InvalidSLOError as error:
+                raise ValueError(f"classes.{name}.{error}") from error
+        return slos
+
+    @classmethod
+    def load(cls, path: str | Path | None) -> SLOConfig:
+        """Read a YAML file; None gives the defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, is not YAML, or holds an unknown key or a bad
+                value; one line that names the file, the line, the key and the fix.
+        """
+        if path is None:
+            return cls()
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"cannot read the file {str(path)!r}: {reason}") from error
+        return cls._from_yaml(text, str(path))
+
+    @classmethod
+    def _from_yaml(cls, text: str, origin: str) -> SLOConfig:
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f"{origin}:{mark.line + 1}" if mark is not None else origin
+            problem = getattr(error, "problem", None) or "not valid YAML"
+            raise ConfigError(f"{line}: broken YAML: {problem}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{origin}: broken YAML: {error}") from error
+        _refuse_duplicates(node, origin)
+        return cls._from_data({} if data is None else data, origin, node)
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Any) -> SLOConfig:
+        """Read vLLM's `additional_config`; other keys in it are left to their owners.
+
+        Args:
+            additional_config: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
+                YAML file or the mapping itself. Anything without that key gives the defaults.
+
+        Raises:
+            ConfigError: as `load`.
+        """
+        if not isinstance(additional_config, Mapping) or additional_config.get(CONFIG_KEY) is None:
+            return cls()
+        given = additional_config[CONFIG_KEY]
+        if isinstance(given, str | Path):
+            return cls.load(given)
+        return cls._from_data(given, CONFIG_KEY, None)
+
+    @classmethod
+    def _from_data(cls, data: Any, origin: str, node: yaml.Node | None) -> SLOConfig:
+        if not isinstance(data, Mapping):
+            raise ConfigError(
+                f"{origin}: expected keys such as 'classes:', got {type(data).__name__}"
+            )
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise ConfigError(_describe(error, origin, node)) from error
+
+
+def _describe(error: ValidationError, origin: str, node: yaml.Node | None) -> str:
+    """One line for the first mistake that pydantic found."""
+    first = error.errors(include_url=False)[0]
+    loc = tuple(str(part) for part in first["loc"] if part != "[key]")
+    key = ".".join(loc)
+    if first["type"] == "extra_forbidden":
+        model: type[BaseModel] = ClassConfig if loc[0] == "classes" else SLOConfig
+        near = difflib.get_close_matches(loc[-1], model.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(model.model_fields)
+        message = f"{key}: unknown key; {hint}"
+    elif first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        loc = loc or tuple(message.split(":", 1)[0].split("."))
+    else:
+        message = f"{key}: {first['msg']}"
+    line = _line_of(node, loc)
+    return f"{origin}:{line}: {message}" if line else f"{origin}: {message}"
+
+
+def _line_of(node: yaml.Node | None, loc: tuple[str, ...]) -> int | None:
+    """Line, from 1, of the deepest key of `loc` that the YAML tree holds; None without a tree."""
+    line = None
+    for part in loc:
+        if not isinstance(node, yaml.MappingNode):
+            break
+        found = [(k, v) for k, v in node.value if getattr(k, "value", None) == part]
+        if not found:
+            break
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
+    return line
+
+
+def _refuse_duplicates(node: yaml.Node | None, origin: str, depth: int = 4) -> None:
+    """Raise ConfigError when a mapping holds a key twice: YAML would keep the last one silently.
+
+    `depth` covers every mapping that a valid file can hold and bounds aliases that form a cycle.
+    """
+    if not isinstance(node, yaml.MappingNode) or depth == 0:
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = str(key.value)
+        if name in seen:
+            line = key.start_mark.line + 1
+            raise ConfigError(f"{origin}:{line}: {name}: the key is there twice; keep one")
+        seen.add(name)
+        _refuse_duplicates(value, origin, depth - 1)

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which new requests can be promised what they ask: SLOs-Serve's dynamic program.
+
+Source: SLOs-Serve, section 3.2.1 (the transition), section 3.2.2 (the token budget line) and
+appendix C (the table pb[i, m, n_1..n_L] of the largest prefill budget that is left).
+
+Each request is a line (figure 5): its prefill is due at its deadline, and from then on it draws
+decode tokens at its TPOT. A set of requests can be served when, at every prefill deadline, what
+they have drawn by then stays below the tokens the engine can have processed by then; when the
+decode rate that remains at the end can be sustained; and when their KV memory and seats suffice.
+A deadline that leaves less than a step to spare is charged for the step that must be cut there.
+Promises already given are forced in. Of all such sets the one of greatest value is chosen.
+
+The table is kept as labels (pb, memory, n_1..n_L, value): for one vector n only labels that no
+other beats in value, budget and memory survive, so memory needs no discretisation and values need
+not be equal. The result is exact while a stage holds at most ``MAX_LABELS`` labels; beyond that the
+best by value, then by budget, are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.core.jit import jit
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.types import AdmissionPlan, Demand
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+MAX_LABELS = 256
+MAX_NEW = 63
+MAX_TIERS = 5
+SHORTEST_STEP_S = 1e-9
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the engine has to give.
+
+    Attributes:
+        blocks: KV-cache blocks not yet spoken for by promises (held or still to come).
+        seats: requests that may run at once, less those already promised.
+        max_step_tokens: most tokens of one step.
+        token_share: share of every step's tokens that promises may use, 0 < share <= 1.
+        finish_interval_s: observed seconds between two finished requests, for ``retry_after_s``.
+    """
+
+    blocks: float
+    seats: int
+    max_step_tokens: int
+    token_share: float = 1.0
+    finish_interval_s: float = 1.0
+
+
+@jit
+def _tokens_in(time_s: float, context: float, engine: Floats) -> float:
+    """Tokens that one step of ``time_s`` seconds processes: the paper's time2bs."""
+    left = time_s - engine[4] * context
+    tokens = engine[5]
+    for line in range(2):
+        slope, offset = engine[2 * line], engine[2 * line + 1]
+        if left < offset:
+            return 0.0
+        if slope > 0.0:
+            tokens = min(tokens, (left - offset) / slope)
+    return float(math.floor(tokens + 1e-9) * engine[6])
+
+
+@jit
+def _step_of(counts: Ints, tpots: Floats, context: float, engine: Floats) -> float:
+    """Longest step that keeps the tightest TPOT among ``counts``, or the fullest step's time."""
+    full = max(
+        engine[0] * engine[5] + engine[1],
+        engine[2] * engine[5] + engine[3],
+    )
+    step = full + engine[4] * context
+    for tier in range(len(counts)):
+        if counts[tier] > 0:
+            step = min(step, tpots[tier])
+    return float(max(step, SHORTEST_STEP_S))
+
+
+@jit
+def _context_of(counts: Ints, contexts: Floats) -> float:
+    total = 0.0
+    for tier in range(len(counts)):
+        total += counts[tier] * contexts[tier]
+    return total
+
+
+@jit
+def _processed_by(time_s: float, step_s: float, context: float, engine: Floats) -> float:
+    """Tokens processed from now until ``time_s`` in steps of at most ``step_s`` seconds."""
+    whole = math.floor(time_s / step_s + 1e-9)
+    rest = max(time_s - whole * step_s, 0.0)
+    return whole * _tokens_in(step_s, context, engine) + _tokens_in(rest, context, engine)
+
+
+@jit
+def _decode_rate(counts: Ints, tpots: Floats) -> float:
+    rate = 0.0
+    for tier in range(len(counts)):
+        if counts[tier] > 0:
+            rate += counts[tier] / tpots[tier]
+    return rate
+
+
+@jit
+def _gain(
+    since_s: float, until_s: float, counts: Ints, tpots: Floats, contexts: Floats, engine: Floats
+) -> float:
+    """Prefill budget generated between two instants with ``counts`` decoding: equation (3)."""
+    context = _context_of(counts, contexts)
+    step = _step_of(counts, tpots, context, engine)
+    tokens = _processed_by(until_s, step, context, engine) - _processed_by(
+        since_s, step, context, engine
+    )
+    return tokens - _decode_rate(counts, tpots) * (until_s - since_s)
+
+
+@jit
+def _sustainable(counts: Ints, tpots: Floats, contexts: Floats, engine: Floats) -> bool:
+    """Whether decoding with ``counts`` can go on for ever."""
+    context = _context_of(counts, contexts)
+    step = _step_of(counts, tpots, context, engine)
+    return _tokens_in(step, context, engine) >= _decode_rate(counts, tpots) * step - EPS
+
+
+@jit
+def _after_deadline(
+    budget: float, counts: Ints, tpots: Floats, contexts: Floats, engine: Floats
+) -> float:
+    """What is left of ``budget`` tokens at a deadline once the step that ends there is paid for.
+
+    With less than a step's tokens to spare, a step must end right at the deadline. Cutting one step
+    in two pays its fixed cost twice: that many tokens are lost to everybody after.
+    """
+    context = _context_of(counts, contexts)
+    step = _step_of(counts, tpots, context, engine)
+    whole = _tokens_in(step, context, engine)
+    if budget >= whole:
+        return budget
+    return budget - max(whole - 2.0 * _tokens_in(0.5 * step, context, engine), 0.0)
+
+
+@jit
+def _prune(
+    order: Ints, budget: Floats, memory: Floats, value: Floats, counts: Ints, size: int, most: int
+) -> int:
+    """Indices of the labels worth keeping go to ``order[:result]``."""
+    tiers = counts.shape[1]
+    keys = np.zeros(size, dtype=np.int64)
+    for label in range(size):
+        for tier in range(tiers):
+            keys[label] = keys[label] * 4099 + counts[label, tier]
+    by_key = np.argsort(keys, kind="mergesort")
+    kept = 0
+    start = 0
+    while start < size:
+        end = start
+        while end < size and keys[by_key[end]] == keys[by_key[start]]:
+            end += 1
+        for a in range(start, end):
+            one = by_key[a]
+            beaten = False
+            for b in range(start, end):
+                other = by_key[b]
+                if (
+                    one != other
+                    and value[other] >= value[one]
+                    and budget[other] >= budget[one]
+                    and memory[other] <= memory[one]
+                    and (
+                        value[other] > value[one]
+                        or budget[other] > budget[one]
+                        or memory[other] < memory[one]
+                        or other < one
+                    )
+                ):
+                    beaten = True
+                    break
+            if not beaten:
+                order[kept] = one
+                kept += 1
+        start = end
+    if kept > most:
+        rank = np.empty(kept, dtype=np.float64)
+        for place in range(kept):
+            rank[place] = -value[order[place]] - 1e-12 * min(budget[order[place]], 1e9)
+        best = np.argsort(rank, kind="mergesort")[:most]
+        chosen = order[:kept].copy()
+        for place in range(most):
+            order[place] = chosen[best[place]]
+        kept = most
+    return kept
+
+
+@jit
+def _solve(  # noqa: C901  # one compiled loop: numba would not see through objects
+    deadline: Floats,
+    prefill: Floats,
+    tier: Ints,
+    blocks: Floats,
+    values: Floats,
+    forced: Bools,
+    tpots: Floats,
+    contexts: Floats,
+    decoding: Ints,
+    engine: Floats,
+    free_blocks: float,
+    free_seats: int,
+    most: int,
+) -> int:
+    """Bit set of the new requests (numbered in deadline order) that are admitted.
+
+    Shapes: the first six are (N,) in deadline order; ``tpots`` and ``contexts`` and ``decoding``
+    are (L,). ``engine`` is (k1, b1, k2, b2, kv, max_tokens, share).
+    """
+    tiers = len(tpots)
+    room = 2 * most + 2
+    budget = np.zeros(room)
+    memory = np.zeros(room)
+    value = np.zeros(room)
+    chosen = np.zeros(room, dtype=np.int64)
+    seats = np.zeros(room, dtype=np.int64)
+    counts = np.zeros((room, tiers), dtype=np.int64)
+    counts[0, :] = decoding
+    size = 1
+    base_budget = 0.0
+    base_counts = decoding.copy()
+    order = np.zeros(room, dtype=np.int64)
+    now = 0.0
+    number = 0
+    for i in range(len(deadline)):
+        until = deadline[i]
+        if until < np.inf:
+            for label in range(size):
+                budget[label] += _gain(now, until, counts[label], tpots, contexts, engine)
+            base_budget += _gain(now, until, base_counts, tpots, contexts, engine)
+            now = until
+        if forced[i]:
+            if 0.0 < until < np.inf:
+                base_budget = _after_deadline(
+                    base_budget - prefill[i], base_counts, tpots, contexts, engine
+                )
+            else:
+                base_budget -= prefill[i]
+            base_counts[tier[i]] += 1
+            floor = min(0.0, base_budget) - EPS
+            kept = 0
+            for label in range(size):
+                left = budget[label] - prefill[i]
+                if 0.0 < until < np.inf:
+                    left = _after_deadline(left, counts[label], tpots, contexts, engine)
+                if chosen[label] == 0 or until == np.inf or left >= floor:
+                    budget[kept] = left
+                    memory[kept] = memory[label]
+                    value[kept] = value[label]
+                    chosen[kept] = chosen[label]
+                    seats[kept] = seats[label]
+                    counts[kept] = counts[label]
+                    counts[kept, tier[i]] += 1
+                    kept += 1
+            size = kept
+            continue
+        floor = min(0.0, base_budget) - EPS
+        grown = size
+        for label in range(size):
+            left = budget[label] - prefill[i]
+            if 0.0 < until < np.inf:
+                left = _after_deadline(left, counts[label], tpots, contexts, engine)
+            if (
+                (until < np.inf and left < floor)
+                or memory[label] + blocks[i] > free_blocks + EPS
+                or seats[label] + 1 > free_seats
+            ):
+                continue
+            counts[grown] = counts[label]
+            counts[grown, tier[i]] += 1
+            if not _sustainable(counts[grown], tpots, contexts, engine):
+                continue
+            budget[grown] = left
+            memory[grown] = memory[label] + blocks[i]
+            value[grown] = value[label] + values[i]
+            chosen[grown] = chosen[label] | (1 << number)
+            seats[grown] = seats[label] + 1
+            grown += 1
+        number += 1
+        size = _prune(order, budget, memory, value, counts, grown, most)
+        picked = order[:size].copy()
+        budget[:size] = budget[picked]
+        memory[:size] = memory[picked]
+        value[:size] = value[picked]
+        chosen[:size] = chosen[picked]
+        seats[:size] = seats[picked]
+        counts[:size] = counts[picked]
+    best = 0
+    for label in range(1, size):
+        if value[label] > value[best] or (
+            value[label] == value[best] and budget[label] > budget[best]
+        ):
+            best = label
+    return int(chosen[best])
+
+
+def _tiers(tpots: Sequence[float]) -> list[float]:
+    """At most ``MAX_TIERS`` TPOT values, each standing for those from itself up to the next."""
+    distinct = sorted(set(tpots))
+    if len(distinct) <= MAX_TIERS:
+        return distinct
+    finite = [tpot for tpot in distinct if tpot < math.inf]
+    room = MAX_TIERS - (len(distinct) - len(finite))
+    ratio = (finite[-1] / finite[0]) ** (1.0 / room)
+    merged = [finite[0]]
+    for tpot in finite:
+        if tpot >= merged[-1] * ratio * (1 - 1e-12) and len(merged) < room:
+            merged.append(tpot)
+    return merged + ([math.inf] if len(finite) < len(distinct) else [])
+
+
+def work_tokens(model: StepTimeModel, tokens: int, context_tokens: int = 0) -> float:
+    """Prefill work in tokens of a short prompt: attention makes the tokens of a long one dearer.
+
+    Args:
+        model: its ``pair_s`` prices a query-key pair.
+        tokens: tokens to compute.
+        context_tokens: tokens already computed.
+    """
+    slope = max(model.terms[0][0], model.terms[1][0])
+    if model.pair_s == 0.0 or slope == 0.0:
+        return float(tokens)
+    return tokens * (1.0 + model.pair_s * (context_tokens + 0.5 * tokens) / slope)
+
+
+class _Instance:
+    """One problem in arrays, in deadline order; running promises before new requests on a tie."""
+
+    def __init__(
+        self,
+        now_s: float,
+        new: Sequence[Demand],
+        committed: Sequence[Demand],
+        decoding: Mapping[float, int],
+        decoding_context: int,
+        model: StepTimeModel,
+        capacity: Capacity,
+    ) -> None:
+        ranked = sorted(
+            [(d.deadline_s, 0, d.request_id, d) for d in committed]
+            + [(d.deadline_s, 1, d.request_id, d) for d in new],
+            key=lambda row: row[:3],
+        )
+        demands = [row[3] for row in ranked]
+        self.new = [row[3] for row in ranked if row[1]]
+        self.tiers = _tiers([d.tpot_s for d in demands] + list(decoding)) or [math.inf]
+        self.tpots = np.array(self.tiers)
+        self.deadline = np.array([max(d.deadline_s - now_s, 0.0) for d in demands])
+        self.prefill = np.array([float(d.prefill_tokens) for d in demands])
+        self.tier = np.array([self._tier_of(d.tpot_s) for d in demands], dtype=np.int64)
+        self.blocks = np.array([float(d.blocks) for d in demands])
+        self.values = np.array([d.value for d in demands])
+        self.forced = np.array([row[1] == 0 for row in ranked], dtype=np.bool_)
+        self.decoding = np.zeros(len(self.tiers), dtype=np.int64)
+        for tpot, count in decoding.items():
+            self.decoding[self._tier_of(tpot)] += count
+        self.contexts = self._contexts(demands, decoding_context)
+        (k1, _, b1), (k2, _, b2) = model.terms
+        limit = min(model.max_tokens, capacity.max_step_tokens)
+        self.engine = np.array([k1, b1, k2, b2, model.kv_s, limit, capacity.token_share])
+        self.capacity = capacity
+
+    def _tier_of(self, tpot_s: float) -> int:
+        """The loosest tier that is not looser than ``tpot_s``."""
+        place = 0
+        for index, tier in enumerate(self.tiers):
+            if tier <= tpot_s:
+                place = index
+        return place
+
+    def _contexts(self, demands: Sequence[Demand], decoding_context: int) -> Floats:
+        """(L,) KV tokens that one more decoding request of a tier is expected to read per step."""
+        total = np.zeros(len(self.tiers))
+        count = np.zeros(len(self.tiers))
+        running = int(self.decoding.sum())
+        for place, demand in zip(self.tier, demands, strict=True):
+            total[place] += demand.context_tokens
+            count[place] += 1
+        total += self.decoding * (decoding_context / max(running, 1))
+        count += self.decoding
+        return np.asarray(total / np.maximum(count, 1), dtype=np.float64)
+
+    def solve(self) -> list[Demand]:
+        """The admitted requests in deadline order."""
+        if not self.new:
+            return []
+        bits = _solve(
+            self.deadline,
+            self.prefill,
+            self.tier,
+            self.blocks,
+            self.values,
+            self.forced,
+            self.tpots,
+            self.contexts,
+            self.decoding,
+            self.engine,
+            float(self.capacity.blocks),
+            self.capacity.seats,
+            MAX_LABELS,
+        )
+        return [demand for number, demand in enumerate(self.new) if bits >> number & 1]
+
+    def refusal(self, demand: Demand, admitted: Sequence[Demand]) -> tuple[str, float]:
+        """Which resource binds for ``demand`` beside ``admitted``, and when to ask again."""
+        wait = max(self.capacity.finish_interval_s, 0.0)
+        if sum(d.blocks for d in admitted) + demand.blocks > self.capacity.blocks:
+            return "memory", wait
+        if len(admitted) + 1 > self.capacity.seats:
+            return "seats", wait
+        counts = self.decoding.copy()
+        backlog = demand.prefill_tokens
+        for place, forced, prefill in zip(self.tier, self.forced, self.prefill, strict=True):
+            if forced:
+                counts[place] += 1
+                backlog += prefill
+        for other in admitted:
+            counts[self._tier_of(other.tpot_s)] += 1
+            backlog += other.prefill_tokens
+        counts[self._tier_of(demand.tpot_s)] += 1
+        if not _sustainable(counts, self.tpots, self.contexts, self.engine):
+            return "decode", wait
+        rate = _gain(0.0, 1.0, counts, self.tpots, self.contexts, self.engine)
+        return "prefill", backlog / rate if rate > 0 else wait
+
+
+def plan_admission(
+    now_s: float,
+    new: Sequence[Demand],
+    committed: Sequence[Demand],
+    decoding: Mapping[float, int],
+    model: StepTimeModel,
+    capacity: Capacity,
+    *,
+    decoding_context: int = 0,
+) -> AdmissionPlan:
+    """Choose the new requests of greatest value whose every objective can be kept.
+
+    Args:
+        now_s: when the next step can begin.
+        new: requests that ask for a promise; the ``MAX_NEW`` earliest deadlines are considered.
+        committed: promised requests whose first token is still to come; they are forced in.
+        decoding: how many promised requests decode, by their TPOT in seconds.
+        model: step times, with the margin that promises are to keep.
+        capacity: memory, seats and step size that are left.
+        decoding_context: KV tokens the decoding requests read in one step, together.
+
+    Returns:
+        The plan. Requests beyond ``MAX_NEW`` are in neither list: they are to be asked again.
+
+    Raises:
+        ValueError: two demands share an id.
+    """
+    considered = sorted(new, key=lambda d: (d.deadline_s, d.request_id))[:MAX_NEW]
+    ids = [d.request_id for d in (*considered, *committed)]
+    if len(set(ids)) != len(ids):
+        raise ValueError("plan_admission: two demands share one request id")
+    instance = _Instance(now_s, considered, committed, decoding, decoding_context, model, capacity)
+    admitted = instance.solve()
+    taken = {demand.request_id for demand in admitted}
+    refused: dict[str, str] = {}
+    retry: dict[str, float] = {}
+    for demand in considered:
+        if demand.request_id not in taken:
+            reason, wait = instance.refusal(demand, admitted)
+            refused[demand.request_id] = reason
+            retry[demand.request_id] = wait
+    return AdmissionPlan(tuple(d.request_id for d in admitted), refused, retry)
+
+
+def can_start_early(
+    now_s: float,
+    tpot_s: float,
+    pending: Sequence[Demand],
+    decoding: Mapping[float, int],
+    model: StepTimeModel,
+    capacity: Capacity,
+    *,
+    decoding_context: int = 0,
+) -> bool:
+    """Whether a promised request may begin to decode now, before its deadline.
+
+    Its decode tokens would come out of the budget of the ``pending`` promises, so the first token
+    of a request whose early start they cannot afford is held back (figure 5: a line grows from its
+    deadline, not from the moment the prefill happens to end).
+    """
+    if tpot_s == math.inf or not pending:
+        return True
+    starter = Demand("", now_s, 0, tpot_s, 0)
+    plan = plan_admission(
+        now_s,
+        [starter],
+        pending,
+        decoding,
+        model,
+        Capacity(0.0, 1, capacity.max_step_tokens, capacity.token_share),
+        decoding_context=decoding_context,
+    )
+    return bool(plan.admitted)
+
+
+def warm_up() -> None:
+    """Compile the hot loops now instead of at the first request."""
+    model = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.005)))
+    demands = [Demand(str(i), 1.0 + i, 10, 0.05, 1) for i in range(3)]
+    capacity = Capacity(10.0, 10, 128)
+    plan_admission(0.0, demands, [Demand("c", 1.0, 10, 0.05, 1)], {0.1: 1}, model, capacity)

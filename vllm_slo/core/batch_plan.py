@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine step may do: SLOs-Serve's batch formation (section 3.2.2, algorithm 2).
+
+A step takes as long as the tightest promise allows, and no longer; its tokens go, in this order, to
+
+1. decodes whose next token would be late if they waited for the step after this one,
+2. promised prefills by earliest deadline, as far as their deadlines ask for it now,
+3. the other promised decodes by earliest due time,
+4. the rest of the promised prefills,
+5. best effort, in the order given.
+
+Algorithm 2 fixes the step at the tightest TPOT; here a request that is ahead of its schedule
+lends its slack, and one that fell behind spreads the catching up over the rest of its window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
+
+EPS_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Bounds that do not come from promises.
+
+    Attributes:
+        max_step_tokens: most tokens of one step.
+        best_effort_tokens: tokens kept for best effort before any promised prefill.
+        best_effort_step_s: longest step that best effort alone may cause, so that a request that
+            arrives in its midst can still be promised something.
+        seats: waiting requests that may start in this step.
+    """
+
+    max_step_tokens: int
+    best_effort_tokens: int = 0
+    best_effort_step_s: float = INFINITY
+    seats: int = 1 << 30
+
+
+def decode_limit_s(start_s: float, decode: DecodeView, shortest_s: float) -> float:
+    """Longest step, beginning at ``start_s``, that keeps a decoding request's TPOT.
+
+    On schedule this is its TPOT. Ahead of it, all the slack may go into one step. Behind it, the
+    lateness is spread evenly over the tokens left in its window. A window that cannot be saved even
+    by steps of ``shortest_s`` is given up: the request goes on at its TPOT and hurries nobody.
+    """
+    slack = decode.due_s - start_s
+    pace = (decode.window_end_s - start_s) / decode.window_left
+    limit = slack if slack > pace else pace
+    return limit if limit >= shortest_s - EPS_S else max(decode.tpot_s, shortest_s)
+
+
+def plan_step(
+    start_s: float,
+    decodes: Sequence[DecodeView],
+    prefills: Sequence[PrefillView],
+    best_effort: Sequence[BestEffortView],
+    model: StepTimeModel,
+    limits: StepLimits,
+    *,
+    may_start: Callable[[PrefillView], bool] = lambda _: True,
+) -> StepPlan:
+    """Grant the tokens of one step.
+
+    Args:
+        start_s: when the step begins.
+        decodes: promised requests that decode, in any order.
+        prefills: promised requests before their first token, by deadline.
+        best_effort: everything else that could use tokens, in serving order.
+        model: step times with the margin that promises are to keep.
+        limits: see ``StepLimits``.
+        may_start: whether a prefill may finish now although its deadline is later.
+
+    Returns:
+        A grant for each request named in the three sequences.
+    """
+    batch = _Batch(start_s, model, limits)
+    shortest = model.predict_s(
+        sum(d.tokens for d in decodes), sum(d.context_tokens for d in decodes)
+    )
+    limit = min((decode_limit_s(start_s, d, shortest) for d in decodes), default=INFINITY)
+    limit = _meet_next_deadline(batch, limit, decodes, prefills)
+    batch.set_limit(limit)
+    urgent, patient = _split_by_urgency(batch, decodes)
+    batch.grant_decodes(urgent, forced=True)
+    kept = batch.reserve(
+        min(limits.best_effort_tokens, sum(b.remaining_tokens for b in best_effort))
+    )
+    held = batch.grant_prefills(prefills, may_start, len(patient))
+    batch.grant_decodes(patient, forced=False)
+    batch.grant_prefills(prefills, may_start, 0, held)
+    batch.release(kept)
+    batch.grant_best_effort(best_effort)
+    return batch.plan()
+
+
+def _meet_next_deadline(
+    batch: _Batch, limit: float, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView]
+) -> float:
+    """Shorten the step where that lets the most urgent prefills end in time.
+
+    A deadline that the step would overrun asks for a step that ends at it, provided such a step
+    can hold what is still due by then; one that cannot be met at all is left to its fate.
+    """
+    context = sum(d.context_tokens for d in decodes)
+    due = 0
+    for prefill in prefills:
+        due += prefill.remaining_tokens
+        context += prefill.context_tokens
+        left = prefill.deadline_s - batch.start_s
+        full = min(limit, batch.model.predict_s(batch.limits.max_step_tokens, context))
+        if left >= 2 * full:
+            break
+        needed = batch.model.predict_s(due + len(decodes), context)
+        if needed <= left + EPS_S:
+            # Ends in this step only if the next one would come too late for it.
+            following = batch.model.predict_s(len(decodes) + 1, context)
+            if left < full + following:
+                limit = min(limit, max(left, needed))
+    return limit
+
+
+def _split_by_urgency(
+    batch: _Batch, decodes: Sequence[DecodeView]
+) -> tuple[list[DecodeView], list[DecodeView]]:
+    """Decodes that must be in this step, and those that may wait for the next; both by due time."""
+    next_end = batch.start_s + 2 * min(batch.limit_s, batch.longest_s)
+    ranked = sorted(decodes, key=lambda d: (d.due_s, d.request_id))
+    cut = next((i for i, d in enumerate(ranked) if d.due_s >= next_end - EPS_S), len(ranked))
+    return ranked[:cut], ranked[cut:]
+
+
+class _Batch:
+    """The step while it is being filled."""
+
+    def __init__(self, start_s: float, model: StepTimeModel, limits: StepLimits) -> None:
+        self.start_s = start_s
+        self.model = model
+        self.limits = limits
+        self.limit_s = INFINITY
+        self.longest_s = model.predict_s(min(limits.max_step_tokens, model.max_tokens))
+        self.tokens: dict[str, int] = {}
+        self.used = 0
+        self.reserved = 0
+        self.context = 0
+        self.pairs = 0.0
+        self.seats = limits.seats
+
+    def set_limit(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+
+    def reserve(self, tokens: int) -> int:
+        """Keep tokens out of reach of the promises until ``release``."""
+        self.reserved += tokens
+        return tokens
+
+    def release(self, tokens: int) -> None:
+        self.reserved -= tokens
+
+    def room(self, limit_s: float, context: int = 0) -> int:
+        """Tokens that still fit when the step may take ``limit_s`` and read ``context`` more KV."""
+        cap = self.limits.max_step_tokens
+        if limit_s < INFINITY:
+            cap = min(
+                cap,
+                self.model.time_to_tokens(
+                    limit_s,
+                    self.context + context,
+                    pairs=self.pairs,
+                    pairs_per_token=context,
+                ),
+            )
+        return max(cap - self.used - self.reserved, 0)
+
+    def add(self, request_id: str, tokens: int, context: int) -> None:
+        """Grant tokens; a request granted twice in one step keeps the sum."""
+        before = self.tokens.get(request_id, 0)
+        self.tokens[request_id] = before + tokens
+        if tokens:
+            self.used += tokens
+            self.pairs += tokens * context
+            if not before:
+                self.context += context
+
+    def grant_decodes(self, decodes: Sequence[DecodeView], *, forced: bool) -> None:
+        """One decode step each. Forced ones are granted beyond the limit, up to the engine's own:
+        when they do not fit, all of them being slightly late beats some being far too late."""
+        for decode in decodes:
+            limit = INFINITY if forced else self.limit_s
+            fits = self.room(limit, decode.context_tokens) >= decode.tokens
+            self.add(decode.request_id, decode.tokens if fits else 0, decode.context_tokens)
+
+    def grant_prefills(
+        self,
+        prefills: Sequence[PrefillView],
+        may_start: Callable[[PrefillView], bool],
+        spared: int,
+        held: frozenset[str] | None = None,
+    ) -> frozenset[str]:
+        """Prefill by earliest deadline; returns the requests whose first token is held back.
+
+        With ``spared`` > 0 only what the deadlines ask for by the end of this step is granted where
+        that leaves room for ``spared`` further decodes; the rest comes in a second call.
+        """
+        holding = set() if held is None else set(held)
+        urgent_only = spared > 0 and held is None
+        demanded = self._demanded(prefills) if urgent_only else 0
+        granted = 0
+        for prefill in prefills:
+            already = self.tokens.get(prefill.request_id, 0)
+            want = prefill.remaining_tokens - already
+            if prefill.context_tokens == 0 and not already and self.seats <= 0:
+                self.add(prefill.request_id, 0, 0)
+                continue
+            room = self.room(self.limit_s, 0 if already else prefill.context_tokens)
+            if urgent_only:
+                room = min(room, max(room - spared, demanded - granted))
+            give = min(want, room)
+            if give == want and give > 0 and self._ends_early(prefill, may_start, holding):
+                give -= 1
+            if give > 0 and not already and prefill.context_tokens == 0:
+                self.seats -= 1
+            granted += give
+            self.add(prefill.request_id, max(give, 0), prefill.context_tokens)
+        return frozenset(holding)
+
+    def _ends_early(
+        self,
+        prefill: PrefillView,
+        may_start: Callable[[PrefillView], bool],
+        holding: set[str],
+    ) -> bool:
+        """Whether the last token of this prefill is to wait for a later step."""
+        if prefill.request_id in holding:
+            return True
+        end = self.start_s + min(self.limit_s, self.longest_s)
+        if prefill.deadline_s < end + min(self.limit_s, self.longest_s) - EPS_S:
+            return False
+        if may_start(prefill):
+            return False
+        holding.add(prefill.request_id)
+        return True
+
+    def _demanded(self, prefills: Sequence[PrefillView]) -> int:
+        """Prefill tokens of this step that stay on a straight line to each deadline.
+
+        What is due before the next step ends is demanded whole: it would cut that step in two.
+        """
+        step = min(self.limit_s, self.longest_s)
+        most, total = 0.0, 0
+        for prefill in prefills:
+            total += prefill.remaining_tokens
+            left = prefill.deadline_s - self.start_s
+            share = 1.0 if left < 2 * step else step / left
+            most = max(most, total * share)
+        return math.ceil(most - 1e-9)
+
+    def grant_best_effort(self, requests: Sequence[BestEffortView]) -> None:
+        """What is left, in order; a decode is granted whole or not at all."""
+        limit = min(self.limit_s, self.limits.best_effort_step_s)
+        for request in requests:
+            room = self.room(limit, request.context_tokens)
+            starts = not request.decoding and request.context_tokens == 0
+            if starts and self.seats <= 0:
+                room = 0
+            give = min(room, request.remaining_tokens)
+            if request.decoding and give < request.remaining_tokens:
+                give = 0
+            if give and starts:
+                self.seats -= 1
+            self.add(request.request_id, give, request.context_tokens)
+
+    def plan(self) -> StepPlan:
+        predicted = self.model.predict_s(self.used, self.context, pairs=self.pairs)
+        return StepPlan(self.used, self.tokens, predicted if self.used else 0.0, self.limit_s)
+
+
+def preemptions(
+    needed_blocks: int, free_blocks: int, victims: Sequence[tuple[str, int]]
+) -> tuple[str, ...]:
+    """Best-effort requests whose KV must go so that promises find ``needed_blocks``.
+
+    Args:
+        needed_blocks: blocks that promised requests are about to take.
+        free_blocks: blocks nobody holds.
+        victims: (request id, blocks it would free), in the order in which they are to give way.
+
+    Returns:
+        The shortest prefix of ``victims`` that frees enough; all of them if that is too little.
+    """
+    chosen: list[str] = []
+    for request_id, blocks in victims:
+        if free_blocks >= needed_blocks:
+            break
+        chosen.append(request_id)
+        free_blocks += blocks
+    return tuple(chosen)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens will a request generate: what it declared, what its class did, or its cap."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections import deque
+from typing import Literal, NamedTuple
+
+Source = Literal["declared", "learnt", "cap"]
+
+
+class LengthPrediction(NamedTuple):
+    """Attributes: tokens (total output, at least 1) and where the number comes from."""
+
+    tokens: int
+    source: Source
+
+
+class OutputLengthPredictor:
+    """Online quantile of the output length of each class, over its last ``window`` requests.
+
+    Args:
+        quantile: of the lengths seen, 0 < quantile < 1.
+        window: requests remembered per class.
+        min_samples: requests a class must have finished before it is believed.
+    """
+
+    def __init__(self, quantile: float = 0.9, window: int = 256, min_samples: int = 8) -> None:
+        if not 0.0 < quantile < 1.0:
+            raise ValueError(f"quantile must lie strictly between 0 and 1, not {quantile}")
+        self._quantile = quantile
+        self._window = window
+        self._min_samples = min_samples
+        self._arrivals: dict[str, deque[int]] = {}
+        self._ranked: dict[str, list[int]] = {}
+
+    def observe(self, slo_class: str, tokens: int) -> None:
+        """Record that a request of this class ended by itself after ``tokens`` tokens."""
+        arrivals = self._arrivals.setdefault(slo_class, deque())
+        ranked = self._ranked.setdefault(slo_class, [])
+        arrivals.append(tokens)
+        insort(ranked, tokens)
+        if len(arrivals) > self._window:
+            ranked.pop(bisect_right(ranked, arrivals.popleft()) - 1)
+
+    def predict(
+        self, slo_class: str, max_tokens: int, declared: int | None = None, generated: int = 0
+    ) -> LengthPrediction:
+        """Total output tokens of a request that has generated ``generated`` so far.
+
+        Never more than ``max_tokens`` and never less than ``generated + 1`` (within the cap). The
+        learnt quantile is taken among requests that got at least as far as this one.
+        """
+        floor = min(generated + 1, max_tokens)
+        if declared is not None and declared > generated:
+            return LengthPrediction(max(min(declared, max_tokens), floor), "declared")
+        ranked = self._ranked.get(slo_class, ())
+        longer = bisect_right(ranked, generated)
+        survivors = len(ranked) - longer
+        if len(ranked) >= self._min_samples and survivors > 0:
+            place = longer + math.ceil(self._quantile * survivors) - 1
+            return LengthPrediction(max(min(ranked[place], max_tokens), floor), "learnt")
+        return LengthPrediction(max(max_tokens, 1), "cap")

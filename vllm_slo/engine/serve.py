@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-slo serve``: ``vllm serve`` with every flag of ours set."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_slo import tiny
+from vllm_slo.config import SLOConfig
+from vllm_slo.engine import cpu_alias
+from vllm_slo.engine.plugin import MIDDLEWARE, SCHEDULER, check_vllm
+from vllm_slo.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our own flags; all others are vLLM's."""
+    parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
+    parser.add_argument("--slo-config", help="YAML file: classes, tiers, margins (see the README)")
+    parser.add_argument(
+        "--additional-config", default="{}", help="JSON, as for 'vllm serve'; merged with ours"
+    )
+
+
+def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """The ``vllm`` command that serves what was asked for.
+
+    Raises:
+        ConfigError: the configuration or ``--additional-config`` cannot be used.
+    """
+    try:
+        additional: Any = json.loads(args.additional_config)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config: not JSON ({error})") from None
+    if not isinstance(additional, dict):
+        raise ConfigError("--additional-config: not a JSON object")
+    if args.slo_config is not None:
+        additional["slo_config"] = args.slo_config
+    SLOConfig.from_additional_config(additional)
+    model, names = args.model, []
+    if model == "tiny":
+        model = str(tiny.path("target"))
+        if "--served-model-name" not in " ".join(rest):
+            names = ["--served-model-name", "tiny"]
+    return [
+        "vllm",
+        "serve",
+        model,
+        *names,
+        "--scheduler-cls",
+        SCHEDULER,
+        "--middleware",
+        MIDDLEWARE,
+        *(["--additional-config", json.dumps(additional)] if additional else []),
+        *rest,
+    ]
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Serve until stopped.
+
+    Raises:
+        VllmSLOError: the version of vLLM or the configuration does not do.
+    """
+    check_vllm()
+    sys.argv = command_line(args, rest)
+    cpu_alias.register()
+    from vllm.entrypoints.cli.main import main
+
+    main()
+    return 0

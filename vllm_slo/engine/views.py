@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's requests as the policies see them: the one boundary for foreign request types.
+
+Everything that reads a ``vllm.v1.request.Request`` for a policy does it here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_slo.core.attainment import WindowTPOT
+from vllm_slo.core.output_length import LengthPrediction
+from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
+from vllm_slo.slo import SLO
+
+UNCLASSED = "custom"
+"""Metric label of a request whose objectives name no class."""
+
+REPORT_KEY = "vllm_slo"
+"""Key of the report in a finished output's ``kv_transfer_params``."""
+
+_MAX_AGE_S = 86_400.0
+
+
+class Tracked:
+    """One live request that carries an SLO, and how it is doing.
+
+    Attributes:
+        request: vLLM's own object.
+        slo: what it asked for.
+        slo_class: its metric label.
+        arrival_s: arrival at the server on the scheduler's clock, queueing included.
+        deadline_s: when its first token is due; infinite without a TTFT.
+        tpot_s: its TPOT; infinite without one.
+        promised: whether its objectives are guaranteed now.
+        was_promised: whether they ever were.
+        planned: whether a dynamic program has ruled on it yet.
+        first_token_s: when its first token came out, or None.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "deadline_s",
+        "first_token_s",
+        "planned",
+        "promised",
+        "request",
+        "slo",
+        "slo_class",
+        "tpot",
+        "tpot_s",
+        "was_promised",
+        "window",
+    )
+
+    def __init__(self, request: Request, slo: SLO, arrival_s: float, window: int) -> None:
+        self.request = request
+        self.slo = slo
+        self.slo_class = slo.slo_class or UNCLASSED
+        self.arrival_s = arrival_s
+        self.deadline_s = INFINITY if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1e3
+        self.tpot_s = INFINITY if slo.tpot_ms is None else slo.tpot_ms / 1e3
+        self.promised = False
+        self.was_promised = False
+        self.planned = False
+        self.first_token_s: float | None = None
+        self.window = window
+        self.tpot = WindowTPOT(window)
+
+    def on_tokens(self, count: int, now_s: float) -> None:
+        """Record that ``count`` tokens came out at ``now_s``."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.tpot.add(now_s, count)
+
+    def promise(self) -> None:
+        self.promised = True
+        self.was_promised = True
+
+    @property
+    def missed(self) -> bool:
+        """Whether an objective has already been missed for good."""
+        if self.first_token_s is not None and self.first_token_s > self.deadline_s:
+            return True
+        if self.tpot_s == INFINITY:
+            return False
+        # An open window may still recover; a full one may not.
+        worst_s = self.tpot.worst_s
+        return self.tpot.tokens > self.window and worst_s is not None and worst_s > self.tpot_s
+
+    def wants_promise(self, now_s: float) -> bool:
+        """Whether a promise can still be asked for."""
+        if self.promised or self.slo.effective_tier != "guaranteed":
+            return False
+        if self.first_token_s is None:
+            return self.deadline_s > now_s
+        return not self.missed
+
+    def attained(self) -> bool | None:
+        """Whether every objective was kept, given that the request has ended by itself."""
+        if not self.slo.has_objective:
+            return None
+        if self.first_token_s is None or self.first_token_s > self.deadline_s:
+            return False
+        worst_s = self.tpot.worst_s
+        return worst_s is None or worst_s <= self.tpot_s
+
+    def report(self, attained: bool | None) -> dict[str, Any]:
+        """What the client is told when the request ends; times in milliseconds."""
+        worst_s = self.tpot.worst_s
+        first = self.first_token_s
+        return {
+            "tier": "guaranteed" if self.was_promised else "best_effort",
+            "promised": self.was_promised,
+            "ttft_ms": None if first is None else round((first - self.arrival_s) * 1e3, 3),
+            "tpot_ms": None if worst_s is None else round(worst_s * 1e3, 3),
+            "attained": attained,
+        }
+
+
+def age_s(request: Request, epoch_s: float) -> float:
+    """Seconds since the request arrived at the server, safe against clocks that jumped."""
+    return min(max(epoch_s - request.arrival_time, 0.0), _MAX_AGE_S)
+
+
+def tokens_to_next_sample(request: Request) -> int:
+    """Tokens that must be computed before the request samples again."""
+    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+
+
+def is_decoding(request: Request) -> bool:
+    """Whether a running request's next step is a decode step."""
+    return not request.is_prefill_chunk and request.num_computed_tokens > 0
+
+
+def is_blocked(request: Request) -> bool:
+    """Whether a waiting request waits for something other than tokens and memory."""
+    return request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def decode_view(tracked: Tracked) -> DecodeView:
+    """A promised decoding request; tokens already in flight count as sampled on time."""
+    request = tracked.request
+    tokens = max(request.num_tokens_with_spec - request.num_tokens + 1, 1)
+    name, context = request.request_id, request.num_computed_tokens
+    if tracked.tpot_s == INFINITY:
+        return DecodeView(name, INFINITY, INFINITY, 1, INFINITY, tokens, context)
+    start_s, held = tracked.tpot.open_window
+    place = held + request.num_output_placeholders
+    done, place = divmod(place, tracked.window)
+    start_s += done * tracked.window * tracked.tpot_s
+    return DecodeView(
+        name,
+        start_s + (place + 1) * tracked.tpot_s,
+        start_s + tracked.window * tracked.tpot_s,
+        tracked.window - place,
+        tracked.tpot_s,
+        tokens,
+        context,
+    )
+
+
+def prefill_view(tracked: Tracked, remaining: int) -> PrefillView:
+    """A promised request before its next sampled token, ``remaining`` tokens away."""
+    deadline_s = tracked.deadline_s if tracked.first_token_s is None else tracked.arrival_s
+    return PrefillView(
+        tracked.request.request_id,
+        deadline_s,
+        remaining,
+        tracked.tpot_s,
+        tracked.request.num_computed_tokens,
+    )
+
+
+def best_effort_view(request: Request, since_s: float) -> BestEffortView:
+    """A request without a promise."""
+    decoding = request.status == RequestStatus.RUNNING and is_decoding(request)
+    speculated = request.num_tokens_with_spec - request.num_tokens
+    tokens = 1 + speculated if decoding else tokens_to_next_sample(request)
+    return BestEffortView(
+        request.request_id, since_s, max(tokens, 1), decoding, request.num_computed_tokens
+    )
+
+
+def demand(
+    tracked: Tracked,
+    now_s: float,
+    work_tokens: float,
+    length: LengthPrediction,
+    blocks: int,
+    guard_s: float = 0.0,
+) -> Demand:
+    """The line of figure 5 that a request draws, from where it stands now.
+
+    ``guard_s`` moves its deadline forward by what steps, being indivisible, may overrun it.
+    """
+    begun = tracked.first_token_s is not None
+    request = tracked.request
+    return Demand(
+        request.request_id,
+        now_s if begun else tracked.deadline_s - guard_s,
+        0 if begun and is_decoding(request) else max(round(work_tokens), 1),
+        tracked.tpot_s,
+        blocks,
+        tracked.slo.value,
+        request.num_prompt_tokens + length.tokens // 2,
+    )

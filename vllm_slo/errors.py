@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exceptions that vllm-slo raises; every one of them derives from `VllmSLOError`."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "IncompatibleVLLMError",
+    "InvalidSLOError",
+    "ProfileError",
+    "VllmSLOError",
+]
+
+
+class VllmSLOError(Exception):
+    """Root of every error raised by vllm-slo."""
+
+
+class InvalidSLOError(VllmSLOError, ValueError):
+    """A request asks for something that is not a valid SLO.
+
+    `str(error)` is one line, ``<field>: <problem>; <fix>``. It is the same text whichever carrier
+    (Python, body, `vllm_xargs`, header, `service_tier`) the mistake came through.
+
+    Attributes:
+        field: name of the offending field, for example ``ttft_ms``.
+        problem: what is wrong, with the offending value cut to 80 characters.
+        fix: what to send instead.
+    """
+
+    def __init__(self, field: str, problem: str, fix: str) -> None:
+        super().__init__(field, problem, fix)
+        self.field = field
+        self.problem = problem
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}; {self.fix}"
+
+
+class ConfigError(VllmSLOError, ValueError):
+    """The operator's configuration cannot be used; the text names the file, line and key."""
+
+
+class ProfileError(VllmSLOError):
+    """A step-time profile is broken or belongs to another model, device or vLLM version."""
+
+
+class IncompatibleVLLMError(VllmSLOError, ImportError):
+    """The installed vLLM lacks a seam that vllm-slo needs."""

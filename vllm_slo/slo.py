@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks for, and the carriers that bring it: Python, body, xargs, headers, tier.
+
+Units at this edge are milliseconds. There is one validator per field (`_VALIDATORS`) and every
+carrier goes through it, so one mistake has one text wherever it was made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal, TypeAlias, cast
+
+from vllm_slo.errors import InvalidSLOError
+
+__all__ = [
+    "HEADER_FIELDS",
+    "SERVICE_TIERS",
+    "SLO",
+    "OnUnattainable",
+    "Tier",
+    "has_slo_key",
+    "is_slo_key",
+    "resolve_slo",
+]
+
+Tier: TypeAlias = Literal["guaranteed", "best_effort"]
+OnUnattainable: TypeAlias = Literal["best_effort", "decline"]
+
+MAX_TTFT_MS: Final = 86_400_000
+MAX_TPOT_MS: Final = 3_600_000
+MAX_VALUE: Final = 1_000_000
+MAX_OUTPUT_TOKENS: Final = 10_000_000
+MAX_ECHO_CHARS: Final = 80
+EXPIRED_TTFT_MS: Final = 0.001
+"""TTFT of a `prefill_ddl` that lies in the past: valid, and never attainable."""
+
+SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority")
+"""Values of OpenAI's `service_tier`; `auto`, `default` and `scale` ask for nothing here."""
+
+HEADER_FIELDS: Final[Mapping[str, str]] = {
+    "x-llm-d-slo-ttft-ms": "ttft_ms",
+    "x-llm-d-slo-tpot-ms": "tpot_ms",
+    "x-slo-ttft-ms": "ttft_ms",
+    "x-slo-tpot-ms": "tpot_ms",
+    "x-slo-class": "slo_class",
+    "x-slo-tier": "tier",
+}
+"""Request header (lower case) -> SLO field."""
+
+_PREFIX: Final = "slo_"
+_DDL_KEY: Final = "prefill_ddl"
+_TPOT_S_KEY: Final = "slo_tpot"
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:@/-]{1,64}")
+_DECIMAL: Final = re.compile(r"[+-]?(\d{1,32}(\.\d{0,32})?|\.\d{1,32})([eE][+-]?\d{1,3})?", re.A)
+
+
+def _echo(value: object) -> str:
+    """A printable one-line rendering of untrusted `value`, at most 80 characters."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = MAX_ECHO_CHARS
+    try:
+        text = brief.repr(value)
+    except Exception:  # noqa: BLE001 - a foreign __repr__ may raise anything; the type name will do
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_ECHO_CHARS else text[: MAX_ECHO_CHARS - 3] + "..."
+
+
+def _number(name: str, value: object, high: float, unit: str, example: str) -> float:
+    """`value` as a finite float in (0, `high`]."""
+    fix = f"give {unit} above 0 and at most {high:.0f}, for example {example}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidSLOError(name, f"{_echo(value)} is not a number", fix)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidSLOError(name, f"{_echo(value)} is not a finite number", fix)
+    if not 0 < number <= high:
+        raise InvalidSLOError(name, f"{_echo(number)} is out of range", fix)
+    return number
+
+
+def _whole(name: str, value: object, high: int) -> int:
+    """`value` as an int in [1, `high`]."""
+    fix = f"give a whole number from 1 to {high}, for example 256"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidSLOError(name, f"{_echo(value)} is not a whole number", fix)
+    whole = int(value)
+    if not 1 <= whole <= high:
+        raise InvalidSLOError(name, f"{_echo(whole)} is out of range", fix)
+    return whole
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """`value` if it is one of `choices`."""
+    if isinstance(value, str) and value in choices:
+        return value
+    raise InvalidSLOError(name, f"{_echo(value)} is unknown", f"use one of {', '.join(choices)}")
+
+
+def _name(name: str, value: object) -> str:
+    """`value` if it is an identifier that is safe as a metric label."""
+    if isinstance(value, str) and _NAME.fullmatch(value):
+        return value
+    fix = "give 1 to 64 characters out of A-Z a-z 0-9 _ . : @ / -"
+    raise InvalidSLOError(name, f"{_echo(value)} is not a name", fix)
+
+
+_VALIDATORS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "ttft_ms": lambda n, v: _number(n, v, MAX_TTFT_MS, "milliseconds", "500"),
+    "tpot_ms": lambda n, v: _number(n, v, MAX_TPOT_MS, "milliseconds", "50"),
+    "value": lambda n, v: _number(n, v, MAX_VALUE, "a weight", "1"),
+    "tier": lambda n, v: _choice(n, v, ("guaranteed", "best_effort")),
+    "on_unattainable": lambda n, v: _choice(n, v, ("best_effort", "decline")),
+    "expected_output_tokens": lambda n, v: _whole(n, v, MAX_OUTPUT_TOKENS),
+    "tenant": _name,
+    "slo_class": _name,
+}
+_PUBLIC: Final[Mapping[str, str]] = {
+    ("class" if name == "slo_class" else name): name for name in _VALIDATORS
+}
+"""Key as a client writes it -> SLO attribute."""
+_PUBLIC_OF: Final[Mapping[str, str]] = {name: key for key, name in _PUBLIC.items()}
+
+
+def _validate(name: str, value: object) -> object:
+    return _VALIDATORS[name](_PUBLIC_OF[name], value)
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """The service-level objective of one request. Immutable; checked on construction.
+
+    Attributes:
+        ttft_ms: time to first token, milliseconds from arrival at the server, queueing included;
+            0 < ttft_ms <= 86,400,000. None: no objective.
+        tpot_ms: time per output token, milliseconds; 0 < tpot_ms <= 3,600,000. None: no objective.
+        value: weight of the request when not all can be promised; 0 < value <= 1e6.
+        tier: None means `guaranteed` when an objective is set, else `best_effort`.
+        on_unattainable: what happens when no promise can be made: served `best_effort`, or
+            `decline` (HTTP 429; in Python an output whose stop_reason says so).
+        expected_output_tokens: how long the client expects the output to be, 1 to 10,000,000.
+        tenant: who is asking; 1 to 64 characters of ``[A-Za-z0-9_.:@/-]``.
+        slo_class: a class of the server's configuration (key ``class`` in JSON). Fields that this
+            object leaves at their defaults are taken from the class where the class is known.
+
+    Raises:
+        InvalidSLOError: a field is out of its range, or `tier` is ``guaranteed`` with neither an
+            objective nor a class.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    value: float = 1.0
+    tier: Tier | None = None
+    on_unattainable: OnUnattainable = "best_effort"
+    expected_output_tokens: int | None = None
+    tenant: str | None = None
+    slo_class: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in _VALIDATORS:
+            given = getattr(self, name)
+            if given is not None or name in ("value", "on_unattainable"):
+                object.__setattr__(self, name, _validate(name, given))
+        if self.slo_class is None:
+            _check_guarantee(self)
+
+    @property
+    def has_objective(self) -> bool:
+        """Whether a TTFT or a TPOT is asked for."""
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+    @property
+    def effective_tier(self) -> Tier:
+        """The tier asked for, with the default filled in."""
+        if self.tier is not None:
+            return self.tier
+        return "guaranteed" if self.has_objective else "best_effort"
+
+    def to_extra_args(self, *, resolved: bool = False) -> dict[str, str | int | float]:
+        """Flat keys for `SamplingParams.extra_args` and `vllm_xargs`.
+
+        Args:
+            resolved: this SLO came out of `resolve_slo`, so its class has been applied. Then
+                `value` and `on_unattainable` are written even at their defaults: reading the keys
+                back against the same classes gives this SLO again, and never None.
+        """
+        flat: dict[str, str | int | float] = {}
+        for spec in fields(self):
+            given = getattr(self, spec.name)
+            if (resolved and given is not None) or given != spec.default:
+                flat[_PREFIX + _PUBLIC_OF[spec.name]] = given
+        return flat
+
+    @classmethod
+    def from_extra_args(
+        cls,
+        extra: Mapping[str, Any] | None,
+        *,
+        classes: Mapping[str, SLO] | None = None,
+        arrival_s: float | None = None,
+    ) -> SLO | None:
+        """Read the flat keys back; None when `extra` holds none of them.
+
+        Also reads SLOs-Serve's `prefill_ddl` (absolute deadline of the first token, epoch seconds)
+        and `slo_tpot` (seconds per token).
+
+        Args:
+            extra: `SamplingParams.extra_args`; keys that are not the SLO's are left alone.
+            classes: the configured classes; None leaves a named class unapplied.
+            arrival_s: when the request arrived, epoch seconds; needed for `prefill_ddl` only.
+
+        Raises:
+            InvalidSLOError: a bad value, an unknown ``slo_`` key, an unknown class.
+        """
+        claims = _Claims()
+        claims.add_xargs(extra, arrival_s)
+        return _build(claims.values(), {}, classes)
+
+
+def _check_guarantee(slo: SLO) -> None:
+    if slo.tier == "guaranteed" and not slo.has_objective:
+        raise InvalidSLOError(
+            "tier",
+            "'guaranteed' has no objective to guarantee",
+            "add ttft_ms or tpot_ms, or use tier best_effort",
+        )
+
+
+def is_slo_key(key: object) -> bool:
+    """Whether a key of `extra_args` belongs to the SLO: ``slo_*`` or ``prefill_ddl``."""
+    return isinstance(key, str) and (key.startswith(_PREFIX) or key == _DDL_KEY)
+
+
+def has_slo_key(extra: Mapping[str, Any] | None) -> bool:
+    """Whether any key of `extra` belongs to the SLO."""
+    return extra is not None and any(is_slo_key(key) for key in extra)
+
+
+@dataclass(slots=True)
+class _Claims:
+    """Fields said so far by the explicit carriers: attribute -> (value, carrier)."""
+
+    said: dict[str, tuple[object, str]] = field(default_factory=dict)
+
+    def values(self) -> dict[str, object]:
+        return {name: value for name, (value, _) in self.said.items()}
+
+    def add(self, name: str, value: object, carrier: str) -> None:
+        """Record a validated value; a carrier that disagrees with an earlier one is an error."""
+        value = _validate(name, value)
+        before = self.said.setdefault(name, (value, carrier))
+        if not _same(before[0], value):
+            raise InvalidSLOError(
+                _PUBLIC_OF[name],
+                f"{before[1]} says {_echo(before[0])} but {carrier} says {_echo(value)}",
+                "send one value",
+            )
+
+    def add_body(self, body: object) -> None:
+        if not isinstance(body, Mapping):
+            fix = 'give an object, for example {"ttft_ms": 500, "tpot_ms": 50} or {"class": "chat"}'
+            raise InvalidSLOError("slo", f"{_echo(body)} is not an object", fix)
+        for key, value in body.items():
+            name = _PUBLIC.get(key) if isinstance(key, str) else None
+            if name is None:
+                raise _unknown_key(key)
+            if value is not None:
+                self.add(name, value, f"body slo.{key}")
+
+    def add_xargs(self, xargs: object, arrival_s: float | None) -> None:
+        if xargs is None:
+            return
+        if not isinstance(xargs, Mapping):
+            fix = 'give an object, for example {"slo_ttft_ms": 500}'
+            raise InvalidSLOError("vllm_xargs", f"{_echo(xargs)} is not an object", fix)
+        for key, value in xargs.items():
+            if not is_slo_key(key):
+                continue
+            name = _PUBLIC.get(key.removeprefix(_PREFIX))
+            if name is None and key not in (_DDL_KEY, _TPOT_S_KEY):
+                raise _unknown_key(key.removeprefix(_PREFIX))
+            if value is None:
+                continue
+            if key == _DDL_KEY:
+                self.add("ttft_ms", _ttft_of_deadline(value, arrival_s), f"vllm_xargs {key}")
+            elif key == _TPOT_S_KEY:
+                seconds = _number(key, value, MAX_TPOT_MS / 1000, "seconds", "0.05")
+                self.add("tpot_ms", seconds * 1000, f"vllm_xargs {key}")
+            elif name is not None:
+                self.add(name, value, f"vllm_xargs {key}")
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        for header, text in headers.items():
+            name = HEADER_FIELDS.get(header.lower())
+            if name is None:
+                continue
+            value: object = text.strip()
+            if name in ("ttft_ms", "tpot_ms") and _DECIMAL.fullmatch(str(value)):
+                value = float(str(value))
+            self.add(name, value, f"header {header.lower()}")
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9)
+    return one == other
+
+
+def _unknown_key(key: object) -> InvalidSLOError:
+    known = ", ".join(_PUBLIC)
+    near = difflib.get_close_matches(str(key)[:64], _PUBLIC, n=1) if isinstance(key, str) else []
+    fix = f"did you mean {near[0]}? known: {known}" if near else f"known: {known}"
+    shown = key if isinstance(key, str) and _NAME.fullmatch(key) else _echo(key)
+    return InvalidSLOError(str(shown), "is not a field of an SLO", fix)
+
+
+def _ttft_of_deadline(value: object, arrival_s: float | None) -> float:
+    """TTFT in milliseconds of an absolute deadline `value` in epoch seconds."""
+    fix = "give epoch seconds at most one day ahead, or use ttft_ms"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidSLOError(_DDL_KEY, f"{_echo(value)} is not a number", fix)
+    if arrival_s is None:
+        raise InvalidSLOError(_DDL_KEY, "the arrival time is unknown here", "use ttft_ms")
+    try:
+        ttft_ms = (float(value) - arrival_s) * 1000
+    except OverflowError:
+        ttft_ms = math.inf
+    if not math.isfinite(ttft_ms):
+        raise InvalidSLOError(_DDL_KEY, f"{_echo(value)} is not a finite number", fix)
+    if ttft_ms > MAX_TTFT_MS:
+        raise InvalidSLOError(_DDL_KEY, f"{_echo(value)} is out of range", fix)
+    return max(ttft_ms, EXPIRED_TTFT_MS)
+
+
+def resolve_slo(
+    *,
+    body_slo: Mapping[str, Any] | None = None,
+    xargs: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    service_tier: str | None = None,
+    classes: Mapping[str, SLO],
+    service_tiers: Mapping[str, str | None],
+    arrival_s: float | None = None,
+) -> SLO | None:
+    """Unite the carriers of one request into one SLO; None when none of them asks for anything.
+
+    Precedence, field by field: the explicit carriers (`body_slo`, `xargs`, `headers`), which must
+    agree where they overlap; then the class that they name; then what `service_tier` stands for
+    (``flex``: tier best_effort; any tier mapped in `service_tiers`: that class).
+
+    Args:
+        body_slo: the body field ``slo``.
+        xargs: the body field ``vllm_xargs``; keys that are not the SLO's are ignored.
+        headers: request headers, any case; only those in `HEADER_FIELDS` are read.
+        service_tier: OpenAI's ``service_tier``.
+        classes: configured classes by name.
+        service_tiers: service tier -> class name.
+        arrival_s: arrival, epoch seconds; needed for ``prefill_ddl`` only.
+
+    Raises:
+        InvalidSLOError: a bad value, an unknown key, class or tier, or two carriers that disagree.
+    """
+    claims = _Claims()
+    if body_slo is not None:
+        claims.add_body(body_slo)
+    claims.add_xargs(xargs, arrival_s)
+    claims.add_headers(headers or {})
+    return _build(claims.values(), _of_service_tier(service_tier, service_tiers), classes)
+
+
+def _of_service_tier(
+    service_tier: object, service_tiers: Mapping[str, str | None]
+) -> dict[str, object]:
+    if service_tier is None:
+        return {}
+    tier = _choice("service_tier", service_tier, SERVICE_TIERS)
+    weak: dict[str, object] = {}
+    if mapped := service_tiers.get(tier):
+        weak["slo_class"] = mapped
+    if tier == "flex":
+        weak["tier"] = "best_effort"
+    return weak
+
+
+def _build(
+    explicit: Mapping[str, object],
+    weak: Mapping[str, object],
+    classes: Mapping[str, SLO] | None,
+) -> SLO | None:
+    """The SLO of `explicit` fields, completed by their class and then by the `weak` ones."""
+    if not explicit and not weak:
+        return None
+    said = dict(explicit)
+    if "slo_class" in said:
+        _fill_from_class(said, classes)
+    said = {**weak, **said}
+    if "slo_class" in weak and "slo_class" not in explicit:
+        _fill_from_class(said, classes)
+    slo = SLO(**cast("dict[str, Any]", said))
+    if classes is not None:
+        _check_guarantee(slo)
+    return slo
+
+
+def _fill_from_class(said: dict[str, object], classes: Mapping[str, SLO] | None) -> None:
+    """Add to `said`, in place, the fields that only the class sets."""
+    if classes is None:
+        return
+    name = str(said["slo_class"])
+    if name not in classes:
+        known = ", ".join(sorted(classes)[:16]) or "none"
+        raise InvalidSLOError("class", f"{_echo(name)} is unknown", f"configured classes: {known}")
+    for spec in fields(SLO):
+        given = getattr(classes[name], spec.name)
+        if given != spec.default:
+            said.setdefault(spec.name, given)

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train the shipped models: ``python -m vllm_slo.tiny.train --out DIR [--minutes M]``.
+
+A target learns CPython's library sources (see :mod:`vllm_slo.tiny.text`); a draft, started from
+the target's embeddings and outer layers, then learns to predict the target, both on that text
+and on text that the target writes.  Each phase takes a share of the time given, so a faster
+machine sees more text; the seed fixes everything else.
+"""
+
+import argparse
+import copy
+import datetime
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_slo.tiny import text
+from vllm_slo.tiny.model import Llama, Shape, generate
+
+EOS = "<|endoftext|>"  # Token 0: it begins and ends every document.
+VOCABULARY = 2048
+TARGET = Shape(
+    vocab=VOCABULARY, hidden=256, intermediate=704, layers=6, heads=4, kv_heads=2, head_dim=64
+)
+DRAFT = Shape(
+    vocab=VOCABULARY, hidden=256, intermediate=704, layers=2, heads=4, kv_heads=2, head_dim=64
+)
+SHARES = {"target": 0.51, "writing": 0.11, "draft": 0.38}  # Of the time given.
+
+STEP_TOKENS = 4096  # Per optimizer step: 8 windows of 512, or one of 4096 near the end.
+WINDOW = 512
+LONG_FROM = 0.90  # The part of a phase from which windows are as long as the context.
+PROMPT = 64  # Tokens of a document that the target is given to continue.
+TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # Half of what the target writes is greedy.
+WRITTEN = 0.4  # The part of the draft's short windows that the target wrote.
+HARD = 0.3  # Weight of the target's greedy token beside the divergence.
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:\n{% endif %}"
+)
+
+
+def train_tokenizer(documents: list[str]) -> Tokenizer:
+    """A byte-level BPE of :data:`VOCABULARY` tokens, so any text can be encoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokenizer, its chat template and the generation defaults into the folder."""
+    specials = {"bos_token": EOS, "eos_token": EOS, "pad_token": EOS}
+    eos = tokenizer.token_to_id(EOS)
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    files = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": TARGET.positions,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+            **specials,
+        },
+        "special_tokens_map.json": specials,
+        "generation_config.json": {
+            "bos_token_id": eos,
+            "eos_token_id": eos,
+            "pad_token_id": eos,
+            "do_sample": False,
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def encode(tokenizer: Tokenizer, documents: list[str]) -> Tensor:
+    """All documents as one stream of token ids [tokens], an end token before and after each."""
+    eos = tokenizer.token_to_id(EOS)
+    stream = [eos]
+    for encoding in tokenizer.encode_batch(documents):
+        stream += [*encoding.ids, eos]
+    return torch.tensor(stream)
+
+
+def windows(stream: Tensor, count: int, length: int, random: torch.Generator) -> Tensor:
+    """``count`` windows [count, length] at random places of the stream."""
+    starts = torch.randint(len(stream) - length + 1, (count, 1), generator=random)
+    return stream[starts + torch.arange(length)]
+
+
+def fit(
+    model: Llama,
+    loss: Callable[[Tensor], Tensor],
+    batch: Callable[[bool], Tensor],
+    seconds: float,
+    rate: float,
+    name: str,
+) -> int:
+    """Minimise loss(batch(long)) over the model's weights for so many seconds; returns steps.
+
+    The learning rate warms up over 100 steps and then falls as a cosine of the time spent.
+    """
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    model.train()
+    start, steps, progress = time.monotonic(), 0, 0.0
+    while progress < 1.0:
+        for group in optimizer.param_groups:
+            warm = min(1.0, (steps + 1) / 100)
+            group["lr"] = rate * warm * (0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
+        value = loss(batch(progress >= LONG_FROM))
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        progress = (time.monotonic() - start) / seconds
+        if steps % 50 == 0:
+            print(f"{name}: step {steps}, {progress:.0%}, loss {value.item():.3f}", flush=True)
+    model.eval()
+    return steps
+
+
+def train_target(stream: Tensor, seconds: float, seed: int) -> tuple[Llama, int]:
+    """A target that predicts the stream, and the number of steps it took."""
+    random = torch.Generator().manual_seed(seed)
+    model = Llama(TARGET)
+
+    @torch.compile(dynamic=False)
+    def loss(ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    def batch(long: bool) -> Tensor:
+        length = TARGET.positions if long else WINDOW
+        return windows(stream, STEP_TOKENS // length, length + 1, random)
+
+    return model, fit(model, loss, batch, seconds, 3e-3, "target")
+
+
+def write_text(target: Llama, stream: Tensor, seconds: float, seed: int) -> Tensor:
+    """Windows [count, WINDOW]: prompts from the stream, continued by the target."""
+    random = torch.Generator().manual_seed(seed + 1)
+    count, start = 128, time.monotonic()
+    written: list[Tensor] = []
+    temperatures = torch.tensor(TEMPERATURES).repeat(count // len(TEMPERATURES))
+    while not written or time.monotonic() - start < seconds * (1 - 0.5 / len(written)):
+        prompts = windows(stream, count, PROMPT, random)
+        written.append(generate(target, prompts, WINDOW - PROMPT, temperatures))
+        print(f"writing: {len(written) * count} texts", flush=True)
+    return torch.cat(written)
+
+
+def start_draft(target: Llama) -> Llama:
+    """A draft with the target's embeddings, first layer, last layer and final norm."""
+    draft = Llama(DRAFT)
+    draft.model["embed_tokens"].load_state_dict(target.model["embed_tokens"].state_dict())
+    draft.model["norm"].load_state_dict(target.model["norm"].state_dict())
+    for layer, source in zip(draft.model["layers"], (0, TARGET.layers - 1), strict=True):
+        layer.load_state_dict(target.model["layers"][source].state_dict())
+    return draft
+
+
+def train_draft(
+    target: Llama, stream: Tensor, written: Tensor, seconds: float, seed: int
+) -> tuple[Llama, int]:
+    """A draft distilled from the target (in bfloat16), and the number of steps it took."""
+    random = torch.Generator().manual_seed(seed + 2)
+    model = start_draft(target)
+    teacher = copy.deepcopy(target).bfloat16().requires_grad_(False)
+
+    @torch.compile(dynamic=False)
+    def loss(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            goal = teacher(ids).flatten(0, 1).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids)
+        guess = logits.flatten(0, 1).float().log_softmax(-1)
+        # The target's distribution, and in part its greedy token: cross-entropy against either
+        # differs from the divergence by a constant.
+        soft = -(goal.softmax(-1) * guess).sum(-1).mean()
+        return soft + HARD * functional.nll_loss(guess, goal.argmax(-1))
+
+    def batch(long: bool) -> Tensor:
+        if long:
+            return windows(stream, 1, TARGET.positions, random)
+        count = STEP_TOKENS // WINDOW
+        own = round(count * WRITTEN)
+        rows = torch.randint(len(written), (own,), generator=random)
+        return torch.cat((windows(stream, count - own, WINDOW, random), written[rows]))
+
+    return model, fit(model, loss, batch, seconds, 2e-3, "draft")
+
+
+@torch.no_grad()
+def held_out_loss(model: Llama, stream: Tensor) -> float:
+    """Mean loss in nats per token over the stream [tokens], in windows of WINDOW."""
+    ids = stream[: (len(stream) - 1) // WINDOW * WINDOW + 1]
+    inputs, labels = ids[:-1].view(-1, WINDOW), ids[1:].view(-1, WINDOW)
+    losses = [
+        functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        for x, y in zip(inputs.split(1), labels.split(1), strict=True)
+    ]
+    return torch.stack(losses).mean().item()
+
+
+@torch.no_grad()
+def agreement(target: Llama, draft: Llama, ids: Tensor, skip: int = 0) -> dict[str, float]:
+    """How often the draft's best token, and its best four, hold the target's greedy token.
+
+    ids [windows, length]; the first ``skip`` positions of each window are not counted.
+    """
+    top1 = top4 = seen = 0
+    for x in ids.split(8):
+        goal = target(x)[:, skip:].argmax(-1, keepdim=True)
+        hits = draft(x)[:, skip:].topk(4).indices == goal
+        top1 += hits[..., 0].sum().item()
+        top4 += hits.any(-1).sum().item()
+        seen += goal.numel()
+    return {"top1": round(top1 / seen, 4), "top4": round(top4 / seen, 4), "tokens": seen}
+
+
+def measure(out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the saved models do on text held out from training, in float32."""
+    documents = text.documents(held_out=True)
+    stream = encode(tokenizer, documents)
+    size = sum(len(d.encode()) for d in documents)
+    report: dict[str, Any] = {"held_out": {"files": len(documents), "bytes": size}}
+    report["held_out"]["tokens"] = len(stream) - 1
+    saved = {name: Llama.load(out / name) for name in ("target", "draft")}
+    for name, model in saved.items():
+        loss = held_out_loss(model, stream)
+        report[name] = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "bytes": sum(f.stat().st_size for f in (out / name).iterdir()),
+            "held_out_nats_per_token": round(loss, 4),
+            "held_out_bits_per_byte": round(loss / math.log(2) * (len(stream) - 1) / size, 4),
+        }
+    rows = stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW)
+    prompts = rows[:: len(rows) // 64, :PROMPT]
+    written = generate(saved["target"], prompts, 192, torch.zeros(len(prompts)))
+    report["draft_agreement"] = {
+        "on_held_out_text": agreement(saved["target"], saved["draft"], rows),
+        # The last token's successor was never written, so it is not counted.
+        "on_greedy_continuations": agreement(
+            saved["target"], saved["draft"], written[:, :-1], skip=PROMPT - 1
+        ),
+    }
+    return report
+
+
+def train(out: Path, minutes: float, seed: int, machine: str) -> dict[str, Any]:
+    """Train both models and write target/, draft/ and report.json; returns the report."""
+    torch.manual_seed(seed)
+    documents = text.documents(held_out=False)
+    tokenizer = train_tokenizer(documents)
+    eos = tokenizer.token_to_id(EOS)
+    stream = encode(tokenizer, documents)
+    print(f"{len(documents)} documents, {len(stream)} tokens", flush=True)
+    for name in ("target", "draft"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+        save_tokenizer(tokenizer, out / name)
+    seconds = {phase: share * minutes * 60 for phase, share in SHARES.items()}
+
+    trained, target_steps = train_target(stream, seconds["target"], seed)
+    trained.save(out / "target", eos)
+    target = Llama.load(out / "target", torch.bfloat16)  # The draft follows what is shipped.
+    written = write_text(target, stream, seconds["writing"], seed)
+    draft, draft_steps = train_draft(target.float(), stream, written, seconds["draft"], seed)
+    draft.save(out / "draft", eos)
+
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seed": seed,
+        "minutes": {phase: round(s / 60, 1) for phase, s in seconds.items()},
+        "steps": {"target": target_steps, "draft": draft_steps},
+        "step_tokens": STEP_TOKENS,
+        "training_text": {"files": len(documents), "tokens": len(stream)},
+        "written_tokens": len(written) * (WINDOW - PROMPT),
+        **measure(out, tokenizer),
+    }
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--minutes", type=float, default=30.0, help="training time in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--machine", default=platform.machine(), help="noted in the report")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    report = train(args.out, args.minutes, args.seed, args.machine)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
