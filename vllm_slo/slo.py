@@ -22,6 +22,7 @@ __all__ = [
     "HEADER_FIELDS",
     "SERVICE_TIERS",
     "SLO",
+    "STREAM_KEY",
     "OnUnattainable",
     "Tier",
     "has_slo_key",
@@ -52,6 +53,10 @@ HEADER_FIELDS: Final[Mapping[str, str]] = {
     "x-slo-tier": "tier",
 }
 """Request header (lower case) -> SLO field."""
+
+STREAM_KEY: Final = "slo_stream"
+"""Key of `extra_args` by which the HTTP middleware asks the scheduler to put the report of a
+streamed request where the stream shows it. Not the client's: over HTTP it is an unknown key."""
 
 _PREFIX: Final = "slo_"
 _DDL_KEY: Final = "prefill_ddl"
@@ -214,7 +219,8 @@ class SLO:
         and `slo_tpot` (seconds per token).
 
         Args:
-            extra: `SamplingParams.extra_args`; keys that are not the SLO's are left alone.
+            extra: `SamplingParams.extra_args`; keys that are not the SLO's are left alone, and
+                `STREAM_KEY` says nothing about the SLO.
             classes: the configured classes; None leaves a named class unapplied.
             arrival_s: when the request arrived, epoch seconds; needed for `prefill_ddl` only.
 
@@ -222,7 +228,7 @@ class SLO:
             InvalidSLOError: a bad value, an unknown ``slo_`` key, an unknown class.
         """
         claims = _Claims()
-        claims.add_xargs(extra, arrival_s)
+        claims.add_xargs(extra, arrival_s, internal=(STREAM_KEY,))
         return _build(claims.values(), {}, classes)
 
 
@@ -276,14 +282,16 @@ class _Claims:
             if value is not None:
                 self.add(name, value, f"body slo.{key}")
 
-    def add_xargs(self, xargs: object, arrival_s: float | None) -> None:
+    def add_xargs(
+        self, xargs: object, arrival_s: float | None, internal: tuple[str, ...] = ()
+    ) -> None:
         if xargs is None:
             return
         if not isinstance(xargs, Mapping):
             fix = 'give an object, for example {"slo_ttft_ms": 500}'
             raise InvalidSLOError("vllm_xargs", f"{_echo(xargs)} is not an object", fix)
         for key, value in xargs.items():
-            if not is_slo_key(key):
+            if not is_slo_key(key) or key in internal:
                 continue
             name = _PUBLIC.get(key.removeprefix(_PREFIX))
             if name is None and key not in (_DDL_KEY, _TPOT_S_KEY):

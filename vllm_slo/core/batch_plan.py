@@ -19,10 +19,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.step_time import StepTimeModel, chunk_pairs
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
 
 EPS_S = 1e-9
+SMALLEST_CHUNK = 64
+"""Prefill tokens that best effort gets in a step that nobody else uses, at the least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +110,22 @@ def _meet_next_deadline(
     A deadline that the step would overrun asks for a step that ends at it, provided such a step
     can hold what is still due by then; one that cannot be met at all is left to its fate.
     """
+    model = batch.model
     context = sum(d.context_tokens for d in decodes)
-    due = 0
+    due = pairs = 0
     for prefill in prefills:
         due += prefill.remaining_tokens
         context += prefill.context_tokens
+        pairs += chunk_pairs(prefill.remaining_tokens, prefill.context_tokens)
         left = prefill.deadline_s - batch.start_s
-        full = min(limit, batch.model.predict_s(batch.limits.max_step_tokens, context))
+        full = min(limit, model.predict_s(batch.limits.max_step_tokens, context))
         if left >= 2 * full:
             break
-        needed = batch.model.predict_s(due + len(decodes), context)
-        if needed <= left + EPS_S:
-            # Ends in this step only if the next one would come too late for it.
-            following = batch.model.predict_s(len(decodes) + 1, context)
-            if left < full + following:
-                limit = min(limit, max(left, needed))
+        needed = model.predict_s(due + len(decodes), context, pairs=pairs + context)
+        # Ends in this step only if the next one would come too late for it.
+        following = model.predict_s(len(decodes) + 1, context)
+        if needed <= left + EPS_S and left < full + following:
+            limit = min(limit, max(left, needed))
     return limit
 
 
@@ -163,20 +166,27 @@ class _Batch:
     def release(self, tokens: int) -> None:
         self.reserved -= tokens
 
-    def room(self, limit_s: float, context: int = 0) -> int:
-        """Tokens that still fit when the step may take ``limit_s`` and read ``context`` more KV."""
-        cap = self.limits.max_step_tokens
-        if limit_s < INFINITY:
-            cap = min(
-                cap,
-                self.model.time_to_tokens(
-                    limit_s,
-                    self.context + context,
-                    pairs=self.pairs,
-                    pairs_per_token=context,
-                ),
-            )
-        return max(cap - self.used - self.reserved, 0)
+    def fits_decode(self, limit_s: float, tokens: int, context: int) -> bool:
+        """Whether a decode step of ``tokens`` tokens can join."""
+        after = self.used + self.reserved + tokens
+        if after > self.limits.max_step_tokens:
+            return False
+        if limit_s == INFINITY:
+            return True
+        pairs = self.pairs + chunk_pairs(tokens, context)
+        return self.model.predict_s(after, self.context + context, pairs=pairs) <= limit_s
+
+    def room(self, limit_s: float, context: int, granted: int = 0) -> int:
+        """Tokens a chunk may have that follows ``context`` computed and ``granted`` tokens."""
+        taken = self.used + self.reserved
+        most = self.limits.max_step_tokens - taken
+        if most <= 0 or limit_s == INFINITY:
+            return max(most, 0)
+        others = self.context - context if granted else self.context
+        return min(
+            most,
+            self.model.chunk_to_fit(limit_s, context + granted, taken, others, pairs=self.pairs),
+        )
 
     def add(self, request_id: str, tokens: int, context: int) -> None:
         """Grant tokens; a request granted twice in one step keeps the sum."""
@@ -184,16 +194,16 @@ class _Batch:
         self.tokens[request_id] = before + tokens
         if tokens:
             self.used += tokens
-            self.pairs += tokens * context
+            self.pairs += chunk_pairs(tokens, context + before)
             if not before:
                 self.context += context
 
     def grant_decodes(self, decodes: Sequence[DecodeView], *, forced: bool) -> None:
         """One decode step each. Forced ones are granted beyond the limit, up to the engine's own:
         when they do not fit, all of them being slightly late beats some being far too late."""
+        limit = INFINITY if forced else self.limit_s
         for decode in decodes:
-            limit = INFINITY if forced else self.limit_s
-            fits = self.room(limit, decode.context_tokens) >= decode.tokens
+            fits = self.fits_decode(limit, decode.tokens, decode.context_tokens)
             self.add(decode.request_id, decode.tokens if fits else 0, decode.context_tokens)
 
     def grant_prefills(
@@ -218,7 +228,7 @@ class _Batch:
             if prefill.context_tokens == 0 and not already and self.seats <= 0:
                 self.add(prefill.request_id, 0, 0)
                 continue
-            room = self.room(self.limit_s, 0 if already else prefill.context_tokens)
+            room = self.room(self.limit_s, prefill.context_tokens, already)
             if urgent_only:
                 room = min(room, max(room - spared, demanded - granted))
             give = min(want, room)
@@ -263,18 +273,26 @@ class _Batch:
 
     def grant_best_effort(self, requests: Sequence[BestEffortView]) -> None:
         """What is left, in order; a decode is granted whole or not at all."""
-        limit = min(self.limit_s, self.limits.best_effort_step_s)
         for request in requests:
-            room = self.room(limit, request.context_tokens)
-            starts = not request.decoding and request.context_tokens == 0
-            if starts and self.seats <= 0:
-                room = 0
-            give = min(room, request.remaining_tokens)
-            if request.decoding and give < request.remaining_tokens:
-                give = 0
-            if give and starts:
-                self.seats -= 1
+            # A step that would be empty without it is best effort's, however tight the limits.
+            free = self.used == 0 and self.reserved == 0
+            limit = INFINITY if free else min(self.limit_s, self.limits.best_effort_step_s)
+            give = self._best_effort_share(request, limit)
+            if free and not request.decoding:
+                give = min(give, SMALLEST_CHUNK)
             self.add(request.request_id, give, request.context_tokens)
+
+    def _best_effort_share(self, request: BestEffortView, limit_s: float) -> int:
+        wanted, context = request.remaining_tokens, request.context_tokens
+        if request.decoding:
+            return wanted if self.fits_decode(limit_s, wanted, context) else 0
+        starts = context == 0
+        if starts and self.seats <= 0:
+            return 0
+        give = min(self.room(limit_s, context), wanted)
+        if give and starts:
+            self.seats -= 1
+        return give
 
     def plan(self) -> StepPlan:
         predicted = self.model.predict_s(self.used, self.context, pairs=self.pairs)

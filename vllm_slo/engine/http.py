@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
 from vllm_slo.errors import ConfigError, InvalidSLOError
-from vllm_slo.slo import HEADER_FIELDS, SLO, has_slo_key, is_slo_key, resolve_slo
+from vllm_slo.slo import HEADER_FIELDS, SLO, STREAM_KEY, has_slo_key, is_slo_key, resolve_slo
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,7 +45,9 @@ class SLOMiddleware:
 
     Response (only of requests with a carrier, or if a default class is configured): the
     scheduler's report becomes the top-level field ``slo``, ``service_tier`` the tier served (rule:
-    `served_service_tier`), and a declined request becomes 429 with ``Retry-After``.
+    `served_service_tier`), and a declined request becomes 429 with ``Retry-After``. In a stream of
+    completions or chat both are in the chunk that ends a choice; only requests with a carrier of
+    their own get them there (they are marked with `STREAM_KEY` for the scheduler).
 
     Args:
         app: the application behind this middleware.
@@ -165,9 +167,12 @@ def plan_request(
         arrival_s=arrival_s,
     )
     asked = Asked(policy.default if slo is None else slo, tier)
-    if slo is None and "slo" not in request and not in_xargs:
-        return body, asked
     flat = {} if slo is None else slo.to_extra_args(resolved=True)
+    # A Responses request has `input`, and its stream ends with the whole response.
+    if request.get("stream") and "input" not in request:
+        flat[STREAM_KEY] = 1
+    elif slo is None and "slo" not in request and not in_xargs:
+        return body, asked
     return _with_xargs(request, flat), asked
 
 
@@ -211,6 +216,7 @@ class _Exchange:
         self._send = send
         self._body_was_read = False
         self._asked: Asked | None = None
+        self._streams = False
         self._gate: StreamGate | None = None
         self._held: list[Message] = []
 
@@ -274,6 +280,7 @@ class _Exchange:
             return False
         kind = dict(start.get("headers", ())).get(b"content-type", b"").lower()
         if kind.startswith(b"text/event-stream"):
+            self._streams = True
             self._gate = StreamGate() if self._asked.may_be_declined else None
             return self._gate is not None
         return bool(kind.startswith(b"application/json"))
@@ -313,7 +320,8 @@ class _Exchange:
 
     async def _pass(self, message: Message) -> None:
         """Send one message; the report in an event of a stream is moved to its place."""
-        if self._asked is not None and b'"vllm_slo"' in message.get("body", b""):
+        if self._streams and message.get("body"):
+            assert self._asked is not None
             message = {**message, "body": rewrite_event(message["body"], self._asked)}
         await self._send(message)
 

@@ -5,6 +5,11 @@ The scheduler speaks through two fields of a finished output. `kv_transfer_param
 ``{"vllm_slo": {...report...}}``; of a declined request every choice has `finish_reason` ``abort``
 and `stop_reason` ``slo_declined:<retry_after_ms>``. vLLM's streams drop the chunk of a choice that
 has no token at all, so a stream that ends before any token is the mark of a declined request too.
+
+The streams of completions and chat carry no `kv_transfer_params`. There the report travels in the
+`stop_reason` of a choice's last chunk, packed by `pack_report`, and `rewrite_event` unpacks it: the
+chunk that ends a choice shows that choice's report. A stop *string* is matched by vLLM's API
+server, not by the scheduler, and overwrites it: such a choice ends without a report.
 """
 
 from __future__ import annotations
@@ -19,9 +24,11 @@ from vllm_slo.slo import SLO
 __all__ = [
     "DECLINED_PREFIX",
     "REPORT_KEY",
+    "STREAM_MARKS",
     "Asked",
     "Declined",
     "StreamGate",
+    "pack_report",
     "rewrite_event",
     "rewrite_json",
     "served_service_tier",
@@ -29,6 +36,10 @@ __all__ = [
 
 REPORT_KEY: Final = "vllm_slo"
 DECLINED_PREFIX: Final = "slo_declined:"
+REPORT_PREFIX: Final = "slo_report:"
+STREAM_MARKS: Final = (b'"vllm_slo"', b'"slo_report:')
+"""One of these is in every event that `rewrite_event` has to change."""
+
 DEFAULT_RETRY_AFTER_MS: Final = 1_000
 MAX_RETRY_AFTER_MS: Final = 86_400_000
 MAX_HELD_BYTES: Final = 64 * 1024
@@ -47,6 +58,27 @@ class Asked:
     def may_be_declined(self) -> bool:
         """Whether the client prefers a refusal over best effort."""
         return self.slo is not None and self.slo.on_unattainable == "decline"
+
+
+def pack_report(report: Mapping[str, Any] | None, stop_reason: int | str | None) -> str:
+    """The stop reason of a streamed choice with its report inside; both come out again here."""
+    return REPORT_PREFIX + json.dumps([report, stop_reason], separators=(",", ":"))
+
+
+def _unpack_report(choices: object) -> tuple[bool, Mapping[str, Any] | None]:
+    """Restore the stop reasons of `choices`, in place; (whether any was packed, last report)."""
+    found, last = False, None
+    for choice in choices if isinstance(choices, list) else ():
+        packed = choice.get("stop_reason") if isinstance(choice, dict) else None
+        if not isinstance(packed, str) or not packed.startswith(REPORT_PREFIX):
+            continue
+        try:
+            report, stop_reason = json.loads(packed.removeprefix(REPORT_PREFIX))
+        except (ValueError, TypeError, RecursionError):
+            continue  # a stop string of the client's own that looks like ours
+        found, choice["stop_reason"] = True, stop_reason
+        last = report if isinstance(report, Mapping) else last
+    return found, last
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +120,7 @@ def rewrite_json(body: bytes, asked: Asked) -> bytes | Declined:
     if not isinstance(response, dict):
         return body
     report = _take_report(response)
+    _unpack_report(response.get("choices"))
     if asked.may_be_declined and (retry_ms := _declined_ms(response, report)) is not None:
         return Declined(retry_ms)
     if report is not None:
@@ -97,13 +130,16 @@ def rewrite_json(body: bytes, asked: Asked) -> bytes | Declined:
 
 
 def rewrite_event(chunk: bytes, asked: Asked) -> bytes:
-    """Do as `rewrite_json` in the last event of a Responses stream, which holds the response.
+    """Do as `rewrite_json` in the event of a stream that holds the report.
+
+    That is the last event of a Responses stream, and of completions and chat the one that ends a
+    choice.
 
     Args:
         chunk: one chunk of an SSE body. vLLM sends whole events; a part of one is left as it is.
         asked: what the request asked for.
     """
-    if b'"vllm_slo"' not in chunk:
+    if not any(mark in chunk for mark in STREAM_MARKS):
         return chunk
     return b"\n".join(_rewrite_line(line, asked) for line in chunk.split(b"\n"))
 
@@ -113,11 +149,18 @@ def _rewrite_line(line: bytes, asked: Asked) -> bytes:
         event = json.loads(line.removeprefix(b"data:")) if line.startswith(b"data:") else None
     except ValueError:
         return line
-    response = event.get("response") if isinstance(event, dict) else None
-    if not isinstance(response, dict) or (report := _take_report(response)) is None:
+    if not isinstance(event, dict):
         return line
-    response["slo"] = dict(report)
-    response["service_tier"] = served_service_tier(asked, report)
+    found, report = _unpack_report(event.get("choices"))
+    target: Any = event
+    if not found:
+        target = event.get("response")
+        report = _take_report(target) if isinstance(target, dict) else None
+        if report is None:
+            return line
+    if report is not None:
+        target["slo"] = dict(report)
+    target["service_tier"] = served_service_tier(asked, report)
     return b"data: " + _dump(event)
 
 

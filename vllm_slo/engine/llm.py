@@ -12,8 +12,8 @@ from vllm import RequestOutput, SamplingParams
 
 from vllm_slo import tiny
 from vllm_slo.config import SLOConfig
+from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
-from vllm_slo.engine.views import REPORT_KEY
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO
 

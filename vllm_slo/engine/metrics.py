@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +32,7 @@ FOLDER_VARIABLE = "VLLM_SLO_METRICS_DIR"
 """Environment variable that names the folder; child processes inherit it."""
 
 PUBLISH_INTERVAL_S = 1.0
+SETTLE_S = 0.2
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TPOT_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 _RATIO_BUCKETS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
@@ -47,7 +49,8 @@ class SchedulerMetrics:
         self.registry = CollectorRegistry()
         self._path = _metrics_file(engine)
         self._next_s = 0.0
-        self._dirty = True
+        self._writing = threading.Lock()
+        self._write_is_due = False
         self._engine = str(engine)
         self._admissions = Counter(
             "vllm_slo:admissions",
@@ -94,16 +97,16 @@ class SchedulerMetrics:
             ["engine"],
             buckets=_RATIO_BUCKETS,
             registry=self.registry,
-        )
+        ).labels(self._engine)
         self._predicted = Counter(
             "vllm_slo:step_predicted_seconds",
             "Predicted step time.",
             ["engine"],
             registry=self.registry,
-        )
+        ).labels(self._engine)
         self._actual = Counter(
             "vllm_slo:step_seconds", "Measured step time.", ["engine"], registry=self.registry
-        )
+        ).labels(self._engine)
         self._gauges = {
             name: Gauge(
                 f"vllm_slo:{name}",
@@ -147,33 +150,58 @@ class SchedulerMetrics:
             self._ttft.labels(self._engine, slo_class).observe(ttft_s)
         if tpot_s is not None:
             self._tpot.labels(self._engine, slo_class).observe(tpot_s)
-        self._dirty = True
 
     def step(self, predicted_s: float, actual_s: float) -> None:
         """Compare one step's time with its prediction."""
         if predicted_s > 0 and actual_s > 0:
-            self._step_ratio.labels(self._engine).observe(actual_s / predicted_s)
-            self._predicted.labels(self._engine).inc(predicted_s)
-            self._actual.labels(self._engine).inc(actual_s)
+            self._step_ratio.observe(actual_s / predicted_s)
+            self._predicted.inc(predicted_s)
+            self._actual.inc(actual_s)
 
     def due(self, now_s: float) -> bool:
         """Whether the file should be written again."""
         return now_s >= self._next_s
 
     def publish(self, now_s: float, **gauges: float) -> None:
-        """Set the gauges and write the file, atomically; a full disk costs metrics, not service."""
+        """Set the gauges and write the file."""
         self._next_s = now_s + PUBLISH_INTERVAL_S
+        self._set(gauges)
+        self._write()
+
+    def publish_soon(self, **gauges: float) -> None:
+        """Set the gauges and write the file a little later, in a thread of its own.
+
+        For the last request of all: no step may follow whose end would publish, and its client is
+        not to wait for the disk.
+        """
+        self._set(gauges)
+        if self._path is None or self._write_is_due:
+            return
+        self._write_is_due = True
+        timer = threading.Timer(SETTLE_S, self._write_now)
+        timer.daemon = True
+        timer.start()
+
+    def _set(self, gauges: dict[str, float]) -> None:
         for name, value in gauges.items():
             self._gauges[name].labels(self._engine).set(value)
-        if self._path is None:
-            return
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft = self._path.with_suffix(".tmp")
-            draft.write_bytes(generate_latest(self.registry))
-            draft.replace(self._path)
-        except OSError:
-            self._path = None
+
+    def _write_now(self) -> None:
+        self._write_is_due = False  # first, so that what changes from here on is written again
+        self._write()
+
+    def _write(self) -> None:
+        """Write the file, atomically; a full disk costs metrics, not service."""
+        with self._writing:
+            if self._path is None:
+                return
+            try:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                draft = self._path.with_suffix(".tmp")
+                draft.write_bytes(generate_latest(self.registry))
+                draft.replace(self._path)
+            except OSError:
+                self._path = None
 
 
 def _metrics_file(engine: int) -> Path | None:

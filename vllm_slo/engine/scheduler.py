@@ -24,8 +24,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.step_time import StepTimeEstimator
+from vllm_slo.engine import views
+from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
 from vllm_slo.engine.steering import Nudge, Steering
-from vllm_slo.engine.views import REPORT_KEY
 
 
 class Scheduler(AsyncScheduler):
@@ -152,6 +153,8 @@ class Scheduler(AsyncScheduler):
         report = self._steering.on_end(request)
         if report is not None:
             kv_params = {**(kv_params or {}), REPORT_KEY: report}
+        if views.wants_streamed_report(request):
+            request.stop_reason = pack_report(report, request.stop_reason)
         return kv_params, ec_params
 
     def end_request(self, request: Request, stop_reason: str) -> None:

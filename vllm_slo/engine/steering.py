@@ -40,6 +40,9 @@ WAITING_LOOKAHEAD = 64
 """Best-effort requests considered per step; more could not start in one step anyway."""
 
 MIN_REPLAN_S = 0.02
+MODEL_REFRESH_STEPS = 8
+"""The corrected step-time models are rebuilt this often; their correction moves slowly."""
+
 RECENT_TIER_S = 60.0
 UNLABELLED = "none"
 
@@ -119,6 +122,9 @@ class Steering:
         self._finish_interval_s = 1.0
         self._served_s: dict[str, float] = {}
         self._tier_seen_s: dict[float, float] = {}
+        self._unpromised = 0
+        self._steps_learnt = 0
+        self._refresh_models()
         self._ended: list[tuple[Request, str]] = []
         self._refused: list[Request] = []
         self._unordered = False
@@ -150,15 +156,19 @@ class Steering:
         tracked = Tracked(request, slo, arrival_s, self.config.tpot_window_tokens)
         self.tracked[request.request_id] = tracked
         self._arrived = True
+        self._unpromised += 1
         if tracked.tpot_s < INFINITY:
             self._tier_seen_s[tracked.tpot_s] = now_s
         if tracked.slo.effective_tier != "guaranteed":
             self.metrics.admission(tracked.slo_class, "best_effort_asked")
 
     def _slo_of(self, extra: dict[str, Any] | None, arrival_epoch_s: float) -> SLO | None:
+        slo = None
         if has_slo_key(extra):
-            return SLO.from_extra_args(extra, classes=self.classes, arrival_s=arrival_epoch_s)
-        return self.classes[self.config.default_class] if self.config.default_class else None
+            slo = SLO.from_extra_args(extra, classes=self.classes, arrival_s=arrival_epoch_s)
+        if slo is None and self.config.default_class:
+            return self.classes[self.config.default_class]
+        return slo
 
     def on_tokens(self, request: Request, count: int) -> None:
         """Record tokens of the step whose output is being processed."""
@@ -183,7 +193,9 @@ class Steering:
         if tracked is None:
             return None
         if tracked.promised:
-            self._count_finish()
+            self._count_finish(tracked.arrival_s)
+        else:
+            self._unpromised -= 1
         attained = tracked.attained() if by_itself else None
         if by_itself:
             self.metrics.finished(
@@ -194,11 +206,14 @@ class Steering:
                 ttft_s=tracked.first_token_s and tracked.first_token_s - tracked.arrival_s,
                 tpot_s=tracked.tpot.worst_s,
             )
+        if not self.tracked:
+            self.metrics.publish_soon(**self._gauges())
         return tracked.report(attained)
 
-    def _count_finish(self) -> None:
+    def _count_finish(self, arrival_s: float) -> None:
+        """Count the end of a promise; the time before it arrived is no wait for its end."""
         self._ended_since_plan += 1
-        gap_s = self._now_s - self._last_end_s
+        gap_s = self._now_s - max(self._last_end_s, arrival_s)
         self._last_end_s = self._now_s
         self._finish_interval_s += 0.1 * (gap_s - self._finish_interval_s)
 
@@ -211,6 +226,7 @@ class Steering:
     def _break(self, tracked: Tracked, objective: str) -> None:
         """A promise that can no longer be kept is withdrawn: the request goes on best effort."""
         tracked.promised = False
+        self._unpromised += 1
         self._unordered = True
         self.metrics.broken(tracked.slo_class, objective)
 
@@ -226,7 +242,7 @@ class Steering:
         if not output.num_scheduled_tokens:
             return
         shape = shape_of(output)
-        predicted_s = self.estimator.expected().predict_shape_s(shape)
+        predicted_s = self._expected_model.predict_shape_s(shape)
         self._steps.append(_Step(begun_s, shape, predicted_s))
         self._busy_until_s = max(self._busy_until_s, begun_s) + predicted_s
 
@@ -236,12 +252,22 @@ class Steering:
         if output.num_scheduled_tokens and self._steps:
             step = self._steps.popleft()
             actual_s = now_s - max(step.begun_s, self._last_done_s)
-            self.estimator.observe(step.shape, actual_s)
+            self._learn(step.shape, actual_s)
             self.metrics.step(step.predicted_s, actual_s)
             self._last_done_s = now_s
             self._busy_until_s = now_s + sum(s.predicted_s for s in self._steps)
         if self.metrics.due(now_s):
             self.metrics.publish(now_s, **self._gauges())
+
+    def _learn(self, shape: BatchShape, actual_s: float) -> None:
+        self.estimator.observe(shape, actual_s)
+        self._steps_learnt += 1
+        if self._steps_learnt % MODEL_REFRESH_STEPS == 0:
+            self._refresh_models()
+
+    def _refresh_models(self) -> None:
+        self._promise_model = self.estimator.promise(self.config.margin_quantile)
+        self._expected_model = self.estimator.expected()
 
     def _gauges(self) -> dict[str, float]:
         waiting = [t for t in self.tracked.values() if not t.promised]
@@ -258,15 +284,29 @@ class Steering:
 
     def plan(self) -> Nudge | None:
         """The nudge for the step about to be scheduled; None: let vLLM do as it does."""
+        if self._nothing_to_decide():
+            return None
         self._settle_refused()
         start_s = max(self._now_s, self._busy_until_s if self._steps else self._now_s)
         self._withdraw_expired(start_s)
-        model = self.estimator.promise(self.config.margin_quantile)
+        model = self._promise_model
         if self._should_admit():
             self._admit(start_s, model)
         if not self.tracked:
             return None
         return _StepPlanner(self, start_s, model).nudge()
+
+    def _nothing_to_decide(self) -> bool:
+        """Whether every live request is a promised one that decodes."""
+        scheduler = self._scheduler
+        return not (
+            self._arrived
+            or self._unpromised
+            or self._refused
+            or scheduler.waiting
+            or scheduler._inflight_prefills
+            or len(scheduler.running) != len(self.tracked)
+        )
 
     def _settle_refused(self) -> None:
         for request in self._refused:
@@ -289,7 +329,7 @@ class Steering:
         since_s = self._now_s - self._last_plan_s
         if self._arrived:
             return True
-        if since_s < MIN_REPLAN_S or not any(not t.promised for t in self.tracked.values()):
+        if since_s < MIN_REPLAN_S or not self._unpromised:
             return False
         return self._ended_since_plan > 0 or since_s >= self.config.replan_interval_s
 
@@ -342,6 +382,7 @@ class Steering:
         for request_id in admitted:
             tracked = self.tracked[request_id]
             tracked.promise()
+            self._unpromised -= 1
             self._served_s.pop(request_id, None)
             self._unordered = True
             self.metrics.admission(tracked.slo_class, "late" if tracked.planned else "promised")
@@ -424,12 +465,14 @@ class Steering:
             decoding_context=context,
         )
 
-    def responsive_step_s(self) -> float:
-        """Longest step that best effort may cause: twice the tightest TPOT seen of late."""
+    def responsive_step_s(self, model: StepTimeModel) -> float:
+        """Longest step that best effort may cause: twice the tightest TPOT seen of late, among
+        those that the engine can keep at all."""
         expired = self._now_s - RECENT_TIER_S
         for tpot_s in [t for t, seen_s in self._tier_seen_s.items() if seen_s < expired]:
             del self._tier_seen_s[tpot_s]
-        return 2.0 * min(self._tier_seen_s, default=INFINITY)
+        shortest_s = model.predict_s(1)
+        return 2.0 * min((t for t in self._tier_seen_s if t > shortest_s), default=INFINITY)
 
     def since_served_s(self, request: Request) -> float:
         """When a best-effort request last got tokens, or arrived."""
@@ -554,7 +597,7 @@ class _StepPlanner:
         limits = batch_plan.StepLimits(
             max_step_tokens=steering._max_step_tokens,
             best_effort_tokens=int(share * self._fullest_step()),
-            best_effort_step_s=steering.responsive_step_s(),
+            best_effort_step_s=steering.responsive_step_s(self.model),
             seats=scheduler.max_num_active_reqs
             - running
             - scheduler.num_waiting_for_streaming_input,

@@ -13,13 +13,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.core.attainment import WindowTPOT
 from vllm_slo.core.output_length import LengthPrediction
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
-from vllm_slo.slo import SLO
+from vllm_slo.slo import SLO, STREAM_KEY
 
 UNCLASSED = "custom"
 """Metric label of a request whose objectives name no class."""
-
-REPORT_KEY = "vllm_slo"
-"""Key of the report in a finished output's ``kv_transfer_params``."""
 
 _MAX_AGE_S = 86_400.0
 
@@ -133,6 +130,17 @@ def tokens_to_next_sample(request: Request) -> int:
 def is_decoding(request: Request) -> bool:
     """Whether a running request's next step is a decode step."""
     return not request.is_prefill_chunk and request.num_computed_tokens > 0
+
+
+def wants_streamed_report(request: Request) -> bool:
+    """Whether a finished request's report is to travel in its stop reason, for the HTTP stream.
+
+    An aborted one has nobody to report to, or is declined and says so in its stop reason.
+    """
+    params = request.sampling_params
+    if params is None or not params.extra_args or STREAM_KEY not in params.extra_args:
+        return False
+    return request.status != RequestStatus.FINISHED_ABORTED
 
 
 def is_blocked(request: Request) -> bool:

@@ -6,6 +6,7 @@ The one file of ``sim`` that imports vLLM.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -95,9 +96,12 @@ class VirtualEngine:
         self.clock = VirtualClock()
         self.step_time = step_time
         self.overlap = overlap
+        self.keep_history = True
         self.outcomes: dict[str, Outcome] = {}
         self.lengths: dict[str, int] = {}
         self.history: list[SchedulerOutput] = []
+        self.scheduler_s = 0.0
+        """Wall-clock seconds spent in the scheduler so far."""
         self._flight: deque[tuple[SchedulerOutput, list[str], float]] = deque()
         self._free_s = 0.0
         config = EngineArgs(
@@ -190,8 +194,11 @@ class VirtualEngine:
     def step(self) -> SchedulerOutput:
         """Schedule one step and process the output that is due: its own, or with ``overlap`` the
         one before it. The clock ends up where the engine would be asked again."""
+        begun_s = time.perf_counter()
         output = self.scheduler.schedule()
-        self.history.append(output)
+        self.scheduler_s += time.perf_counter() - begun_s
+        if self.keep_history:
+            self.history.append(output)
         sampling = [
             request_id
             for request_id in output.num_scheduled_tokens
@@ -219,7 +226,10 @@ class VirtualEngine:
             req_id_to_index={request_id: place for place, request_id in enumerate(ids)},
             sampled_token_ids=[[self._token(i)] if i in chosen else [] for i in ids],
         )
-        for outputs in self.scheduler.update_from_output(output, result).values():
+        begun_s = time.perf_counter()
+        results = self.scheduler.update_from_output(output, result)
+        self.scheduler_s += time.perf_counter() - begun_s
+        for outputs in results.values():
             for one in outputs.outputs:
                 seen = self.outcomes[one.request_id]
                 seen.token_times_s += [self.clock.now_s] * len(one.new_token_ids)
