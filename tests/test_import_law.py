@@ -26,7 +26,7 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.config": {"vllm_slo.core.types", "vllm_slo.errors", "vllm_slo.slo"},
     "vllm_slo.profiles": {"vllm_slo.core", "vllm_slo.errors"},
     "vllm_slo.tiny": {"vllm_slo.errors"},
-    "vllm_slo.bench": POLICY | {"vllm_slo.tiny"},
+    "vllm_slo.bench": POLICY | {"vllm_slo.profiles", "vllm_slo.tiny"},
     "vllm_slo.engine": POLICY | {"vllm_slo.profiles", "vllm_slo.tiny"},
     "vllm_slo.engine.cpu_alias": set(),
     "vllm_slo.router": POLICY,

@@ -25,6 +25,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -249,7 +250,10 @@ class TracedEngine(VirtualEngine):
         self.scheduler.set_pause_state(state)
 
     def reset(self, running_too: bool) -> None:
-        self.said.append(("reset", self.scheduler.reset_prefix_cache(running_too)))
+        try:
+            self.said.append(("reset", self.scheduler.reset_prefix_cache(running_too)))
+        except RuntimeError as error:  # vLLM cannot while an idle session holds blocks.
+            self.said.append(("reset", str(error)))
 
     def throttle(self, on: bool) -> None:
         self.throttled = on
@@ -392,19 +396,11 @@ class Seen:
     steps: int = 0
     difference: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
-    engine: TracedEngine | None = None
-
-
-def renamed(value: Any, names: dict[int, int]) -> Any:
-    """Integers replaced by the order in which they first come."""
-    if isinstance(value, tuple):
-        return tuple(renamed(item, names) for item in value)
-    return names.setdefault(value, len(names)) if isinstance(value, int) else value
 
 
 def compare(ours: TracedEngine, stock: TracedEngine, script: Script, limit: int = 3000) -> Seen:
     """Drive both through the script until all is done, or until they part."""
-    seen, last = Seen(engine=ours), max(script)
+    seen, last = Seen(), max(script)
     while seen.steps <= last or ours.busy or stock.busy:
         ops = script.get(seen.steps, [])
         said, expected = ours.turn(ops), stock.turn(ops)
@@ -610,13 +606,11 @@ def test_stock_again_after_slo_traffic_has_gone(
     stock = TracedEngine(AsyncScheduler, config_folder, **options)
     stock.clock.advance(ours.clock.now_s)
     script = Traffic(prompt=100, output=80, priorities=3, aborts=0.1, structured=0.2).script(9)
-    # Which free block is which may differ, so blocks are named by their place in a common order.
-    ids = [b.block_id for b in free_blocks(ours)]
-    order = dict(zip(ids, (b.block_id for b in free_blocks(stock)), strict=True))
+    sort_free_blocks(ours)
     for step in range(4000):
         ops = script.get(step, [])
         said, expected = ours.turn(ops), stock.turn(ops)
-        difference = first_difference(with_blocks(said, order), tuple(expected), f"step {step}")
+        difference = first_difference(tuple(said), tuple(expected), f"step {step}")
         assert difference is None
         if step > max(script) and not ours.busy and not stock.busy:
             break
@@ -624,29 +618,13 @@ def test_stock_again_after_slo_traffic_has_gone(
     assert any(o.preempted_req_ids for o in stock.history)
 
 
-def free_blocks(engine: VirtualEngine) -> list[Any]:
+def sort_free_blocks(engine: VirtualEngine) -> None:
+    """Which free block is which is no decision: put them in the order of a new engine."""
     pool = engine.scheduler.kv_cache_manager.block_pool
-    return pool.free_block_queue.get_all_free_blocks()
-
-
-BLOCK_FIELDS = {"block_ids", "new_block_ids", "new_block_ids_to_zero", "free"}
-
-
-def with_blocks(said: Any, order: dict[int, int]) -> Any:
-    """The same with block ids translated, where block ids are."""
-
-    def translate(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return tuple(map(translate, value))
-        return order[value] if isinstance(value, int) else value
-
-    if not isinstance(said, (tuple, list)):
-        return said
-    if len(said) == 2 and said[0] in BLOCK_FIELDS:
-        return (said[0], translate(said[1]))
-    if len(said) == 2 and said[0] == "requests":
-        return (said[0], tuple((*r[:-1], translate(r[-1])) for r in said[1]))
-    return tuple(with_blocks(item, order) for item in said)
+    blocks = pool.free_block_queue.get_all_free_blocks()
+    assert len(blocks) == pool.num_gpu_blocks - 1
+    assert all(block.ref_cnt == 0 for block in blocks)
+    pool.free_block_queue = FreeKVCacheBlockQueue(sorted(blocks, key=lambda b: b.block_id))
 
 
 # The comparison bites.
@@ -712,7 +690,7 @@ class TakesBlocks(Scheduler):
         (ForgetsThrottling, "scheduled"),
         (WrongVictim, "waiting"),
         (SilentEvents, "events"),
-        (TakesBlocks, "block_ids"),
+        (TakesBlocks, "kv_cache_usage|block_ids"),
     ],
 )
 def test_a_broken_scheduler_is_found_out(run: Run, broken: type[Scheduler], where: str) -> None:

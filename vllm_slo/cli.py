@@ -44,3 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VllmSLOError as error:
         print(f"vllm-slo: error: {error}", file=sys.stderr)
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,6 +31,8 @@ Sample = tuple["BatchShape", float]
 DEFAULT_MAX_TOKENS = 65_536
 DEFAULT_MARGIN = 1.10
 """Multiplicative margin while too few steps have been seen to measure one."""
+DEFAULT_HORIZON = 5
+"""Steps of a run whose time a margin covers: half of a TPOT window, so that both halves hold."""
 
 _MIN_STEP_S = 1e-7
 _MAX_STEP_S = 3600.0
@@ -360,10 +362,12 @@ class OnlineCorrection:
     """Learns from live steps by how much a base model is off, and how widely.
 
     ``bias`` is the median of actual/predicted over the last 64 steps: a 50x hiccup does not
-    move it, a machine that became slower does within some 32 steps.  The margin comes from the
-    same ratios' own quantile over the last 512 steps, so that ``bias * margin(q)`` is what a
-    share q of the steps stayed under; a slow phase is remembered for 512 steps, on purpose.
-    Ratios are always taken against the *base* model, never against a corrected one.
+    move it, a machine that became slower does within some 32 steps.  The margin is a quantile of
+    what promises depend on: not of single steps but of runs of ``horizon`` steps, because a TPOT
+    is judged over a window of as many tokens and a prefill takes many steps, and the noise of
+    single steps evens out in a run.  ``bias * margin(q)`` is what a share q of the last 512 runs
+    stayed under; a slow phase is remembered that long, on purpose.  Ratios are always taken
+    against the *base* model, never against a corrected one.
 
     The steps fed in must not overlap: with asynchronous scheduling a step's time is the
     interval between two successive outputs of a busy engine, not the latency of one batch.
@@ -374,13 +378,16 @@ class OnlineCorrection:
     ENOUGH = 64
     """Steps before the measured quantile may be tighter than the default margin."""
 
-    def __init__(self, default_margin: float = DEFAULT_MARGIN) -> None:
+    def __init__(
+        self, default_margin: float = DEFAULT_MARGIN, horizon: int = DEFAULT_HORIZON
+    ) -> None:
         self._default_margin = default_margin
+        self._run: deque[tuple[float, float]] = deque(maxlen=horizon)
         self._recent = _SlidingQuantile(self.BIAS_WINDOW)
         self._window = _SlidingQuantile(self.MARGIN_WINDOW)
 
     def __len__(self) -> int:
-        """Steps in the margin's window."""
+        """Runs of steps in the margin's window."""
         return len(self._window)
 
     def observe(self, predicted_s: float, actual_s: float) -> None:
@@ -390,7 +397,10 @@ class OnlineCorrection:
         ratio = actual_s / predicted_s
         if 1e-6 < ratio < 1e6:
             self._recent.add(ratio)
-            self._window.add(ratio)
+            self._run.append((predicted_s, actual_s))
+            self._window.add(
+                sum(actual for _, actual in self._run) / sum(guess for guess, _ in self._run)
+            )
 
     @property
     def bias(self) -> float:

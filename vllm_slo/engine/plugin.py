@@ -17,6 +17,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import yaml
+
 from vllm_slo.errors import IncompatibleVLLMError, VllmSLOError
 
 SUPPORTED_VLLM = "0.32"
@@ -65,21 +67,26 @@ def register() -> None:
     folder = metrics.choose_folder()
     owner = os.getpid()
     atexit.register(_leave, folder, owner)
-    if _asks_for_us(sys.argv):
-        _check_or_exit(sys.argv)
+    said = with_config_file(sys.argv)
+    if _asks_for_us(said):
+        _check_or_exit(said)
         from prometheus_client import REGISTRY
 
         REGISTRY.register(metrics.FolderCollector(folder))
-        sys.argv = with_middleware(sys.argv)
+        if not any(MIDDLEWARE in argument for argument in said):
+            sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]
 
 
 def _check_or_exit(argv: list[str]) -> None:
     """End the server before it loads anything if it could not serve, with one clear line."""
+    from vllm_slo import profiles
     from vllm_slo.config import SLOConfig
 
     try:
         check_vllm()
-        SLOConfig.from_additional_config(_additional_config(argv))
+        config = SLOConfig.from_additional_config(_additional_config(argv))
+        if config.profile is not None:
+            profiles.load(config.profile)  # whether it is of this engine is known there alone
     except VllmSLOError as error:
         raise SystemExit(f"vllm-slo: error: {error}") from None
 
@@ -116,22 +123,29 @@ def _leave(folder: Path, owner: int) -> None:
 
 
 def _asks_for_us(argv: list[str]) -> bool:
-    """Whether this command line starts a server with our class, itself or by ``--config``."""
+    """Whether this command line, its ``--config`` file included, starts a server with our class."""
     if "serve" not in argv[1:2] and Path(argv[0]).name != "api_server.py":
         return False
     text = " ".join(argv)
+    return any(name in text for name in _SCHEDULER_NAMES)
+
+
+def with_config_file(argv: list[str]) -> list[str]:
+    """The command line followed by what its ``--config`` file says, as flags.
+
+    vLLM lets the command line win over the file; a file that it cannot read it refuses itself.
+    """
     for flag, value in zip(argv, [*argv[1:], ""], strict=True):
         name, _, inline = flag.partition("=")
         if name == "--config":
             try:
-                text += Path(inline or value).read_text(errors="replace")
-            except OSError:
-                continue
-    return any(name in text for name in _SCHEDULER_NAMES)
+                said = yaml.safe_load(Path(inline or value).read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError):
+                return argv
+            items = said.items() if isinstance(said, dict) else ()
+            return [*argv, *(f"--{key}={_flag_value(given)}" for key, given in items)]
+    return argv
 
 
-def with_middleware(argv: list[str]) -> list[str]:
-    """The command line with ``--middleware`` for the SLO carriers, unless it is there already."""
-    if any(MIDDLEWARE in argument for argument in argv):
-        return argv
-    return [*argv, "--middleware", MIDDLEWARE]
+def _flag_value(given: object) -> str:
+    return given if isinstance(given, str) else json.dumps(given, default=str)

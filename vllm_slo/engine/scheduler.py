@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,6 +28,9 @@ from vllm_slo.core.step_time import StepTimeEstimator
 from vllm_slo.engine import views
 from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
 from vllm_slo.engine.steering import Nudge, Steering
+from vllm_slo.errors import VllmSLOError
+
+logger = init_logger(__name__)
 
 
 class Scheduler(AsyncScheduler):
@@ -44,6 +48,7 @@ class Scheduler(AsyncScheduler):
 
     running: list[Request]
     waiting: RequestQueue
+    kv_holding_waiting: RequestQueue
     max_num_scheduled_tokens: int
 
     def __init__(
@@ -55,7 +60,12 @@ class Scheduler(AsyncScheduler):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._nudge: Nudge | None = None
-        self._steering = Steering(self, clock or SystemClock(), step_time)
+        try:
+            self._steering = Steering(self, clock or SystemClock(), step_time)
+        except VllmSLOError as error:
+            # vLLM shows only tracebacks of what goes wrong here, in two processes.
+            logger.critical("vllm-slo: error: %s", error)
+            raise
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -83,12 +93,16 @@ class Scheduler(AsyncScheduler):
         """vLLM's state as the plan wants it, put back afterwards with what vLLM changed kept."""
         for request in nudge.preempt:
             self.running.remove(request)
-            self._preempt_request(request, nudge.timestamp)
+            self._preempt_request(
+                request, nudge.timestamp, drop_stale_output=self.requires_kv_delivery
+            )
         if nudge.running is not None:
             self.running = nudge.running
-        queue, tokens = self.waiting, self.max_num_scheduled_tokens
+        queue, holding = self.waiting, self.kv_holding_waiting
+        tokens = self.max_num_scheduled_tokens
         offered = [*nudge.waiting]
         self.waiting = FCFSRequestQueue(offered)
+        self.kv_holding_waiting = FCFSRequestQueue()
         self.max_num_scheduled_tokens = nudge.token_budget
         self._nudge = nudge
         try:
@@ -98,9 +112,14 @@ class Scheduler(AsyncScheduler):
             left = set(self.waiting)
             self.max_num_scheduled_tokens = tokens
             returned = [r for r in self.waiting if r not in nudge.offered]
-            self.waiting = queue
+            # Put aside with blocks: they began to load, or cannot go on yet.
+            aside = [*self.kv_holding_waiting]
+            self.waiting, self.kv_holding_waiting = queue, holding
             if taken := [r for r in offered if r not in left]:
                 queue.remove_requests(taken)
+                holding.remove_requests(taken)
+            for request in reversed(aside):
+                holding.prepend_request(request)
             for request in reversed(returned):
                 queue.prepend_request(request)
 

@@ -54,7 +54,7 @@ class Nudge:
     Attributes:
         preempt: best-effort requests whose KV goes first.
         running: the running list in the order in which it gives way (last first), or None: as is.
-        waiting: waiting requests that may start, in order; then those blocked on something else.
+        waiting: waiting requests that may start, in order.
         offered: the same as a set.
         tokens: request id -> most tokens of this step.
         token_budget: tokens of the whole step.
@@ -498,6 +498,7 @@ class _StepPlanner:
         self.decodes: list[Tracked] = []
         self.prefills: list[Tracked] = []
         self.others: list[Request] = []
+        self.resuming = 0
         self._sort_running()
 
     def _sort_running(self) -> None:
@@ -512,8 +513,8 @@ class _StepPlanner:
                 self.prefills.append(one)
 
     def nudge(self) -> Nudge | None:
-        waiting_promised, waiting_others, blocked = self._sort_waiting()
-        quiet = not (waiting_promised or waiting_others or blocked or self.prefills)
+        waiting_promised, waiting_others = self._sort_waiting()
+        quiet = not (waiting_promised or waiting_others or self.prefills)
         if quiet and not self.others:
             return None
         self.prefills += waiting_promised
@@ -525,23 +526,40 @@ class _StepPlanner:
         for request in others:
             if plan.tokens.get(request.request_id):
                 self.steering.served(request.request_id)
-        return self._build(plan, preempt, waiting_promised, waiting_others, blocked)
+        return self._build(plan, preempt, waiting_promised, waiting_others)
 
-    def _sort_waiting(self) -> tuple[list[Tracked], list[Request], list[Request]]:
-        """Waiting requests: promised, best effort (the first few), blocked on something else."""
+    def _sort_waiting(self) -> tuple[list[Tracked], list[Request]]:
+        """Waiting requests that could start: promised, best effort (the first few).
+
+        vLLM asks a blocked request whether it may go on only while a step has tokens left, and a
+        planned step has none: so it is asked here.
+        """
+        scheduler = self.scheduler
         tracked = self.steering.tracked
         promised: list[Tracked] = []
         others: list[Request] = []
-        blocked: list[Request] = []
-        for request in self.scheduler.waiting:
+        loras = {views.lora_id(r) for r in scheduler.running}
+        for request in (*scheduler.kv_holding_waiting, *scheduler.waiting):
+            if views.is_blocked(request) and not scheduler._handle_blocked_waiting_request(request):
+                continue
+            if not self._takes_lora(request, loras):
+                continue
             one = tracked.get(request.request_id)
-            if views.is_blocked(request):
-                blocked.append(request)
-            elif one is not None and one.promised:
+            self.resuming += views.holds_kv(request)
+            if one is not None and one.promised:
                 promised.append(one)
             elif len(others) < WAITING_LOOKAHEAD:
                 others.append(request)
-        return promised, others, blocked
+        return promised, others
+
+    def _takes_lora(self, request: Request, loaded: set[int]) -> bool:
+        """Whether a request finds its LoRA among those ``loaded``, or a slot for it.
+
+        vLLM counts the LoRAs of the requests in the step; here running requests may sit one out,
+        and all must fit when they are back.
+        """
+        config, lora = self.scheduler.lora_config, views.lora_id(request)
+        return config is None or lora == 0 or lora in loaded or len(loaded - {0}) < config.max_loras
 
     def _rank(self, others: list[Request]) -> list[Request]:
         """Best effort in serving order: aged first, then decoding, then by place in line."""
@@ -600,6 +618,7 @@ class _StepPlanner:
             best_effort_step_s=steering.responsive_step_s(self.model),
             seats=scheduler.max_num_active_reqs
             - running
+            - self.resuming
             - scheduler.num_waiting_for_streaming_input,
         )
         return batch_plan.plan_step(
@@ -624,17 +643,16 @@ class _StepPlanner:
         preempt: list[Request],
         waiting_promised: list[Tracked],
         waiting_others: list[Request],
-        blocked: list[Request],
     ) -> Nudge:
         tokens = plan.tokens
-        offered = [
-            request
-            for request in (*(t.request for t in waiting_promised), *waiting_others)
-            if tokens.get(request.request_id)
-        ]
-        for request in blocked:
-            tokens[request.request_id] = 0
-        offered += blocked
+        offered: list[Request] = []
+        loras = {views.lora_id(r) for r in self.scheduler.running if r not in preempt}
+        for request in (*(t.request for t in waiting_promised), *waiting_others):
+            if tokens.get(request.request_id) and self._takes_lora(request, loras):
+                offered.append(request)
+                loras.add(views.lora_id(request))
+        # As vLLM does: who holds blocks must never wait behind who may not get any.
+        offered.sort(key=views.holds_kv, reverse=True)
         running = None
         if preempt or self.steering.take_unordered():
             out = set(preempt)

@@ -148,6 +148,16 @@ def is_blocked(request: Request) -> bool:
     return request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
+def holds_kv(request: Request) -> bool:
+    """Whether a waiting request has blocks: a session that goes on, a load that has arrived."""
+    return request.num_computed_tokens > 0
+
+
+def lora_id(request: Request) -> int:
+    """Number of the request's LoRA; 0: the model itself."""
+    return request.lora_request.lora_int_id if request.lora_request else 0
+
+
 def decode_view(tracked: Tracked) -> DecodeView:
     """A promised decoding request; tokens already in flight count as sampled on time."""
     request = tracked.request

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A live server, started as users start it and asked as users ask: openai client and curl."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("openai")
+pytest.importorskip("httpx")
+
+import httpx
+import live_server
+from live_server import SMALL, Answer, LiveServer, ask_curl, ask_openai, command, request_body
+
+from vllm_slo import tiny
+
+pytestmark = pytest.mark.engine
+
+CONFIG = """\
+classes:
+  chat: {ttft_ms: 60000, tpot_ms: 10000}
+  code: {ttft_ms: 120000, value: 2}
+service_tiers:
+  priority: chat
+"""
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "slo.yaml").write_text(CONFIG)
+    model = str(tiny.path("target"))
+    arguments = [command("vllm"), "serve", model, "--scheduler-cls", "vllm_slo.Scheduler", *SMALL]
+    arguments += ["--additional-config", '{"slo_config": "slo.yaml"}']
+    with live_server.running(arguments, model, folder) as live:
+        yield live
+
+
+@pytest.fixture(params=["openai", "curl"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    if request.param == "curl" and shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    return ask_openai if request.param == "openai" else ask_curl
+
+
+apis = pytest.mark.parametrize("api", ["completions", "chat"])
+streams = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+# --- what is asked, and what comes back ----------------------------------------------------------
+
+FLAT = {"slo_ttft_ms": 60000, "slo_tpot_ms": 10000}
+# Carrier -> (body, headers, tier of the report or None, service tier served).
+CARRIERS: dict[str, tuple[dict[str, Any], dict[str, str], str | None, str]] = {
+    "body": ({"slo": {"ttft_ms": 60000, "tpot_ms": 10000}}, {}, "guaranteed", "default"),
+    "xargs": ({"vllm_xargs": FLAT}, {}, "guaranteed", "default"),
+    "slos_serve": ({"vllm_xargs": {"slo_tpot": 10}}, {}, "guaranteed", "default"),
+    "headers": (
+        {},
+        {"x-llm-d-slo-ttft-ms": "60000", "x-llm-d-slo-tpot-ms": "1e4"},
+        "guaranteed",
+        "default",
+    ),
+    "aliases": (
+        {},
+        {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "10000"},
+        "guaranteed",
+        "default",
+    ),
+    "class": ({"slo": {"class": "code"}}, {}, "guaranteed", "default"),
+    "class_header": ({}, {"x-slo-class": "chat"}, "guaranteed", "default"),
+    "tier_header": (
+        {"slo": {"class": "chat"}},
+        {"x-slo-tier": "best_effort"},
+        "best_effort",
+        "flex",
+    ),
+    "all_agree": (
+        {"slo": {"class": "chat"}, "vllm_xargs": FLAT, "service_tier": "priority"},
+        {"x-slo-ttft-ms": "60000"},
+        "guaranteed",
+        "priority",
+    ),
+    "flex": ({"service_tier": "flex"}, {}, "best_effort", "flex"),
+    "priority": ({"service_tier": "priority"}, {}, "guaranteed", "priority"),
+    "default": ({"service_tier": "default"}, {}, None, "default"),
+    "auto": ({"service_tier": "auto"}, {}, None, "default"),
+}
+
+
+@apis
+@streams
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_every_carrier(server: LiveServer, ask: Ask, api: str, stream: bool, carrier: str) -> None:
+    body, headers, tier, service_tier = CARRIERS[carrier]
+    if carrier == "slos_serve":
+        body = {"vllm_xargs": {**body["vllm_xargs"], "prefill_ddl": time.time() + 60}}
+    answer = ask(server, api, stream, body, headers)
+    assert answer.status == 200, answer.error
+    assert answer.text
+    assert answer.stop_reasons == [None]
+    assert answer.service_tiers == [service_tier]
+    assert [report["tier"] for report in answer.reports] == ([] if tier is None else [tier])
+    for report in answer.reports:
+        assert report["promised"] is (tier == "guaranteed")
+        assert report["ttft_ms"] > 0
+        assert report["tpot_ms"] > 0
+        assert isinstance(report["attained"], bool) or tier == "best_effort"
+
+
+@apis
+@streams
+def test_an_objective_that_cannot_be_kept(
+    server: LiveServer, ask: Ask, api: str, stream: bool
+) -> None:
+    late = ask(server, api, stream, {"slo": {"ttft_ms": 0.001}, "service_tier": "priority"})
+    assert (late.status, late.service_tiers) == (200, ["flex"])
+    assert late.text
+    assert [(r["promised"], r["attained"]) for r in late.reports] == [(False, False)]
+    declined = ask(server, api, stream, {"slo": {"ttft_ms": 0.001, "on_unattainable": "decline"}})
+    assert declined.status == 429
+    assert int(declined.headers["retry-after"]) >= 1
+    assert int(declined.headers["retry-after-ms"]) >= 1
+    assert declined.headers["x-slo-reason"] == "unattainable"
+    assert declined.error is not None
+    assert declined.error["type"] == "slo_unattainable"
+
+
+def test_a_deadline_in_the_past_is_served_late(server: LiveServer) -> None:
+    answer = ask_openai(server, "completions", False, {"vllm_xargs": {"prefill_ddl": 1.0}})
+    assert [r["promised"] for r in answer.reports] == [False]
+    assert answer.text
+
+
+@apis
+def test_a_stream_says_the_same_as_a_whole_answer(server: LiveServer, api: str) -> None:
+    plain = [ask_openai(server, api, stream, {}) for stream in (False, True)]
+    asked = [
+        ask_openai(server, api, stream, {"slo": {"class": "chat"}}) for stream in (False, True)
+    ]
+    assert len({answer.text for answer in plain + asked}) == 1
+    assert not any(answer.reports for answer in plain)
+
+
+@apis
+@streams
+def test_stop_reasons_survive_the_report(server: LiveServer, api: str, stream: bool) -> None:
+    asked = {"slo": {"class": "chat"}, "return_token_ids": True}
+    body = {**request_body(server, api, asked), "stream": False}
+    path = "chat/completions" if api == "chat" else "completions"
+    whole = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).json()
+    third = whole["choices"][0]["token_ids"][2]
+    stopped = ask_openai(server, api, stream, {**asked, "stop_token_ids": [third]})
+    assert stopped.stop_reasons == [third]
+    assert len(stopped.reports) == 1
+
+
+@streams
+def test_a_stop_string_ends_without_a_report(server: LiveServer, stream: bool) -> None:
+    # vLLM's API server matches it and aborts the request, so the scheduler never sees its end.
+    whole = ask_openai(server, "completions", False, {})
+    stop = whole.text.strip()[1:3]
+    answer = ask_openai(server, "completions", stream, {"slo": {"class": "chat"}, "stop": stop})
+    assert answer.status == 200
+    assert answer.stop_reasons == [stop]
+    assert answer.reports == []
+
+
+def test_each_choice_of_a_stream_has_its_report(server: LiveServer) -> None:
+    extra = {"slo": {"class": "chat"}, "n": 2, "temperature": 1.0, "ignore_eos": True}
+    answer = ask_openai(server, "completions", True, extra)
+    assert len(answer.reports) == len(answer.service_tiers) == 2
+    assert answer.stop_reasons == [None, None]
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
+    ({"slo": {"ttft_ms": -5}}, {}, "ttft_ms", "give milliseconds above 0"),
+    ({"slo": {"ttft_ms": 0}}, {}, "ttft_ms", "give milliseconds above 0"),
+    ({"slo": {"tpot_ms": "fast"}}, {}, "tpot_ms", "is not a number"),
+    ({"slo": {"ttft_ms": 1e12}}, {}, "ttft_ms", "at most 86400000"),
+    ({"slo": {"ttft": 5}}, {}, "ttft", "did you mean"),
+    ({"slo": {"class": "nope"}}, {}, "class", "configured classes: chat, code"),
+    ({"slo": {"tier": "gold"}}, {}, "tier", "use one of guaranteed, best_effort"),
+    ({"slo": {"on_unattainable": "panic"}}, {}, "on_unattainable", "use one of"),
+    ({"slo": [1]}, {}, "slo", "give an object"),
+    ({"vllm_xargs": {"slo_tpot_ms": True}}, {}, "tpot_ms", "is not a number"),
+    ({"vllm_xargs": {"slo_stream": 1}}, {}, "stream", "is not a field of an SLO"),
+    ({}, {"x-slo-ttft-ms": "inf"}, "ttft_ms", "is not a number"),
+    ({}, {"x-llm-d-slo-tpot-ms": "9" * 400}, "tpot_ms", "give milliseconds"),
+    ({"service_tier": "gold"}, {}, "service_tier", "use one of auto"),
+    ({"slo": {"ttft_ms": 5}}, {"x-slo-ttft-ms": "6"}, "ttft_ms", "send one value"),
+    ({"slo": {"class": "chat"}}, {"x-slo-class": "code"}, "class", "send one value"),
+    ({"slo": {"tpot_ms": 5}, "vllm_xargs": {"slo_tpot": 1}}, {}, "tpot_ms", "send one value"),
+]
+
+
+@apis
+@streams
+@pytest.mark.parametrize("case", BAD, ids=[f"{bad[2]}-{i}" for i, bad in enumerate(BAD)])
+def test_mistakes_are_400(server: LiveServer, api: str, stream: bool, case: Any) -> None:
+    body, headers, name, fix = case
+    for ask in (ask_openai, ask_curl) if shutil.which("curl") and not stream else (ask_openai,):
+        answer = ask(server, api, stream, body, headers)
+        assert answer.status == 400, name
+        assert answer.error is not None
+        assert set(answer.error) == {"message", "type", "param", "code"}
+        assert (answer.error["param"], answer.error["code"]) == (name, 400)
+        assert answer.error["message"].startswith(f"{name}: ")
+        assert fix in answer.error["message"]
+
+
+def bad_value(rng: random.Random) -> Any:
+    """What no field of an SLO takes."""
+    return rng.choice(
+        [
+            *(-1, 0, -0.0, 1e300, 10**400, float("nan"), float("inf"), float("-inf"), True, False),
+            *("", "x" * 5000, "12ms", "\x00", "é" * 90, "NaN", [], [1], {}, {"ttft_ms": 5}),
+            rng.uniform(-1e9, 0),
+            "".join(chr(rng.randrange(1, 0xD7FF)) for _ in range(rng.randrange(1, 100))),
+        ]
+    )
+
+
+def bad_request(rng: random.Random, good: dict[str, Any]) -> tuple[bytes, dict[str, str | bytes]]:
+    """A body and headers with at least one mistake in them."""
+    body, headers = dict(good), {"content-type": "application/json"}
+    key = rng.choice(["ttft_ms", "tpot_ms", "tier", "on_unattainable", "expected_output_tokens"])
+    kind = rng.randrange(8)
+    if kind == 0:
+        body["slo"] = {key: bad_value(rng)}
+    elif kind == 1:
+        body["slo"] = rng.choice([5, "chat", [], [{}], True, 0.5, "x" * 9000])
+    elif kind == 2:
+        body["vllm_xargs"] = {f"slo_{key}": bad_value(rng)}
+    elif kind == 3:
+        body["slo"] = {"".join(rng.choices("abcdefgh_ \n\"'{é", k=rng.randrange(1, 40))): 5}
+    elif kind == 4:
+        noise = bytes(rng.choice([*range(33, 127), *range(160, 256)]) for _ in range(40))
+        return json.dumps(body).encode(), {**headers, "x-slo-ttft-ms": b"-" + noise}
+    elif kind == 5:
+        body["slo"], headers["x-slo-tpot-ms"] = {"tpot_ms": rng.randrange(1, 99)}, "100"
+    elif kind == 6:
+        body["service_tier"] = rng.choice(["gold", 5, [], {}, "", "PRIORITY", 1.5, True])
+    else:
+        text = json.dumps({**body, "slo": {key: 5}}).encode()
+        deep = b'{"slo": ' + b"[" * 20_000
+        return rng.choice([text[: rng.randrange(1, len(text))], deep, b"\xff" + text]), headers
+    return json.dumps(body).encode(), headers
+
+
+async def storm(server: LiveServer, count: int, seed: int) -> tuple[list[Any], list[Any]]:
+    """``count`` bad requests, every tenth followed by a good one; answers of both."""
+    rng, gate = random.Random(seed), asyncio.Semaphore(16)
+    url = f"{server.url}/v1/completions"
+    good = request_body(server, "completions", {})
+    plan: list[tuple[bool, bytes, Any]] = []
+    for i in range(count):
+        plan.append((False, *bad_request(rng, good)))
+        if i % 10 == 0:
+            asked = {**good, **rng.choice([{}, {"slo": {"class": "chat"}}, {"stream": True}])}
+            plan.append((True, json.dumps(asked).encode(), {"content-type": "application/json"}))
+
+    async with httpx.AsyncClient(timeout=120) as client:
+
+        async def send(one: tuple[bool, bytes, Any]) -> tuple[bool, bytes, Any]:
+            async with gate:
+                return one[0], one[1], await client.post(url, content=one[1], headers=one[2])
+
+        done = await asyncio.gather(*(send(one) for one in plan))
+    bad = [(body, answer) for fine, body, answer in done if not fine]
+    return bad, [answer for fine, _, answer in done if fine]
+
+
+def test_a_thousand_bad_requests_among_good_ones(server: LiveServer) -> None:
+    expected = ask_openai(server, "completions", False, {}).text
+    bad, good = asyncio.run(storm(server, 1000, seed=2))
+    for body, answer in bad:
+        assert answer.status_code == 400, (body[:300], answer.text[:300])
+        if b'"detail"' in answer.content:  # FastAPI's words for what is no JSON at all
+            with pytest.raises((ValueError, RecursionError)):
+                json.loads(body)
+        else:
+            assert answer.json()["error"]["message"]
+    texts = set()
+    for answer in good:
+        assert answer.status_code == 200
+        seen = Answer(200)
+        for line in answer.text.splitlines():
+            data = line.removeprefix("data: ")
+            if data.startswith("{"):
+                seen.take(json.loads(data))
+        texts.add(seen.text)
+    assert texts == {expected}
+    assert len(good) == 100
+    assert server.process.poll() is None
+    assert ask_openai(server, "chat", True, {"slo": {"class": "chat"}}).reports
+
+
+# --- metrics, and clients that leave -------------------------------------------------------------
+
+
+def test_metrics_stand_beside_those_of_vllm(server: LiveServer) -> None:
+    labels = {"slo_class": "code", "promised": "true"}
+    before = server.total("vllm_slo:requests_finished_total", **labels)
+    tokens = server.total("vllm_slo:generation_tokens_total", slo_class="code")
+    for _ in range(3):
+        body = {"slo": {"class": "code"}, "ignore_eos": True}
+        assert ask_openai(server, "completions", True, body).reports
+    server.await_total(before + 3, "vllm_slo:requests_finished_total", **labels)
+    server.await_total(tokens + 18, "vllm_slo:generation_tokens_total", slo_class="code")
+    server.await_total(0, "vllm_slo:promised_requests")
+    server.await_total(0, "vllm_slo:best_effort_requests")
+    server.await_total(0, "vllm:num_requests_running")
+    finished = server.total("vllm_slo:requests_finished_total", slo_class="code")
+    assert server.total("vllm_slo:ttft_seconds_count", slo_class="code") == finished
+    assert server.total("vllm_slo:admissions_total", slo_class="code", outcome="promised") >= 3
+    assert server.total("vllm_slo:step_time_margin_ratio") >= 1
+    assert server.total("vllm_slo:step_time_bias_ratio") > 0
+    assert server.total("vllm_slo:step_time_ratio_count") > 0
+    assert server.total("vllm_slo:step_seconds_total") > 0
+    assert server.total("vllm_slo:step_predicted_seconds_total") > 0
+    assert server.total("vllm:time_to_first_token_seconds_count") >= finished
+    ours = {name for name, _ in server.metrics() if name.startswith("vllm_slo:")}
+    theirs = {name for name, _ in server.metrics() if name.startswith("vllm:")}
+    assert ours and theirs
+
+
+@apis
+def test_a_client_that_leaves_frees_its_request(server: LiveServer, api: str) -> None:
+    finished = server.total("vllm_slo:requests_finished_total", slo_class="chat")
+    extra = {"slo": {"class": "chat"}, "max_tokens": 960, "ignore_eos": True, "stream": True}
+    path = "chat/completions" if api == "chat" else "completions"
+    body = request_body(server, api, extra)
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        server.await_total(1, "vllm:num_requests_running")
+    server.await_total(0, "vllm:num_requests_running")
+    server.await_total(0, "vllm_slo:promised_requests")
+    assert server.total("vllm_slo:requests_finished_total", slo_class="chat") == finished
+
+
+# --- our own command -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_vllm_slo_serve_tiny(tmp_path: Path) -> None:
+    (tmp_path / "slo.yaml").write_text(CONFIG)
+    arguments = [command("vllm-slo"), "serve", "tiny", "--slo-config", "slo.yaml", *SMALL]
+    with live_server.running(arguments, "tiny", tmp_path) as live:
+        answer = ask_openai(live, "chat", True, {"service_tier": "priority"})
+        assert (answer.status, answer.service_tiers) == (200, ["priority"])
+        assert [report["promised"] for report in answer.reports] == [True]
+        live.await_total(1, "vllm_slo:requests_finished_total", slo_class="chat")
+    assert live.process.returncode is not None

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-slo demo``: the same arrivals to stock vLLM and to vllm-slo, one server after the other.
+
+The model is the built-in one as a costlier twin: the same answers at the price of a larger model,
+so that steps take as long as they do where it matters, and not a few milliseconds of Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_slo import profiles, tiny
+from vllm_slo.bench.client import ClientOptions, ServerRun, measure_zero_load
+from vllm_slo.bench.endpoint import ServerTarget
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.main import WorkloadOptions, bench_server, build_workload, finish
+from vllm_slo.bench.report import BenchReport
+from vllm_slo.bench.workload import DEFAULT_CLASSES, Workload
+from vllm_slo.bench.zero_load import ZeroLoad
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MAX_CONTEXT = 1024
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 20.0
+VOCABULARY = 2048
+SERVER_ARGS = (
+    "--host=127.0.0.1",
+    f"--max-model-len={MAX_CONTEXT}",
+    "--max-num-seqs=64",
+    "--enforce-eager",
+    "--no-enable-prefix-caching",
+)
+SERVER_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One server of the demo: its name, and the arguments after ``python``."""
+
+    name: str
+    command: tuple[str, ...]
+    send_slo: bool
+
+
+CANDIDATES = (
+    Candidate("stock vLLM", ("-m", "vllm.entrypoints.cli.main", "serve"), send_slo=False),
+    Candidate("vllm-slo", ("-m", "vllm_slo.cli", "serve"), send_slo=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``vllm-slo demo``."""
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for results")
+    parser.add_argument("--parameters", type=float, default=100e6, help="size of the twin")
+    parser.add_argument("--load", type=float, default=0.8, help="offered tokens over capacity")
+    parser.add_argument("--duration", type=float, default=45.0, help="seconds of arrivals")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; 0 when both servers finished every request."""
+    from rich.console import Console
+
+    console = Console()
+    try:
+        report = demo(args, console)
+    except BenchError as error:
+        Console(stderr=True).print(f"vllm-slo demo: {error}", style="red", markup=False)
+        return 2
+    console.print(verdict(report))
+    console.print(f"picture: {args.out / 'demo.png'}", soft_wrap=True)
+    return 0 if all(finished(run) for run in report.runs) else 1
+
+
+def demo(args: argparse.Namespace, console: Console) -> BenchReport:
+    """Start each server in turn, send it the workload, write table, JSON and picture.
+
+    Raises:
+        BenchError: a server does not start, or nothing could be measured.
+    """
+    args.out.mkdir(parents=True, exist_ok=True)
+    model = twin(args.parameters, console)
+    client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
+    zero: ZeroLoad | None = None
+    workload: Workload | None = None
+    runs: list[ServerRun] = []
+    for candidate in CANDIDATES:
+        with server(candidate, model, args.out, console) as url:
+            target = ServerTarget(candidate.name, url, send_slo=candidate.send_slo)
+            if zero is None or workload is None:
+                console.print("measuring the latency of a lone request ...")
+                zero = measure_zero_load(target, MAX_CONTEXT, client)
+                options = WorkloadOptions(
+                    rate=rate_at(args.load, zero),
+                    duration_s=args.duration,
+                    seed=args.seed,
+                    arrivals="square",
+                    burst_period_s=15.0,
+                    burst_factor=2.0,
+                    max_context=MAX_CONTEXT,
+                )
+                workload = build_workload(options, zero)
+                console.print(f"{len(workload.requests)} requests, {options.rate:.2f} a second")
+            runs.append(bench_server(target, workload, client, console))
+    assert zero is not None
+    assert workload is not None
+    report = BenchReport(workload, zero, tuple(runs), command="make demo")
+    finish(report, console, args.out / "demo.json", args.out / "demo.png")
+    return report
+
+
+def rate_at(load: float, zero: ZeroLoad) -> float:
+    """Requests a second that offer ``load`` times the tokens this machine can process.
+
+    A token costs what one more prompt token adds to a lone request's TTFT.
+    """
+    low, high = MAX_CONTEXT // 8, MAX_CONTEXT - 64
+    token_s = (zero.ttft_s(high) - zero.ttft_s(low)) / (high - low)
+    scale = MAX_CONTEXT / 2048
+    tokens = sum(
+        spec.share * (spec.prompt.mean + spec.output.mean) * scale for spec in DEFAULT_CLASSES
+    )
+    return load / max(token_s * tokens, 1e-6)
+
+
+def twin(parameters: float, console: Console) -> Path:
+    """The built-in target at ``parameters`` parameters, written once into the cache folder."""
+    folder = profiles.cache_dir() / "models" / f"tiny-{parameters / 1e6:.0f}m"
+    if not (folder / "model.safetensors").is_file():
+        console.print(
+            f"writing a twin of the built-in model with {parameters / 1e6:.0f}M parameters"
+        )
+        command = [sys.executable, "-m", "vllm_slo.tiny.twin", str(tiny.path("target"))]
+        done = subprocess.run(
+            [*command, str(folder), "--parameters", str(parameters)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise BenchError("--parameters", done.stderr.strip().splitlines()[-1])
+    return folder
+
+
+@contextmanager
+def server(candidate: Candidate, model: Path, out: Path, console: Console) -> Iterator[str]:
+    """Run one server; yields its address once it answers, and stops it at the end."""
+    port = _free_port()
+    log = out / f"{candidate.name.replace(' ', '-')}.log"
+    command = [
+        sys.executable,
+        *candidate.command,
+        str(model),
+        *SERVER_ARGS,
+        f"--port={port}",
+        "--served-model-name=tiny",
+    ]
+    console.print(f"starting {candidate.name} (log: {log})", soft_wrap=True)
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **SERVER_ENV},
+            start_new_session=True,
+        )
+        try:
+            _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _stop(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    raise BenchError("demo", f"the server did not start; the end of {log}:\n{tail}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and the engine it started, gently first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(STOP_TIMEOUT_S)
+        except (ProcessLookupError, PermissionError):
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def finished(one: ServerRun) -> bool:
+    """Whether the server finished every request."""
+    return all(record.finished for record in one.records)
+
+
+def verdict(report: BenchReport) -> str:
+    """One line per server: objectives kept, goodput, whether every request finished."""
+    lines: list[str] = []
+    totals: Sequence[tuple[ServerRun, float, float]] = [
+        (one, total.attainment or 0.0, total.goodput_requests_per_s)
+        for one in report.runs
+        for total in [report.summaries(one)["total"]]
+    ]
+    for one, attainment, goodput in totals:
+        state = "all finished" if finished(one) else "NOT all finished"
+        lines.append(
+            f"{one.target.name}: {attainment:.0%} of objectives kept, "
+            f"goodput {goodput:.2f} requests/s, {state}"
+        )
+    return "\n".join(lines)
