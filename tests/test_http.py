@@ -63,6 +63,20 @@ def test_classes_and_service_tiers() -> None:
     assert kept["service_tier"] == "flex"
 
 
+def test_streams_are_marked_for_the_scheduler() -> None:
+    server = Server()
+    streamed = server.forwarded({"prompt": "x", "stream": True, "slo": {"ttft_ms": 500}})
+    assert streamed["vllm_xargs"] == flat(slo_ttft_ms=500.0, slo_stream=1)
+    tier = server.forwarded({"stream": True, "service_tier": "auto", "vllm_xargs": {"a": 1}})
+    assert tier["vllm_xargs"] == {"a": 1, "slo_stream": 1}
+    assert "vllm_xargs" not in server.forwarded({"stream": True})
+    assert "vllm_xargs" not in server.forwarded({"stream": False, "service_tier": "auto"})
+    # The stream of the Responses API ends with the whole response.
+    last = {"input": "x", "stream": True, "slo": {"ttft_ms": 500}}
+    response = server.post(ROUTES[2], json=last)
+    assert response.json()["echo"]["vllm_xargs"] == flat(slo_ttft_ms=500.0)
+
+
 def test_null_carriers_are_removed() -> None:
     assert Server().forwarded({"slo": None, "vllm_xargs": {"slo_ttft_ms": None, "a": 1}}) == {
         "vllm_xargs": {"a": 1}
@@ -79,6 +93,7 @@ def test_null_carriers_are_removed() -> None:
         ({"slo": {"ttft_ms": 5}}, {"x-slo-ttft-ms": "6"}, "ttft_ms"),
         ({"slo": {"ttft": 5}}, {}, "ttft"),
         ({"vllm_xargs": {"slo_internal": 5}}, {}, "internal"),
+        ({"vllm_xargs": {"slo_stream": 1}, "stream": True}, {}, "stream"),
         ({"slo": "chat"}, {}, "slo"),
         ({"slo": {}, "vllm_xargs": [1]}, {}, "vllm_xargs"),
         ({"slo": {"class": "nope"}}, {}, "class"),

@@ -22,6 +22,7 @@ from vllm_slo.engine.http_outcome import (
     Asked,
     Declined,
     StreamGate,
+    pack_report,
     rewrite_json,
     served_service_tier,
 )
@@ -115,7 +116,7 @@ def test_inner_http_middleware_sees_the_same() -> None:
 # --- response: decline ---------------------------------------------------------------------------
 
 
-def choice(text: str = "", finish: str | None = None, stop: str | None = None) -> dict[str, Any]:
+def choice(text: str = "", finish: str | None = None, stop: Any = None) -> dict[str, Any]:
     return {"index": 0, "text": text, "finish_reason": finish, "stop_reason": stop}
 
 
@@ -267,6 +268,58 @@ def test_report_of_a_responses_stream() -> None:
         "slo": REPORT,
     }
     assert streaming(tail).post(ROUTES[2], json={}).text == tail
+
+
+def packed(report: Any = REPORT, stop_reason: Any = None) -> str:
+    return pack_report(report, stop_reason)
+
+
+@pytest.mark.parametrize("stop_reason", [None, 17, "repetition_detected", 'a "quoted" one'])
+@pytest.mark.parametrize("slo", [{"ttft_ms": 1}, DECLINE["slo"]])
+def test_report_of_a_stream(stop_reason: Any, slo: Any) -> None:
+    head = completion(choice('say "slo_report:', None))
+    tail = completion(choice("é", "stop", packed(stop_reason=stop_reason)))
+    answer = streaming(head, tail, USAGE, DONE).post(json={"slo": slo}).text
+    assert answer.startswith(head)
+    assert answer.endswith(USAGE + DONE)
+    last = json.loads(answer.removeprefix(head).split("\n\n")[0].removeprefix("data: "))
+    assert last["slo"] == REPORT
+    assert last["service_tier"] == "default"
+    assert last["choices"] == [choice("é", "stop", stop_reason)]
+
+
+def test_report_of_a_chat_stream_and_of_each_choice() -> None:
+    missed = {**REPORT, "promised": False}
+    chunks = [chat({"content": "a"}, "length", packed(one)) for one in (REPORT, missed)]
+    body = {"slo": {"ttft_ms": 1}, "service_tier": "priority"}
+    answer = streaming(ROLE, *chunks, DONE).post(ROUTES[1], json=body).text
+    events = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]
+    assert [event.get("slo") for event in events] == [None, REPORT, missed]
+    assert [event.get("service_tier") for event in events] == [None, "priority", "flex"]
+    assert "slo_report" not in answer
+
+
+def test_a_stream_with_a_tier_and_no_slo() -> None:
+    tail = completion(choice("a", "stop", packed(None)))
+    answer = streaming(tail, DONE).post(json={"service_tier": "default", "stream": True}).text
+    last = json.loads(answer.split("\n\n")[0].removeprefix("data: "))
+    assert last["service_tier"] == "default"
+    assert "slo" not in last
+    assert last["choices"][0]["stop_reason"] is None
+
+
+@pytest.mark.parametrize("stop", ["slo_report:", "slo_report:5", "slo_report:" + "[" * 9000])
+def test_a_stop_string_that_looks_like_a_report_passes(stop: str) -> None:
+    chunks = (completion(choice("a", "stop", stop)), DONE)
+    assert streaming(*chunks).post(json={"slo": {"ttft_ms": 1}}).text == "".join(chunks)
+
+
+def test_a_packed_stop_reason_is_restored_in_whole_answers_too() -> None:
+    answer = {"choices": [choice("a", "stop", packed(stop_reason=3))]}
+    given = {**answer, "kv_transfer_params": {"vllm_slo": REPORT}}
+    seen = Server(lambda _: given).post(json={"slo": {"ttft_ms": 1}, "stream": "no"}).json()
+    assert seen["choices"][0]["stop_reason"] == 3
+    assert seen["slo"] == REPORT
 
 
 def test_the_first_token_is_not_held() -> None:

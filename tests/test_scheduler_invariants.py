@@ -553,6 +553,29 @@ def test_a_session_with_streaming_input_goes_on_while_slo_traffic_runs(
     engine.run_all(limit_s=120.0)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("slo", [None, SLO(ttft_ms=1000, tpot_ms=100)])
+def test_prompts_of_one_token_start_with_speculation_on(
+    make: Make, overlap: bool, slo: SLO | None
+) -> None:
+    # vLLM pads such a start to a full row of drafts, and starts it with all of them or not.
+    engine = make(overlap=overlap, speculative_config=NGRAM)
+    for i in range(4):
+        engine.add(f"busy{i}", 100, 400, SLO(ttft_ms=1000, tpot_ms=60))
+    engine.add("plain", 100, 400)
+    for _ in range(4):
+        engine.turn()
+    for i in range(3):
+        engine.add(f"short{i}", 1, 10, slo)
+    started_s = engine.clock.now_s
+    while any(engine.outcomes[f"short{i}"].finish_reason is None for i in range(3)):
+        engine.turn()
+        assert engine.clock.now_s < started_s + 2.0
+    assert engine.outcomes["plain"].finish_reason is None
+    engine.run_all(limit_s=60.0)
+    engine.check_outcomes()
+
+
 # Pauses.
 
 

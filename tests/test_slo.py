@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.errors import InvalidSLOError, VllmSLOError
-from vllm_slo.slo import HEADER_FIELDS, SLO, has_slo_key, resolve_slo
+from vllm_slo.slo import HEADER_FIELDS, SLO, STREAM_KEY, has_slo_key, resolve_slo
 
 CLASSES = {
     "chat": SLO(ttft_ms=500, tpot_ms=50, value=2, slo_class="chat"),
@@ -350,3 +350,11 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_mark_of_a_stream_is_the_servers_alone() -> None:
+    assert SLO.from_extra_args({STREAM_KEY: 1}) is None
+    assert SLO.from_extra_args({STREAM_KEY: 1, "slo_ttft_ms": 5}) == SLO(ttft_ms=5)
+    assert has_slo_key({STREAM_KEY: 1})
+    with pytest.raises(InvalidSLOError, match=r"^stream: is not a field"):
+        resolve_slo(xargs={STREAM_KEY: 1}, classes={}, service_tiers={})

@@ -84,7 +84,9 @@ def plan_step(
     """
     batch = _Batch(start_s, model, limits)
     shortest = model.predict_s(
-        sum(d.tokens for d in decodes), sum(d.context_tokens for d in decodes)
+        sum(d.tokens for d in decodes),
+        sum(d.context_tokens for d in decodes),
+        pairs=sum(chunk_pairs(d.tokens, d.context_tokens) for d in decodes),
     )
     limit = min((decode_limit_s(start_s, d, shortest) for d in decodes), default=INFINITY)
     limit = _meet_next_deadline(batch, limit, decodes, prefills)
@@ -94,11 +96,14 @@ def plan_step(
     kept = batch.reserve(
         min(limits.best_effort_tokens, sum(b.remaining_tokens for b in best_effort))
     )
-    held = batch.grant_prefills(prefills, may_start, len(patient))
+    held = batch.grant_prefills(prefills, may_start, sum(d.tokens for d in patient))
     batch.grant_decodes(patient, forced=False)
     batch.grant_prefills(prefills, may_start, 0, held)
     batch.release(kept)
-    batch.grant_best_effort(best_effort)
+    batch.grant_best_effort(best_effort, kept)
+    if kept:  # what best effort could not use after all, for want of a seat
+        batch.grant_decodes([d for d in patient if not batch.tokens[d.request_id]], forced=False)
+        batch.grant_prefills(prefills, may_start, 0, held)
     return batch.plan()
 
 
@@ -182,7 +187,7 @@ class _Batch:
         most = self.limits.max_step_tokens - taken
         if most <= 0 or limit_s == INFINITY:
             return max(most, 0)
-        others = self.context - context if granted else self.context
+        others = self.context - context - granted if granted else self.context
         return min(
             most,
             self.model.chunk_to_fit(limit_s, context + granted, taken, others, pairs=self.pairs),
@@ -216,7 +221,7 @@ class _Batch:
         """Prefill by earliest deadline; returns the requests whose first token is held back.
 
         With ``spared`` > 0 only what the deadlines ask for by the end of this step is granted where
-        that leaves room for ``spared`` further decodes; the rest comes in a second call.
+        that leaves room for ``spared`` tokens of further decodes; the rest comes in a second call.
         """
         holding = set() if held is None else set(held)
         urgent_only = spared > 0 and held is None
@@ -271,32 +276,75 @@ class _Batch:
             most = max(most, total * share)
         return math.ceil(most - 1e-9)
 
-    def grant_best_effort(self, requests: Sequence[BestEffortView]) -> None:
-        """What is left, in order; a decode is granted whole or not at all."""
+    def grant_best_effort(self, requests: Sequence[BestEffortView], kept: int) -> None:
+        """What is left, in order; a decode is granted whole or not at all.
+
+        ``kept`` tokens may fill the step up to its limit, the others as far as best effort may.
+        """
         for request in requests:
-            # A step that would be empty without it is best effort's, however tight the limits.
-            free = self.used == 0 and self.reserved == 0
-            limit = INFINITY if free else min(self.limit_s, self.limits.best_effort_step_s)
-            give = self._best_effort_share(request, limit)
-            if free and not request.decoding:
-                give = min(give, SMALLEST_CHUNK)
+            starts = request.context_tokens == 0 and not request.decoding
+            give = 0 if starts and self.seats <= 0 else self._best_effort_share(request, kept)
+            if give and starts:
+                self.seats -= 1
+            kept -= give
             self.add(request.request_id, give, request.context_tokens)
 
-    def _best_effort_share(self, request: BestEffortView, limit_s: float) -> int:
+    def _best_effort_share(self, request: BestEffortView, kept: int) -> int:
         wanted, context = request.remaining_tokens, request.context_tokens
+        limit = min(self.limit_s, self.limits.best_effort_step_s)
+        # A step that would be empty without it is best effort's, however tight the limits.
+        least, longest = (kept, self.limit_s) if self.used else (SMALLEST_CHUNK, INFINITY)
         if request.decoding:
-            return wanted if self.fits_decode(limit_s, wanted, context) else 0
-        starts = context == 0
-        if starts and self.seats <= 0:
-            return 0
-        give = min(self.room(limit_s, context), wanted)
-        if give and starts:
-            self.seats -= 1
+            fits = self.fits_decode(longest if least > 0 else limit, wanted, context)
+            return wanted if fits else 0
+        give = min(self.room(limit, context), wanted)
+        if give < min(least, wanted):
+            give = max(give, min(self.room(longest, context), least, wanted))
         return give
 
     def plan(self) -> StepPlan:
         predicted = self.model.predict_s(self.used, self.context, pairs=self.pairs)
         return StepPlan(self.used, self.tokens, predicted if self.used else 0.0, self.limit_s)
+
+
+class RecentObjectives:
+    """The objectives seen of late, for how long a step of best effort alone may take.
+
+    A request that arrives in the midst of such a step loses what is left of it. With steps of a
+    quarter of the tightest TTFT, or twice the tightest TPOT if that is longer, it can still be
+    promised something; longer ones would process best effort a little faster.
+
+    Args:
+        memory_s: how long an objective is remembered.
+    """
+
+    GRID = 1.25
+    """Objectives are remembered by octaves of this ratio, so that there are few of them."""
+
+    def __init__(self, memory_s: float = 60.0) -> None:
+        self._memory_s = memory_s
+        self._ttft: dict[int, float] = {}
+        self._tpot: dict[int, float] = {}
+
+    def add(self, ttft_s: float, tpot_s: float, now_s: float) -> None:
+        """Note that a request with these objectives (infinite: none) arrived."""
+        for seen, objective_s in ((self._ttft, ttft_s), (self._tpot, tpot_s)):
+            if 0.0 < objective_s < INFINITY:
+                seen[math.floor(math.log(objective_s, self.GRID))] = now_s
+
+    def responsive_step_s(self, now_s: float, shortest_s: float) -> float:
+        """Longest step for best effort alone; objectives below ``shortest_s`` cannot be kept by
+        any step and do not count. Infinite when nothing asks for less."""
+        ttft = self._tightest(self._ttft, now_s, shortest_s)
+        tpot = self._tightest(self._tpot, now_s, shortest_s)
+        if ttft == INFINITY:
+            return 2.0 * tpot
+        return max(0.25 * ttft, 2.0 * tpot if tpot < INFINITY else 0.0)
+
+    def _tightest(self, seen: dict[int, float], now_s: float, shortest_s: float) -> float:
+        for octave in [o for o, at_s in seen.items() if at_s < now_s - self._memory_s]:
+            del seen[octave]
+        return min((t for o in seen if (t := self.GRID**o) > shortest_s), default=INFINITY)
 
 
 def preemptions(

@@ -418,6 +418,12 @@ class OnlineCorrection:
         measured = self._window.quantile(quantile) / self.bias if n else 1.0
         return max(measured, 1.0 if n >= self.ENOUGH else self._default_margin)
 
+    def jitter(self, quantile: float) -> float:
+        """Share of its expected time by which a single step may overrun; 0 before enough steps."""
+        if len(self._recent) < self.BIAS_WINDOW:
+            return 0.0
+        return max(self._recent.quantile(quantile) / self.bias - 1.0, 0.0)
+
     def model(self, base: StepTimeModel) -> StepTimeModel:
         """``base`` corrected by the bias: the expected time."""
         return base.scaled(self.bias)

@@ -10,7 +10,7 @@ from typing import Any
 import vllm
 from vllm import RequestOutput, SamplingParams
 
-from vllm_slo import tiny
+from vllm_slo import profiles, tiny
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
@@ -31,6 +31,9 @@ class LLM(vllm.LLM):
     Raises:
         ConfigError: the configuration cannot be used, or another ``scheduler_cls`` is asked for.
         IncompatibleVLLMError: the installed vLLM is not supported.
+        ProfileError: the configured step-time profile is missing or broken. One of another model
+            is found out by the engine: the same error where it runs in this process, else vLLM's
+            RuntimeError with ours in the log.
     """
 
     def __init__(
@@ -48,7 +51,10 @@ class LLM(vllm.LLM):
         if slo_config is not None:
             inline = isinstance(slo_config, dict)
             additional["slo_config"] = slo_config if inline else str(slo_config)
-        self._slo_classes = SLOConfig.from_additional_config(additional).slo_classes()
+        config = SLOConfig.from_additional_config(additional)
+        if config.profile is not None:
+            profiles.load(config.profile)  # whether it is of this engine is known there alone
+        self._slo_classes = config.slo_classes()
         super().__init__(
             str(tiny.path("target")) if model == "tiny" else model,
             additional_config=additional,

@@ -129,7 +129,12 @@ class Scheduler(AsyncScheduler):
         """vLLM's per-request token hook, asked for each running and waiting request it looks at."""
         if self._nudge is not None:
             granted = self._nudge.tokens.get(request.request_id)
-            if granted is not None and granted < num_new_tokens:
+            # A waiting request's last token, padded by vLLM to a row of drafts: all of it or none.
+            padded = (
+                request.status != RequestStatus.RUNNING
+                and num_new_tokens > request.num_tokens - num_computed_tokens
+            )
+            if granted is not None and granted < num_new_tokens and not (padded and granted):
                 num_new_tokens = granted
                 if num_new_tokens == 0:
                     return 0

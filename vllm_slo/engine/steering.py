@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.config import SLOConfig
 from vllm_slo.core import admission, batch_plan
+from vllm_slo.core.batch_plan import RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
@@ -43,7 +44,6 @@ MIN_REPLAN_S = 0.02
 MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""
 
-RECENT_TIER_S = 60.0
 UNLABELLED = "none"
 
 
@@ -121,7 +121,7 @@ class Steering:
         self._last_end_s = self._now_s
         self._finish_interval_s = 1.0
         self._served_s: dict[str, float] = {}
-        self._tier_seen_s: dict[float, float] = {}
+        self._recent = RecentObjectives()
         self._unpromised = 0
         self._steps_learnt = 0
         self._refresh_models()
@@ -157,8 +157,7 @@ class Steering:
         self.tracked[request.request_id] = tracked
         self._arrived = True
         self._unpromised += 1
-        if tracked.tpot_s < INFINITY:
-            self._tier_seen_s[tracked.tpot_s] = now_s
+        self._recent.add(tracked.deadline_s - arrival_s, tracked.tpot_s, now_s)
         if tracked.slo.effective_tier != "guaranteed":
             self.metrics.admission(tracked.slo_class, "best_effort_asked")
 
@@ -268,6 +267,8 @@ class Steering:
     def _refresh_models(self) -> None:
         self._promise_model = self.estimator.promise(self.config.margin_quantile)
         self._expected_model = self.estimator.expected()
+        jitter = self.estimator.correction.jitter(self.config.margin_quantile)
+        self.strength = 1.0 - min(jitter / self.config.tpot_window_tokens, 0.1)
 
     def _gauges(self) -> dict[str, float]:
         waiting = [t for t in self.tracked.values() if not t.promised]
@@ -466,13 +467,9 @@ class Steering:
         )
 
     def responsive_step_s(self, model: StepTimeModel) -> float:
-        """Longest step that best effort may cause: twice the tightest TPOT seen of late, among
-        those that the engine can keep at all."""
-        expired = self._now_s - RECENT_TIER_S
-        for tpot_s in [t for t, seen_s in self._tier_seen_s.items() if seen_s < expired]:
-            del self._tier_seen_s[tpot_s]
-        shortest_s = model.predict_s(1)
-        return 2.0 * min((t for t in self._tier_seen_s if t > shortest_s), default=INFINITY)
+        """Longest step that best effort may cause, by a model that keeps the margin of promises."""
+        step_s = self._recent.responsive_step_s(self._now_s, self._expected_model.predict_s(1))
+        return step_s * model.predict_s(1) / self._expected_model.predict_s(1)
 
     def since_served_s(self, request: Request) -> float:
         """When a best-effort request last got tokens, or arrived."""
@@ -623,7 +620,7 @@ class _StepPlanner:
         )
         return batch_plan.plan_step(
             self.start_s,
-            [views.decode_view(t) for t in self.decodes],
+            [views.decode_view(t, steering.strength) for t in self.decodes],
             [views.prefill_view(t, views.tokens_to_next_sample(t.request)) for t in self.prefills],
             [views.best_effort_view(r, steering.since_served_s(r)) for r in others],
             self.model,
@@ -636,6 +633,12 @@ class _StepPlanner:
         if tightest == INFINITY:
             return self.steering._max_step_tokens
         return self.model.time_to_tokens(tightest)
+
+    def _with_padding(self, token_budget: int, starting: int) -> int:
+        """Room for the drafts to which vLLM pads a request that starts with one token; it would
+        rather start nobody than that one without. Nobody gets more than was granted."""
+        padding = starting * self.scheduler.num_spec_tokens
+        return min(token_budget + padding, self.steering._max_step_tokens)
 
     def _build(
         self,
@@ -665,6 +668,6 @@ class _StepPlanner:
             offered,
             set(offered),
             tokens,
-            max(plan.token_budget, 0),
+            self._with_padding(plan.token_budget, len(offered)),
             self.steering._now_s,
         )

@@ -158,23 +158,27 @@ def lora_id(request: Request) -> int:
     return request.lora_request.lora_int_id if request.lora_request else 0
 
 
-def decode_view(tracked: Tracked) -> DecodeView:
-    """A promised decoding request; tokens already in flight count as sampled on time."""
+def decode_view(tracked: Tracked, strength: float = 1.0) -> DecodeView:
+    """A promised decoding request; tokens already in flight count as sampled on time.
+
+    Its working TPOT is ``strength`` times the objective: at most 1, less where the step that ends
+    a window may overrun (SLOs-Serve, section 3.2.3: an SLO is strengthened under uncertainty).
+    """
     request = tracked.request
     tokens = max(request.num_tokens_with_spec - request.num_tokens + 1, 1)
     name, context = request.request_id, request.num_computed_tokens
     if tracked.tpot_s == INFINITY:
         return DecodeView(name, INFINITY, INFINITY, 1, INFINITY, tokens, context)
+    tpot_s = tracked.tpot_s * strength
     start_s, held = tracked.tpot.open_window
-    place = held + request.num_output_placeholders
-    done, place = divmod(place, tracked.window)
-    start_s += done * tracked.window * tracked.tpot_s
+    done, place = divmod(held + request.num_output_placeholders, tracked.window)
+    start_s += done * tracked.window * tpot_s
     return DecodeView(
         name,
-        start_s + (place + 1) * tracked.tpot_s,
-        start_s + tracked.window * tracked.tpot_s,
+        start_s + (place + 1) * tpot_s,
+        start_s + tracked.window * tpot_s,
         tracked.window - place,
-        tracked.tpot_s,
+        tpot_s,
         tokens,
         context,
     )
