@@ -95,7 +95,7 @@ class Oracle:
         )
 
     def paid(self, budget: float, decoding: dict[float, int]) -> float:
-        """A tight deadline cuts a step in two and pays its fixed cost twice."""
+        """A tight instant cuts a step in two and pays its fixed cost twice."""
         step = self.step(decoding)
         whole, half = self.tokens_in(step, decoding), self.tokens_in(step / 2, decoding)
         return budget if budget >= whole else budget - max(whole - 2 * half, 0.0)
@@ -109,7 +109,8 @@ class Oracle:
         )
         stops = sorted({d.deadline_s for d in (*self.new, *self.committed)})
         decoding = dict(self.decoding)
-        budget, now, result = 0.0, 0.0, []
+        now, result = 0.0, []
+        budget = self.paid(0.0, decoding) if any(decoding.values()) else 0.0
         for stop in stops:
             until = max(stop, 0.0)
             rate = sum(count / tpot for tpot, count in decoding.items())

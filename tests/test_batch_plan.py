@@ -269,26 +269,26 @@ def step_s(model: StepTimeModel, chunks: list[tuple[int, int]]) -> float:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100, deadline=None)
 @given(
     model=tiny_models,
-    due=st.lists(st.sampled_from([0.4, 0.8, 1.0]), max_size=3),
+    tpots=st.lists(st.sampled_from([0.4, 0.8, 1.0]), max_size=3),
     prompts=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=2),
     others=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(1, 4)), max_size=2),
     max_tokens=st.integers(1, 9),
 )
 def test_no_allotment_within_the_limit_serves_an_earlier_one_better(
     model: StepTimeModel,
-    due: list[float],
+    tpots: list[float],
     prompts: list[tuple[int, int]],
     others: list[tuple[int, bool, int]],
     max_tokens: int,
 ) -> None:
-    """All decodes urgent, all prefills late: the grants are the best ones, in serving order.
+    """All decodes and prefills late: the grants are the best ones, in serving order.
 
     Oracle: every allotment of tokens, compared decode by decode, then prefill by prefill.
     """
-    decodes = [DecodeView(f"d{i}", t, t, 1, t, 1, 3) for i, t in enumerate(sorted(due))]
+    decodes = [DecodeView(f"d{i}", i - 9.0, -1.0, 1, t, 1, 3) for i, t in enumerate(tpots)]
     prefills = [PrefillView(f"p{i}", -1.0, n, 1.0, c) for i, (n, c) in enumerate(prompts)]
     rest = [BestEffortView(f"b{i}", 0.0, n, whole, c) for i, (n, whole, c) in enumerate(others)]
     plan = plan_step(0.0, decodes, prefills, rest, model, StepLimits(max_tokens))
@@ -299,11 +299,6 @@ def test_no_allotment_within_the_limit_serves_an_earlier_one_better(
         *[(0, b.remaining_tokens) if b.decoding else range(b.remaining_tokens + 1) for b in rest],
     ]
     got = tuple(plan.tokens[v.request_id] for v in views)
-    forced = [(n, 3) for n in got[: len(decodes)]]
-    if step_s(model, forced) > plan.limit_s:
-        assert sum(got[: len(decodes)]) == min(len(decodes), max_tokens)
-        assert not any(got[len(decodes) :])
-        return
     contexts = [v.context_tokens for v in views]
     best = max(
         one
@@ -390,7 +385,7 @@ def cases(draw: Callable[..., Any]) -> Case:
     return Case(decodes, prefills, best_effort, model, limits, frozenset(early))
 
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=120, deadline=None)
 
 
 @MANY

@@ -68,7 +68,8 @@ def plain_vllm(extra_args: list[dict[str, Any] | None], **options: Any) -> list[
         env=environment(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return list(json.loads(done.stdout.strip().splitlines()[-1]))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
+    return list(json.loads(lines[-1]))
 
 
 @pytest.fixture(scope="module")

@@ -1,70 +1,266 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's series: written by one process, scraped in another."""
+"""The scheduler's Prometheus series and their way to ``/metrics``."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_slo.engine import metrics
 from vllm_slo.engine.metrics import FOLDER_VARIABLE, FolderCollector, SchedulerMetrics
 
-IDLE = {"promised_requests": 0.0, "best_effort_requests": 0.0}
+Samples = dict[str, float]
 
-
-def scraped(folder: Path) -> dict[tuple[str, str], float]:
-    """(series, engine) -> value, of series without other labels."""
-    return {
-        (sample.name, sample.labels["engine"]): sample.value
-        for family in FolderCollector(folder).collect()
-        for sample in family.samples
-        if set(sample.labels) == {"engine"}
-    }
+GAUGES = {
+    "promised_requests": 3.0,
+    "best_effort_requests": 2.0,
+    "best_effort_age_seconds": 1.5,
+    "step_time_margin_ratio": 1.1,
+    "step_time_bias_ratio": 0.9,
+}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "metrics"))
-    return tmp_path / "metrics"
+    """Not there yet, as ``choose_folder`` leaves it."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "series"))
+    return tmp_path / "series"
 
 
-def test_nothing_is_scraped_before_anything_is_written(folder: Path) -> None:
-    SchedulerMetrics()
-    assert scraped(folder) == {}
+def busy(engine: int = 0) -> SchedulerMetrics:
+    """A scheduler's series after a little of everything."""
+    series = SchedulerMetrics(engine)
+    series.admission("chat", "promised")
+    series.admission("chat", "promised")
+    series.admission("code", "declined", "memory")
+    series.broken("chat", "ttft")
+    series.finished("chat", True, promised=True, tokens=20, ttft_s=0.3, tpot_s=0.02)
+    series.finished("chat", False, promised=False, tokens=5, ttft_s=3.0, tpot_s=None)
+    series.finished("none", None, promised=False, tokens=7, ttft_s=None, tpot_s=None)
+    series.step(0.010, 0.012)
+    series.step(0.020, 0.020)
+    return series
 
 
-def test_engines_are_told_apart(folder: Path) -> None:
-    for engine in (0, 1):
-        metrics = SchedulerMetrics(engine)
-        metrics.publish(0.0, promised_requests=engine + 5.0)
-        assert not metrics.due(0.5)
-        assert metrics.due(1.5)
-    seen = scraped(folder)
-    assert seen["vllm_slo:promised_requests", "0"] == 5
-    assert seen["vllm_slo:promised_requests", "1"] == 6
+def scrape(folder: Path) -> str:
+    registry = CollectorRegistry()
+    registry.register(FolderCollector(folder))
+    return generate_latest(registry).decode()
 
 
-def test_what_the_last_request_leaves_is_written_without_another_step(folder: Path) -> None:
-    metrics = SchedulerMetrics()
-    metrics.publish(0.0, promised_requests=1.0)
-    metrics.publish_soon(**IDLE)
-    metrics.publish_soon(promised_requests=0.0, best_effort_requests=2.0)
-    end = time.monotonic() + 60
-    while scraped(folder)["vllm_slo:promised_requests", "0"] and time.monotonic() < end:
-        time.sleep(0.02)
-    seen = scraped(folder)
-    assert seen["vllm_slo:promised_requests", "0"] == 0
-    assert seen["vllm_slo:best_effort_requests", "0"] == 2
+def samples(text: str) -> Samples:
+    """Every sample as ``name{label=value,...}``, labels by name."""
+    return {
+        sample.name + "{" + ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items())) + "}": (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
 
 
-def test_a_folder_that_cannot_be_written_costs_metrics_alone(
+# --- what is counted -----------------------------------------------------------------------------
+
+
+def test_requests_are_counted_by_what_became_of_them() -> None:
+    got = samples(generate_latest(busy().registry).decode())
+    expected = {
+        "admissions_total{engine=0,outcome=promised,reason=,slo_class=chat}": 2,
+        "admissions_total{engine=0,outcome=declined,reason=memory,slo_class=code}": 1,
+        "promises_broken_total{engine=0,objective=ttft,slo_class=chat}": 1,
+        "requests_finished_total{attained=true,engine=0,promised=true,slo_class=chat}": 1,
+        "requests_finished_total{attained=false,engine=0,promised=false,slo_class=chat}": 1,
+        "requests_finished_total{attained=none,engine=0,promised=false,slo_class=none}": 1,
+        "generation_tokens_total{attained=true,engine=0,slo_class=chat}": 20,
+        "generation_tokens_total{attained=false,engine=0,slo_class=chat}": 5,
+        "generation_tokens_total{attained=none,engine=0,slo_class=none}": 7,
+        "ttft_seconds_count{engine=0,slo_class=chat}": 2,
+        "ttft_seconds_bucket{engine=0,le=0.5,slo_class=chat}": 1,
+        "worst_window_tpot_seconds_count{engine=0,slo_class=chat}": 1,
+        "step_time_ratio_count{engine=0}": 2,
+        "step_seconds_total{engine=0}": pytest.approx(0.032),
+        "step_predicted_seconds_total{engine=0}": pytest.approx(0.030),
+    }
+    assert {name: got[f"vllm_slo:{name}"] for name in expected} == expected
+    # A request without tokens has no TTFT to observe.
+    assert "vllm_slo:ttft_seconds_count{engine=0,slo_class=none}" not in got
+
+
+@pytest.mark.parametrize(("predicted_s", "actual_s"), [(0.0, 0.1), (0.1, 0.0), (0.1, -0.2)])
+def test_a_step_that_measures_nothing_is_not_counted(predicted_s: float, actual_s: float) -> None:
+    series = SchedulerMetrics()
+    series.step(predicted_s, actual_s)
+    got = samples(generate_latest(series.registry).decode())
+    assert got["vllm_slo:step_time_ratio_count{engine=0}"] == 0
+
+
+def test_every_name_says_its_unit(folder: Path) -> None:
+    series = busy()
+    series.publish(0.0, **GAUGES)
+    families = list(text_string_to_metric_families(scrape(folder)))
+    names = {family.name for family in families if not family.name.endswith("_created")}
+    units = ("_seconds", "_ratio", "_requests", "_tokens")
+    counts = {"vllm_slo:admissions", "vllm_slo:requests_finished", "vllm_slo:promises_broken"}
+    assert len(names) == 14
+    assert all(name.startswith("vllm_slo:") for name in names)
+    assert all(name.endswith(units) for name in names - counts)
+    assert all(
+        sample.name.endswith("_total")
+        for family in families
+        if family.type == "counter"
+        for sample in family.samples
+    )
+    assert all(family.documentation for family in families)
+
+
+def test_labels_stay_few_however_many_requests_come() -> None:
+    """Series grow with classes and outcomes, never with requests."""
+    series = SchedulerMetrics()
+
+    def many(count: int) -> int:
+        for i in range(count):
+            series.admission("chat", "best_effort", ("prefill", "decode")[i % 2])
+            series.finished(
+                "chat", i % 3 == 0, promised=True, tokens=i, ttft_s=i / 100, tpot_s=i / 1000
+            )
+            series.step(0.01, 0.01 + i / 1000)
+        return len(samples(generate_latest(series.registry).decode()))
+
+    assert many(10) == many(500)
+    allowed = {"engine", "slo_class", "outcome", "reason", "promised", "attained", "objective"}
+    for family in series.registry.collect():
+        for sample in family.samples:
+            assert set(sample.labels) <= allowed | {"le"}
+
+
+# --- the way through the folder ------------------------------------------------------------------
+
+
+def test_what_is_published_is_what_is_scraped(folder: Path) -> None:
+    series = busy()
+    assert samples(scrape(folder)) == {}  # nothing was written yet, and the folder is not there
+    series.publish(0.0, **GAUGES)
+    assert samples(scrape(folder)) == samples(generate_latest(series.registry).decode())
+    for name, value in GAUGES.items():
+        assert samples(scrape(folder))[f"vllm_slo:{name}{{engine=0}}"] == value
+
+
+def test_two_engines_are_told_apart_and_named_once(folder: Path) -> None:
+    first, second = busy(0), busy(1)
+    second.admission("chat", "promised")
+    first.publish(0.0, **GAUGES)
+    second.publish(0.0, **GAUGES)
+    text = scrape(folder)
+    got = samples(text)
+    name = "vllm_slo:admissions_total{{engine={},outcome=promised,reason=,slo_class=chat}}"
+    assert got[name.format(0)] == 2
+    assert got[name.format(1)] == 3
+    kinds = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(kinds) == len(set(kinds))
+    assert len(got) == 2 * len(samples(generate_latest(first.registry).decode()))
+
+
+def test_a_collector_can_be_scraped_again_and_again(folder: Path) -> None:
+    series = busy()
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(FolderCollector(folder))
+    for count in range(3, 6):
+        series.admission("chat", "promised")
+        series.publish(0.0)
+        got = samples(generate_latest(registry).decode())
+        key = "vllm_slo:admissions_total{engine=0,outcome=promised,reason=,slo_class=chat}"
+        assert got[key] == count
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe not text", b'vllm_slo:x{engine="0" 1\n', b"vllm_slo:x one\n", b""]
+)
+def test_a_file_that_cannot_be_read_costs_only_itself(folder: Path, content: bytes) -> None:
+    busy().publish(0.0, **GAUGES)
+    before = samples(scrape(folder))
+    (folder / "engine-0-1.prom").write_bytes(content)
+    (folder / "engine-9-9.prom").mkdir()
+    (folder / "engine-0-2.tmp").write_text("half written")
+    assert samples(scrape(folder)) == before
+
+
+def test_publishing_is_due_once_an_interval(folder: Path) -> None:
+    series = SchedulerMetrics()
+    assert series.due(0.0)
+    series.publish(100.0)
+    assert not series.due(100.0 + metrics.PUBLISH_INTERVAL_S / 2)
+    assert series.due(100.0 + metrics.PUBLISH_INTERVAL_S)
+
+
+def test_a_disk_that_cannot_be_written_costs_metrics_and_not_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "metrics"))
-    metrics = SchedulerMetrics()
-    metrics.publish(0.0, **IDLE)
-    metrics.publish(9.0, **IDLE)
-    monkeypatch.delenv(FOLDER_VARIABLE)
-    SchedulerMetrics().publish(0.0, **IDLE)
+    blocked = tmp_path / "a file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(blocked / "below"))
+    series = busy()
+    series.publish(0.0, **GAUGES)
+    series.publish(9.0, **GAUGES)
+    series.publish_soon(**GAUGES)
+    assert blocked.read_text() == "in the way"
+
+
+def test_without_a_folder_series_are_kept_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    series = busy()
+    series.publish(0.0, **GAUGES)
+    series.publish_soon(**GAUGES)
+    assert list(tmp_path.iterdir()) == []
+    got = samples(generate_latest(series.registry).decode())
+    assert got["vllm_slo:promised_requests{engine=0}"] == 3
+
+
+def until(fact: Callable[[], bool]) -> bool:
+    """Whether it becomes true within some seconds."""
+    deadline = time.monotonic() + 10
+    while not fact() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return fact()
+
+
+def test_the_last_word_is_written_without_another_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "SETTLE_S", 0.02)
+    series = busy()
+    key = "vllm_slo:best_effort_requests{engine=0}"
+    for last in (2.0, 0.0):
+        series.publish_soon(best_effort_requests=9.0)
+        series.publish_soon(best_effort_requests=last)
+        assert until(lambda: samples(scrape(folder)).get(key) == last)  # noqa: B023 - at once
+
+
+def test_the_folder_is_private_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "before")
+    folder = metrics.choose_folder()
+    assert not folder.exists()
+    assert folder != metrics.choose_folder()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    busy().publish(0.0)
+    assert folder.stat().st_mode & 0o077 == 0
+    assert [path.suffix for path in folder.iterdir()] == [".prom"]
+    metrics.remove_folder(folder)
+    assert not folder.exists()
+    metrics.remove_folder(folder)  # twice is not an error
+
+
+def test_a_folder_that_its_owner_removed_stays_away(folder: Path) -> None:
+    series = busy()
+    series.publish(0.0, **GAUGES)
+    metrics.remove_folder(folder)
+    series.publish(9.0, **GAUGES)
+    assert not folder.exists()

@@ -154,3 +154,19 @@ def test_overload_keeps_promises_where_stock_keeps_few(engine: Any, overlap: boo
         shares[cls] = sum(kept(o) for o in with_slo) / len(with_slo)
         assert all(o.finish_reason == "stop" for o in one.outcomes.values())
     assert shares[Scheduler] > shares[AsyncScheduler] + 0.15
+
+
+def test_a_prompt_in_the_prefix_cache_is_promised_what_a_fresh_one_is_not(engine: Any) -> None:
+    prompt = list(range(3, 1203))
+    slo = SLO(ttft_ms=250, tpot_ms=50)
+    promised = []
+    for warm in (False, True):
+        one = engine(enable_prefix_caching=True)
+        if warm:
+            one.add("before", prompt, 1)
+            one.run()
+        one.add("asks", prompt, 5, slo)
+        one.run()
+        promised.append(one.outcomes["asks"].report["promised"])
+        assert kept(one.outcomes["asks"]) == warm
+    assert promised == [False, True]

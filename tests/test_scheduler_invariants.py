@@ -622,3 +622,16 @@ def test_reset_of_the_prefix_cache_with_slo_requests_live(make: Make) -> None:
                 engine.check()
         engine.run_all(limit_s=60.0)
         engine.check_outcomes()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_promises_that_wait_for_memory_do_not_stop_those_that_hold_it(
+    make: Make, policy: str
+) -> None:
+    engine = make(
+        shape=EngineShape(25, 16, 3, 32, 1024),
+        scheduling_policy=policy,
+        enable_prefix_caching=False,
+        slo_config={"best_effort_token_share": 0.0, "ageing_s": 1.0},
+    )
+    play_mix(engine, random.Random(193), 25, 15.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +14,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from live_server import SMALL, command, environment
+from prometheus_client import REGISTRY, CollectorRegistry
 from vllm import EngineArgs
 
 from vllm_slo import profiles, tiny
 from vllm_slo.core.step_time import FitReport, StepTimeModel
 from vllm_slo.engine import plugin
+from vllm_slo.engine.metrics import FOLDER_VARIABLE
 from vllm_slo.engine.profile import profile_key
 from vllm_slo.errors import ConfigError, IncompatibleVLLMError
 from vllm_slo.profiles import ProfileReport
@@ -127,15 +130,12 @@ def test_another_version_stops_the_server(
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[str]:
-    """The command line as the plugin leaves it."""
-    from prometheus_client import REGISTRY, CollectorRegistry
-
+    """What the plugin adds to the command line."""
     monkeypatch.setattr(sys, "argv", list(argv))
     monkeypatch.setattr(plugin, "enable_amx", lambda: None)
     monkeypatch.setattr(plugin.atexit, "register", lambda *_: None)
     monkeypatch.setattr(REGISTRY, "register", CollectorRegistry().register)
-    monkeypatch.delenv("VLLM_SLO_METRICS_DIR", raising=False)
-    monkeypatch.setenv("VLLM_SLO_METRICS_DIR", "unset")  # put back, whatever the plugin sets
+    monkeypatch.setenv(FOLDER_VARIABLE, "unset")
     plugin.register()
     return sys.argv[len(argv) :]
 
@@ -159,6 +159,9 @@ def test_the_middleware_comes_with_the_scheduler(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], added: list[str]
 ) -> None:
     assert registered(monkeypatch, *argv) == added
+    ours = "serve" in argv[1:2] or "api_server" in argv[0]
+    wanted = ours and "vllm_slo.Scheduler" in " ".join(argv)
+    assert (os.environ[FOLDER_VARIABLE] != "unset") is wanted
 
 
 def test_the_middleware_with_a_config_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

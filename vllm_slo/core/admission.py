@@ -8,7 +8,8 @@ Each request is a line (figure 5): its prefill is due at its deadline, and from 
 decode tokens at its TPOT. A set of requests can be served when, at every prefill deadline, what
 they have drawn by then stays below the tokens the engine can have processed by then; when the
 decode rate that remains at the end can be sustained; and when their KV memory and seats suffice.
-A deadline that leaves less than a step to spare is charged for the step that must be cut there.
+A deadline that leaves less than a step to spare is charged for the step that must be cut there,
+and so is the beginning, where running decodes are due at times of their own.
 Promises already given are forced in. Of all such sets the one of greatest value is chosen.
 
 The table is kept as labels (pb, memory, n_1..n_L, value): for one vector n only labels that no
@@ -136,20 +137,17 @@ def _sustainable(counts: Ints, tpots: Floats, contexts: Floats, engine: Floats) 
 
 
 @jit
-def _after_deadline(
-    budget: float, counts: Ints, tpots: Floats, contexts: Floats, engine: Floats
-) -> float:
-    """What is left of ``budget`` tokens at a deadline once the step that ends there is paid for.
+def _cut(spare: float, counts: Ints, tpots: Floats, contexts: Floats, engine: Floats) -> float:
+    """Tokens lost by a step that must end at a given instant, with ``spare`` tokens in hand.
 
-    With less than a step's tokens to spare, a step must end right at the deadline. Cutting one step
-    in two pays its fixed cost twice: that many tokens are lost to everybody after.
+    Cutting one step in two pays its fixed cost twice. Whoever has a whole step to spare need not.
     """
     context = _context_of(counts, contexts)
     step = _step_of(counts, tpots, context, engine)
     whole = _tokens_in(step, context, engine)
-    if budget >= whole:
-        return budget
-    return budget - max(whole - 2.0 * _tokens_in(0.5 * step, context, engine), 0.0)
+    if spare >= whole:
+        return 0.0
+    return max(whole - 2.0 * _tokens_in(0.5 * step, context, engine), 0.0)
 
 
 @jit
@@ -235,7 +233,10 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
     counts = np.zeros((room, tiers), dtype=np.int64)
     counts[0, :] = decoding
     size = 1
-    base_budget = 0.0
+    if _decode_rate(decoding, tpots) > 0.0:
+        # Running decodes are due at times of their own: the first step is cut to meet them.
+        budget[0] = -_cut(0.0, decoding, tpots, contexts, engine)
+    base_budget = budget[0]
     base_counts = decoding.copy()
     order = np.zeros(room, dtype=np.int64)
     now = 0.0
@@ -249,9 +250,8 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
             now = until
         if forced[i]:
             if 0.0 < until < np.inf:
-                base_budget = _after_deadline(
-                    base_budget - prefill[i], base_counts, tpots, contexts, engine
-                )
+                base_budget -= prefill[i]
+                base_budget -= _cut(base_budget, base_counts, tpots, contexts, engine)
             else:
                 base_budget -= prefill[i]
             base_counts[tier[i]] += 1
@@ -260,7 +260,7 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
             for label in range(size):
                 left = budget[label] - prefill[i]
                 if 0.0 < until < np.inf:
-                    left = _after_deadline(left, counts[label], tpots, contexts, engine)
+                    left -= _cut(left, counts[label], tpots, contexts, engine)
                 if chosen[label] == 0 or until == np.inf or left >= floor:
                     budget[kept] = left
                     memory[kept] = memory[label]
@@ -277,7 +277,7 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
         for label in range(size):
             left = budget[label] - prefill[i]
             if 0.0 < until < np.inf:
-                left = _after_deadline(left, counts[label], tpots, contexts, engine)
+                left -= _cut(left, counts[label], tpots, contexts, engine)
             if (
                 (until < np.inf and left < floor)
                 or memory[label] + blocks[i] > free_blocks + EPS

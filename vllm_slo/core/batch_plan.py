@@ -117,6 +117,7 @@ def _meet_next_deadline(
     """
     model = batch.model
     context = sum(d.context_tokens for d in decodes)
+    decoding = sum(d.tokens for d in decodes)
     due = pairs = 0
     for prefill in prefills:
         due += prefill.remaining_tokens
@@ -126,9 +127,9 @@ def _meet_next_deadline(
         full = min(limit, model.predict_s(batch.limits.max_step_tokens, context))
         if left >= 2 * full:
             break
-        needed = model.predict_s(due + len(decodes), context, pairs=pairs + context)
+        needed = model.predict_s(due + decoding, context, pairs=pairs + context)
         # Ends in this step only if the next one would come too late for it.
-        following = model.predict_s(len(decodes) + 1, context)
+        following = model.predict_s(decoding + 1, context)
         if needed <= left + EPS_S and left < full + following:
             limit = min(limit, max(left, needed))
     return limit

@@ -28,8 +28,9 @@ from prometheus_client import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-FOLDER_VARIABLE = "VLLM_SLO_METRICS_DIR"
-"""Environment variable that names the folder; child processes inherit it."""
+FOLDER_VARIABLE = "VLLMSLO_METRICS_DIR"
+"""Environment variable that names the folder; child processes inherit it. (vLLM warns of variables
+beginning with "VLLM_" that it does not know.)"""
 
 PUBLISH_INTERVAL_S = 1.0
 SETTLE_S = 0.2
@@ -51,6 +52,7 @@ class SchedulerMetrics:
         self._next_s = 0.0
         self._writing = threading.Lock()
         self._write_is_due = False
+        self._folder_was_made = False
         self._engine = str(engine)
         self._admissions = Counter(
             "vllm_slo:admissions",
@@ -196,7 +198,9 @@ class SchedulerMetrics:
             if self._path is None:
                 return
             try:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if not self._folder_was_made:  # its owner removes it when the server ends
+                    self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    self._folder_was_made = True
                 draft = self._path.with_suffix(".tmp")
                 draft.write_bytes(generate_latest(self.registry))
                 draft.replace(self._path)
@@ -222,7 +226,10 @@ def remove_folder(folder: Path) -> None:
 
 
 class FolderCollector(Collector):
-    """Gives a scrape whatever the schedulers have written; nothing before they have."""
+    """Gives a scrape whatever the schedulers have written; nothing before they have.
+
+    A file that cannot be read is left out: vLLM's own series stand on the same page.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -231,10 +238,10 @@ class FolderCollector(Collector):
         merged: dict[str, Metric] = {}
         for path in sorted(self._folder.glob("*.prom")):
             try:
-                text = path.read_text()
-            except OSError:
+                families = list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError):
                 continue
-            for family in text_string_to_metric_families(text):
+            for family in families:
                 known = merged.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)

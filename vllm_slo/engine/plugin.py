@@ -50,7 +50,7 @@ def check_vllm() -> None:
         IncompatibleVLLMError: names the version found, the one supported and the fix.
     """
     found = vllm_version()
-    if found.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_VLLM:
+    if ".".join(found.split("+")[0].split(".")[:2]) != SUPPORTED_VLLM:
         raise IncompatibleVLLMError(
             f"vllm-slo supports vLLM {SUPPORTED_VLLM}.x, found {found}: "
             f"pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
@@ -62,16 +62,15 @@ def register() -> None:
     enable_amx()
     if multiprocessing.parent_process() is not None:
         return
-    from vllm_slo.engine import metrics
-
-    folder = metrics.choose_folder()
-    owner = os.getpid()
-    atexit.register(_leave, folder, owner)
     said = with_config_file(sys.argv)
     if _asks_for_us(said):
         _check_or_exit(said)
         from prometheus_client import REGISTRY
 
+        from vllm_slo.engine import metrics
+
+        folder = metrics.choose_folder()
+        atexit.register(_leave, folder, os.getpid())
         REGISTRY.register(metrics.FolderCollector(folder))
         if not any(MIDDLEWARE in argument for argument in said):
             sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]

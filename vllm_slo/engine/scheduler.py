@@ -60,6 +60,7 @@ class Scheduler(AsyncScheduler):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._nudge: Nudge | None = None
+        self._stalled = False
         try:
             self._steering = Steering(self, clock or SystemClock(), step_time)
         except VllmSLOError as error:
@@ -80,11 +81,16 @@ class Scheduler(AsyncScheduler):
             output = super().schedule(throttle_prefills)
         else:
             nudge = steering.plan()
+            if self._stalled:
+                # Nothing of the last plan could be done: vLLM serves who runs, and frees memory.
+                nudge = None
             if nudge is None:
                 output = super().schedule(throttle_prefills)
             else:
                 with self._steered(nudge):
                     output = super().schedule(throttle_prefills)
+            planned = nudge is not None and nudge.token_budget > 0
+            self._stalled = planned and not output.num_scheduled_tokens
         steering.on_scheduled(output, begun)
         return output
 

@@ -419,12 +419,19 @@ class Steering:
         if length.source == "cap":
             # A cap is no prediction: like vLLM, ask only for what is known to be needed.
             tokens = request.num_tokens + 1
-        work = admission.work_tokens(
-            model, views.tokens_to_next_sample(request), request.num_computed_tokens
-        )
+        self._look_up_prefix(tracked)
+        work = admission.work_tokens(model, tracked.remaining_tokens, request.num_computed_tokens)
         return views.demand(
             tracked, start_s, work, length, self.blocks_for(tokens), model.predict_s(0)
         )
+
+    def _look_up_prefix(self, tracked: Tracked) -> None:
+        """How much of a prompt that has not started the prefix cache holds now."""
+        manager, request = self._scheduler.kv_cache_manager, tracked.request
+        if request.num_computed_tokens == 0 and manager.prefix_cache_lookup_enabled(request):
+            _, tracked.cached_tokens, _ = manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
 
     def blocks_for(self, tokens: int) -> int:
         """KV blocks that ``tokens`` tokens hold, never more than there are: a request that vLLM
@@ -518,7 +525,10 @@ class _StepPlanner:
         self.prefills.sort(key=lambda t: (t.deadline_s, t.arrival_s, t.request.request_id))
         others = self._rank(self.others + waiting_others)
         preempt = self._preemptions(waiting_promised)
-        others = [r for r in others if r not in preempt]
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        free += sum(self._held(r) for r in preempt)
+        others = [r for r in others if r not in preempt and self._finds_memory(r, free)]
+        self.prefills = [t for t in self.prefills if self._finds_memory(t.request, free)]
         plan = self._plan(others, preempt)
         for request in others:
             if plan.tokens.get(request.request_id):
@@ -601,6 +611,13 @@ class _StepPlanner:
             by_id[name] for name in names if scheduler._request_blocks_can_be_freed(by_id[name])
         ]
 
+    def _finds_memory(self, request: Request, free_blocks: int) -> bool:
+        """Whether vLLM could start a waiting request; tokens planned for one that cannot start
+        would be taken from those who hold the memory it waits for."""
+        if request.status == RequestStatus.RUNNING or views.holds_kv(request):
+            return True
+        return self.steering.blocks_for(request.num_tokens) <= free_blocks
+
     def _held(self, request: Request) -> int:
         ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return sum(len(group) for group in ids)
@@ -620,8 +637,8 @@ class _StepPlanner:
         )
         return batch_plan.plan_step(
             self.start_s,
-            [views.decode_view(t, steering.strength) for t in self.decodes],
-            [views.prefill_view(t, views.tokens_to_next_sample(t.request)) for t in self.prefills],
+            [views.decode_view(t, self.start_s, steering.strength) for t in self.decodes],
+            [views.prefill_view(t) for t in self.prefills],
             [views.best_effort_view(r, steering.since_served_s(r)) for r in others],
             self.model,
             limits,

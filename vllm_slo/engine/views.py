@@ -35,10 +35,13 @@ class Tracked:
         was_promised: whether they ever were.
         planned: whether a dynamic program has ruled on it yet.
         first_token_s: when its first token came out, or None.
+        cached_tokens: prompt tokens found in the prefix cache when last asked; they count until
+            it starts.
     """
 
     __slots__ = (
         "arrival_s",
+        "cached_tokens",
         "deadline_s",
         "first_token_s",
         "planned",
@@ -62,6 +65,7 @@ class Tracked:
         self.promised = False
         self.was_promised = False
         self.planned = False
+        self.cached_tokens = 0
         self.first_token_s: float | None = None
         self.window = window
         self.tpot = WindowTPOT(window)
@@ -75,6 +79,13 @@ class Tracked:
     def promise(self) -> None:
         self.promised = True
         self.was_promised = True
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens to compute before it samples, prefix-cache hits left out; at least 1."""
+        request = self.request
+        tokens = tokens_to_next_sample(request)
+        return max(tokens - (0 if request.num_computed_tokens else self.cached_tokens), 1)
 
     @property
     def missed(self) -> bool:
@@ -158,8 +169,11 @@ def lora_id(request: Request) -> int:
     return request.lora_request.lora_int_id if request.lora_request else 0
 
 
-def decode_view(tracked: Tracked, strength: float = 1.0) -> DecodeView:
-    """A promised decoding request; tokens already in flight count as sampled on time.
+def decode_view(tracked: Tracked, start_s: float, strength: float = 1.0) -> DecodeView:
+    """A promised decoding request before a step that begins at ``start_s``.
+
+    Tokens still in flight then come out at ``start_s``; if they end a window, that is where the
+    next one begins.
 
     Its working TPOT is ``strength`` times the objective: at most 1, less where the step that ends
     a window may overrun (SLOs-Serve, section 3.2.3: an SLO is strengthened under uncertainty).
@@ -170,13 +184,16 @@ def decode_view(tracked: Tracked, strength: float = 1.0) -> DecodeView:
     if tracked.tpot_s == INFINITY:
         return DecodeView(name, INFINITY, INFINITY, 1, INFINITY, tokens, context)
     tpot_s = tracked.tpot_s * strength
-    start_s, held = tracked.tpot.open_window
-    done, place = divmod(held + request.num_output_placeholders, tracked.window)
-    start_s += done * tracked.window * tpot_s
+    window_s, held = tracked.tpot.open_window
+    place = held + request.num_output_placeholders
+    if tracked.first_token_s is None:
+        window_s, place = start_s, max(place - 1, 0)
+    elif place >= tracked.window:
+        window_s, place = start_s, place % tracked.window
     return DecodeView(
         name,
-        start_s + (place + 1) * tpot_s,
-        start_s + tracked.window * tpot_s,
+        window_s + (place + 1) * tpot_s,
+        window_s + tracked.window * tpot_s,
         tracked.window - place,
         tpot_s,
         tokens,
@@ -184,13 +201,13 @@ def decode_view(tracked: Tracked, strength: float = 1.0) -> DecodeView:
     )
 
 
-def prefill_view(tracked: Tracked, remaining: int) -> PrefillView:
-    """A promised request before its next sampled token, ``remaining`` tokens away."""
+def prefill_view(tracked: Tracked) -> PrefillView:
+    """A promised request before its next sampled token."""
     deadline_s = tracked.deadline_s if tracked.first_token_s is None else tracked.arrival_s
     return PrefillView(
         tracked.request.request_id,
         deadline_s,
-        remaining,
+        tracked.remaining_tokens,
         tracked.tpot_s,
         tracked.request.num_computed_tokens,
     )

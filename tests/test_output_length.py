@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted output lengths: declared, learnt or capped, against numpy's quantile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vllm_slo.core.output_length import LengthPrediction, OutputLengthPredictor
+
+lengths = st.lists(st.integers(1, 60), max_size=60)
+# Sixty-fourths are exact in binary, so numpy and the predictor break ties alike.
+quantiles = st.integers(1, 63).map(lambda n: n / 64)
+
+
+def seen(values: list[int], slo_class: str = "chat", **options: Any) -> OutputLengthPredictor:
+    predictor = OutputLengthPredictor(**options)
+    for value in values:
+        predictor.observe(slo_class, value)
+    return predictor
+
+
+def test_a_declared_length_wins_within_the_cap() -> None:
+    predictor = seen([5] * 20)
+    assert predictor.predict("chat", 100, declared=30) == LengthPrediction(30, "declared")
+    assert predictor.predict("chat", 20, declared=30) == LengthPrediction(20, "declared")
+
+
+def test_a_declaration_that_was_outgrown_counts_no_more() -> None:
+    predictor = seen([5] * 10 + [50] * 10)
+    assert predictor.predict("chat", 100, declared=30, generated=29).source == "declared"
+    assert predictor.predict("chat", 100, declared=30, generated=30) == (50, "learnt")
+    assert predictor.predict("chat", 100, declared=30, generated=50) == (100, "cap")
+
+
+def test_a_class_is_believed_from_its_eighth_request_on() -> None:
+    predictor = OutputLengthPredictor()
+    for _ in range(7):
+        predictor.observe("chat", 12)
+        assert predictor.predict("chat", 100) == (100, "cap")
+    predictor.observe("chat", 12)
+    assert predictor.predict("chat", 100) == (12, "learnt")
+    assert predictor.predict("code", 100) == (100, "cap")
+
+
+def test_only_requests_that_got_as_far_are_asked() -> None:
+    predictor = seen([10] * 90 + [200] * 10, quantile=0.5)
+    assert predictor.predict("chat", 500) == (10, "learnt")
+    assert predictor.predict("chat", 500, generated=9) == (10, "learnt")
+    assert predictor.predict("chat", 500, generated=10) == (200, "learnt")
+    assert predictor.predict("chat", 500, generated=200) == (500, "cap")
+
+
+def test_old_requests_are_forgotten() -> None:
+    predictor = seen([900] * 32, window=32)
+    assert predictor.predict("chat", 1000).tokens == 900
+    for _ in range(32):
+        predictor.observe("chat", 3)
+    assert predictor.predict("chat", 1000, generated=2) == (3, "learnt")
+    assert predictor.predict("chat", 1000, generated=3) == (1000, "cap")
+
+
+@pytest.mark.parametrize("quantile", [0.0, 1.0, -0.1, 1.5, float("nan")])
+def test_a_quantile_outside_its_range_is_refused(quantile: float) -> None:
+    with pytest.raises(ValueError, match="strictly between 0 and 1"):
+        OutputLengthPredictor(quantile)
+
+
+@given(lengths, quantiles, st.integers(0, 70), st.integers(1, 40))
+def test_learnt_is_the_quantile_of_the_survivors_in_the_window(
+    values: list[int], quantile: float, generated: int, window: int
+) -> None:
+    predictor = seen(values, quantile=quantile, window=window)
+    remembered = values[-window:]
+    survivors = [v for v in remembered if v > generated]
+    got = predictor.predict("chat", 1000, generated=generated)
+    if len(remembered) < 8 or not survivors:
+        assert got == (1000, "cap")
+    else:
+        expected = np.quantile(survivors, quantile, method="inverted_cdf")
+        assert got == (int(expected), "learnt")
+
+
+@given(
+    lengths,
+    quantiles,
+    st.integers(1, 80),
+    st.one_of(st.none(), st.integers(1, 200)),
+    st.integers(0, 79),
+)
+@example([5] * 8, 0.5, 1, None, 0)
+def test_a_prediction_is_possible(
+    values: list[int], quantile: float, cap: int, declared: int | None, generated: int
+) -> None:
+    """More than what is there already, and within the cap."""
+    generated = min(generated, cap - 1)
+    got = seen(values, quantile=quantile).predict("chat", cap, declared, generated)
+    assert generated + 1 <= got.tokens <= cap
+    assert got.source in ("declared", "learnt", "cap")
+    assert (got.source == "declared") == (declared is not None and declared > generated)
+
+
+@given(lengths, quantiles)
+def test_a_higher_quantile_never_predicts_less(values: list[int], quantile: float) -> None:
+    low, high = (seen(values, quantile=q).predict("chat", 99).tokens for q in (quantile, 0.99))
+    assert low <= high
