@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_slo.core.batch_plan import (
     SMALLEST_CHUNK,
+    RecentObjectives,
     StepLimits,
     decode_limit_s,
     plan_step,
@@ -130,6 +131,14 @@ def test_a_deadline_that_cannot_be_met_cuts_nothing() -> None:
     assert plan.token_budget == 1000
 
 
+def test_all_tokens_of_the_decodes_count_when_a_step_is_cut() -> None:
+    """Three for the decode and seven for the prefill take more than 1.5: no cut would help."""
+    decodes = [DecodeView("d", 3.0, 3.0, 1, 3.0, tokens=3)]
+    plan = plan_step(0.0, decodes, [PrefillView("p", 1.5, 7, 1.0)], [], SIX_A_UNIT, WIDE)
+    assert plan.limit_s == 3.0
+    assert plan.tokens == {"d": 3, "p": 7}
+
+
 # --- the step limit of one decode ----------------------------------------------------------------
 
 
@@ -190,12 +199,11 @@ def test_steps_at_the_limit_save_a_late_window(
 ) -> None:
     """Following the limit, token by token, the window ends in time if it can end in time at all."""
     end_s = left * tpot_s - late_s
-    now_s, steps = 0.0, 0
+    now_s = 0.0
     for place in range(left):
         due_s = end_s - (left - place - 1) * tpot_s
         view = DecodeView("d", due_s, end_s, left - place, tpot_s)
         now_s += decode_limit_s(now_s, view, shortest_s)
-        steps += 1
     if end_s >= left * shortest_s:
         assert now_s <= end_s + 1e-6
     else:
@@ -629,6 +637,43 @@ def test_without_objectives_nothing_limits_the_step() -> None:
     plan = plan_step(0.0, decodes, prefills, others, SIX_A_UNIT, WIDE)
     assert plan.limit_s == INFINITY
     assert plan.tokens == {"d": 1, "p": 500, "b": 499}
+
+
+# --- how long best effort alone may take ---------------------------------------------------------
+
+
+def recent(*objectives: tuple[float, float, float]) -> RecentObjectives:
+    """Objectives seen: (ttft_s, tpot_s, when)."""
+    one = RecentObjectives(memory_s=60.0)
+    for ttft_s, tpot_s, at_s in objectives:
+        one.add(ttft_s, tpot_s, at_s)
+    return one
+
+
+def test_nothing_seen_limits_nothing() -> None:
+    assert recent().responsive_step_s(0.0, 0.01) == INFINITY
+    assert recent((INFINITY, INFINITY, 0.0)).responsive_step_s(0.0, 0.01) == INFINITY
+
+
+@given(st.floats(0.1, 1e4), st.floats(0.02, 1e3))
+def test_a_step_of_best_effort_is_a_quarter_of_a_ttft_or_two_tpots(
+    ttft_s: float, tpot_s: float
+) -> None:
+    """Down to the grid on which objectives are remembered, and never above it."""
+    both = recent((ttft_s, tpot_s, 0.0)).responsive_step_s(1.0, 1e-3)
+    exact = max(ttft_s / 4, 2 * tpot_s)
+    assert exact / RecentObjectives.GRID * 0.999 <= both <= exact * 1.001
+    tpot_only = recent((INFINITY, tpot_s, 0.0)).responsive_step_s(1.0, 1e-3)
+    assert 2 * tpot_s / RecentObjectives.GRID * 0.999 <= tpot_only <= 2 * tpot_s * 1.001
+
+
+def test_the_tightest_counts_while_it_is_remembered_and_can_be_kept() -> None:
+    seen = recent((INFINITY, 1.0, 50.0), (INFINITY, 0.1, 0.0))
+    tight, loose = seen.responsive_step_s(60.0, 0.01), seen.responsive_step_s(60.0, 0.2)
+    assert tight <= 0.2
+    assert 1.6 <= loose <= 2.0  # no step is as short as 0.1
+    assert seen.responsive_step_s(60.1, 0.01) == loose  # forgotten
+    assert seen.responsive_step_s(111.0, 0.01) == INFINITY
 
 
 # --- preemption ----------------------------------------------------------------------------------

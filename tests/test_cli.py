@@ -284,7 +284,9 @@ def listens(port: int) -> bool:
 def test_a_server_is_stopped_with_all_its_children(tmp_path: Path) -> None:
     """The child ignores the gentle signal and outlives the server for a moment."""
     console = quiet()
-    with demo.server(Candidate("a fake", ("-c", HEALTHY), True), tmp_path, tmp_path, console) as url:
+    with demo.server(
+        Candidate("a fake", ("-c", HEALTHY), True), tmp_path, tmp_path, console
+    ) as url:
         with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
             assert answer.status == 200
         child = int((tmp_path / "child-port").read_text())
@@ -334,9 +336,11 @@ def test_a_server_that_never_answers_is_given_up_and_stopped(
 def test_a_failing_body_stops_the_server_too(tmp_path: Path) -> None:
     fake = Candidate("fake", ("-c", HEALTHY), True)
     url = ""
-    with pytest.raises(ZeroDivisionError):  # noqa: PT012 - what fails is the body
-        with demo.server(fake, tmp_path, tmp_path, quiet()) as url:
-            raise ZeroDivisionError
+    with (
+        pytest.raises(ZeroDivisionError),
+        demo.server(fake, tmp_path, tmp_path, quiet()) as url,
+    ):
+        raise ZeroDivisionError
     assert not listens(int(url.rpartition(":")[2]))
 
 

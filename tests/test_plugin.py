@@ -206,7 +206,7 @@ def test_another_command_is_left_alone(process: Process) -> None:
 
 
 def test_a_child_process_does_nothing(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
     assert process.register(*SERVE, *OURS) == [*SERVE, *OURS]
     assert process.collectors == []
     assert process.at_exit == []

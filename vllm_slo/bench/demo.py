@@ -35,15 +35,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_CONTEXT = 1024
+MAX_SEQS = 64
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 VOCABULARY = 2048
 SERVER_ARGS = (
     "--host=127.0.0.1",
     f"--max-model-len={MAX_CONTEXT}",
-    "--max-num-seqs=64",
+    f"--max-num-seqs={MAX_SEQS}",
     "--enforce-eager",
     "--no-enable-prefix-caching",
+    "--gpu-memory-utilization=0.3",  # vLLM demands that share of the memory to be free
 )
 SERVER_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -98,7 +100,10 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
     Raises:
         BenchError: a server does not start, or nothing could be measured.
     """
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError("--out", f"cannot write {args.out}: {error.strerror}") from error
     model = twin(args.parameters, console)
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
     zero: ZeroLoad | None = None
@@ -132,15 +137,15 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
 def rate_at(load: float, zero: ZeroLoad) -> float:
     """Requests a second that offer ``load`` times the tokens this machine can process.
 
-    A token costs what one more prompt token adds to a lone request's TTFT.
+    A token costs what one more prompt token adds to a lone request's TTFT. On a fast device that
+    may be nothing; then a request costs its share of the steps in which it decodes.
     """
     low, high = MAX_CONTEXT // 8, MAX_CONTEXT - 64
     token_s = (zero.ttft_s(high) - zero.ttft_s(low)) / (high - low)
     scale = MAX_CONTEXT / 2048
-    tokens = sum(
-        spec.share * (spec.prompt.mean + spec.output.mean) * scale for spec in DEFAULT_CLASSES
-    )
-    return load / max(token_s * tokens, 1e-6)
+    prompt = sum(spec.share * spec.prompt.mean * scale for spec in DEFAULT_CLASSES)
+    output = sum(spec.share * spec.output.mean * scale for spec in DEFAULT_CLASSES)
+    return load / max(token_s * (prompt + output), output * zero.tpot_s / MAX_SEQS)
 
 
 def twin(parameters: float, console: Console) -> Path:
@@ -158,7 +163,8 @@ def twin(parameters: float, console: Console) -> Path:
             check=False,
         )
         if done.returncode:
-            raise BenchError("--parameters", done.stderr.strip().splitlines()[-1])
+            said = done.stderr.strip() or f"exit status {done.returncode}"
+            raise BenchError("--parameters", said.splitlines()[-1])
     return folder
 
 

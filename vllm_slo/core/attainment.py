@@ -91,6 +91,16 @@ class WindowTPOT:
         return self._end_s, self._gaps - self._window
 
     @property
+    def worst_full_s(self) -> float | None:
+        """Worst window that holds all its tokens, in seconds per token; None before there is one.
+
+        It never falls. ``worst_s`` can be lower: there a tail joins the last full window.
+        """
+        if self._gaps < self._window:
+            return None
+        return max(self._closed_worst_s, (self._end_s - self._start_s) / self._window)
+
+    @property
     def worst_s(self) -> float | None:
         """Worst window so far in seconds per token; None before the second token."""
         if self._gaps == 0:

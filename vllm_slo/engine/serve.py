@@ -19,9 +19,17 @@ from vllm_slo.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Our own flags; all others are vLLM's."""
     parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
-    parser.add_argument("--slo-config", help="YAML file: classes, tiers, margins (see the README)")
+    # vLLM takes underscores for dashes in its flags, so ours do too.
     parser.add_argument(
-        "--additional-config", default="{}", help="JSON, as for 'vllm serve'; merged with ours"
+        "--slo-config",
+        "--slo_config",
+        help="YAML file: classes, tiers, margins (see the README)",
+    )
+    parser.add_argument(
+        "--additional-config",
+        "--additional_config",
+        default="{}",
+        help="JSON, as for 'vllm serve'; merged with ours",
     )
 
 

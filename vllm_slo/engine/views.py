@@ -92,11 +92,9 @@ class Tracked:
         """Whether an objective has already been missed for good."""
         if self.first_token_s is not None and self.first_token_s > self.deadline_s:
             return True
-        if self.tpot_s == INFINITY:
-            return False
         # An open window may still recover; a full one may not.
-        worst_s = self.tpot.worst_s
-        return self.tpot.tokens > self.window and worst_s is not None and worst_s > self.tpot_s
+        worst_s = self.tpot.worst_full_s
+        return worst_s is not None and worst_s > self.tpot_s
 
     def wants_promise(self, now_s: float) -> bool:
         """Whether a promise can still be asked for."""
