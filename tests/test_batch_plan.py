@@ -139,6 +139,30 @@ def test_all_tokens_of_the_decodes_count_when_a_step_is_cut() -> None:
     assert plan.tokens == {"d": 3, "p": 7}
 
 
+def test_a_limit_short_by_a_rounding_error_drops_no_decode() -> None:
+    due_s = 1.0 - 5e-10  # six decodes take 1.0
+    decodes = [DecodeView(f"d{i}", due_s, due_s, 1, 1.0) for i in range(6)]
+    plan = plan_step(0.0, decodes, [], [], SIX_A_UNIT, WIDE)
+    assert plan.limit_s == due_s
+    assert set(plan.tokens.values()) == {1}
+
+
+def test_a_chunk_granted_in_two_goes_costs_what_it_costs_in_one() -> None:
+    """Tokens spared for cheap decodes leave time for more of a chunk whose tokens are dear."""
+    model = StepTimeModel(((0.0, 0.0, 0.0), (0.01, 0.0, 0.0)), 1e-3, max_tokens=1000, pair_s=1e-5)
+    decodes = [on_schedule("tight", 0.0, 4.0)]
+    decodes += [DecodeView(f"d{i}", INFINITY, INFINITY, 1, INFINITY) for i in range(20)]
+    prompt = PrefillView("p", 500.0, 900, 1.0, 2000)
+    plan = plan_step(0.0, decodes, [prompt], [], model, WIDE)
+
+    def time_s(chunk: int) -> float:
+        return step_s(model, [*((1, d.context_tokens) for d in decodes), (chunk, 2000)])
+
+    fitting = max(n for n in range(900) if time_s(n) <= 4.0)
+    assert plan.tokens == {d.request_id: 1 for d in decodes} | {"p": fitting}
+    assert plan.predicted_s == pytest.approx(time_s(fitting), rel=1e-12)
+
+
 # --- the step limit of one decode ----------------------------------------------------------------
 
 
@@ -605,6 +629,15 @@ def test_the_kept_share_is_used_in_steps_that_promises_made_long() -> None:
     plan = plan_step(0.0, decodes, prefills, others, SIX_A_UNIT, limits)
     assert plan.tokens == {"d": 1, "p": 9, "b": 2}
     assert plan.predicted_s <= plan.limit_s == 2.0
+
+
+def test_the_kept_share_is_one_for_all() -> None:
+    """The promises end at 4/3: beyond the 1 of best effort there are the two tokens kept."""
+    limits = StepLimits(1000, best_effort_tokens=2, best_effort_step_s=1.0)
+    prefills = [PrefillView("p", 0.5, 7, 1.0)]
+    others = [BestEffortView(f"b{i}", 0.0, 9, False) for i in range(3)]
+    plan = plan_step(0.0, [on_schedule("d", 0.0, 2.0)], prefills, others, SIX_A_UNIT, limits)
+    assert plan.tokens == {"d": 1, "p": 7, "b0": 2, "b1": 0, "b2": 0}
 
 
 def test_a_kept_share_that_finds_no_seat_goes_back_to_the_promises() -> None:

@@ -335,13 +335,19 @@ def test_a_server_that_never_answers_is_given_up_and_stopped(
 
 def test_a_failing_body_stops_the_server_too(tmp_path: Path) -> None:
     fake = Candidate("fake", ("-c", HEALTHY), True)
-    url = ""
+    ports: list[int] = []
+
+    def fail(url: str) -> None:
+        ports.append(int(url.rpartition(":")[2]))
+        assert listens(ports[0])
+        raise ZeroDivisionError
+
     with (
         pytest.raises(ZeroDivisionError),
         demo.server(fake, tmp_path, tmp_path, quiet()) as url,
     ):
-        raise ZeroDivisionError
-    assert not listens(int(url.rpartition(":")[2]))
+        fail(url)
+    assert not listens(ports[0])
 
 
 def arguments(out: Path) -> list[str]:

@@ -71,6 +71,7 @@ def test_a_quantile_outside_its_range_is_refused(quantile: float) -> None:
 
 
 @given(lengths, quantiles, st.integers(0, 70), st.integers(1, 40))
+@example(list(range(1, 11)), 0.5, 0, 40)
 def test_learnt_is_the_quantile_of_the_survivors_in_the_window(
     values: list[int], quantile: float, generated: int, window: int
 ) -> None:

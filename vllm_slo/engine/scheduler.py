@@ -27,7 +27,8 @@ from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.step_time import StepTimeEstimator
 from vllm_slo.engine import views
 from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
-from vllm_slo.engine.steering import Nudge, Steering
+from vllm_slo.engine.steering import Steering
+from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.errors import VllmSLOError
 
 logger = init_logger(__name__)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long steps take on the live engine, and when the next one can begin.
+
+What is measured as a step's time: from its ``schedule()`` call, or from the end of the step before
+it if that was still running then (async scheduling overlaps the two), until its output arrives.
+Time in which the engine had nothing to do is not counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
+from vllm_slo.engine.recording import shape_of
+
+MODEL_REFRESH_STEPS = 8
+"""The corrected step-time models are rebuilt this often; their correction moves slowly."""
+
+
+class _Step(NamedTuple):
+    """One scheduled step: (when it was scheduled, shape, predicted seconds)."""
+
+    begun_s: float
+    shape: BatchShape
+    predicted_s: float
+
+
+class StepClock:
+    """Follows steps from ``schedule()`` to their output, and learns from them.
+
+    Args:
+        estimator: the step times known so far; it is taught here.
+        quantile: of their error that promises keep as margin.
+        window: tokens over which a TPOT is judged.
+        now_s: the time.
+
+    Attributes:
+        expected_model: typical step times.
+        promise_model: step times to promise by.
+        strength: share of a TPOT to work towards, at most 1 (see ``views.decode_view``).
+    """
+
+    def __init__(
+        self, estimator: StepTimeEstimator, quantile: float, window: int, now_s: float
+    ) -> None:
+        self.estimator = estimator
+        self._quantile = quantile
+        self._window = window
+        self._flight: deque[_Step] = deque()
+        self._busy_until_s = now_s
+        self._last_done_s = now_s
+        self._learnt = 0
+        self._refresh()
+
+    @property
+    def margin(self) -> float:
+        """Promised over expected step time."""
+        return self.estimator.correction.margin(self._quantile)
+
+    def next_start_s(self, now_s: float) -> float:
+        """When a step scheduled now begins: at once, or when those in flight are done."""
+        return max(now_s, self._busy_until_s) if self._flight else now_s
+
+    def scheduled(self, output: SchedulerOutput, begun_s: float) -> None:
+        """Remember a step until its output comes; empty ones are not measured."""
+        if output.num_scheduled_tokens:
+            shape = shape_of(output)
+            predicted_s = self.expected_model.predict_shape_s(shape)
+            self._flight.append(_Step(begun_s, shape, predicted_s))
+            self._busy_until_s = max(self._busy_until_s, begun_s) + predicted_s
+
+    def done(self, output: SchedulerOutput, now_s: float) -> tuple[float, float] | None:
+        """Learn from the oldest step in flight; returns (predicted, actual) seconds."""
+        if not output.num_scheduled_tokens or not self._flight:
+            return None
+        step = self._flight.popleft()
+        actual_s = now_s - max(step.begun_s, self._last_done_s)
+        self._last_done_s = now_s
+        self._busy_until_s = now_s + sum(s.predicted_s for s in self._flight)
+        self.estimator.observe(step.shape, actual_s)
+        self._learnt += 1
+        if self._learnt % MODEL_REFRESH_STEPS == 0:
+            self._refresh()
+        return step.predicted_s, actual_s
+
+    def _refresh(self) -> None:
+        self.promise_model = self.estimator.promise(self._quantile)
+        self.expected_model = self.estimator.expected()
+        jitter = self.estimator.correction.jitter(self._quantile)
+        self.strength = 1.0 - min(jitter / self._window, 0.1)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step: vLLM's requests into views, ``core.batch_plan``'s answer into a nudge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_slo.core import batch_plan
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.types import INFINITY, StepPlan
+from vllm_slo.engine import views
+from vllm_slo.engine.views import Tracked
+
+if TYPE_CHECKING:
+    from vllm_slo.engine.steering import Steering
+
+WAITING_LOOKAHEAD = 64
+"""Best-effort requests considered per step; more could not start in one step anyway."""
+
+
+@dataclass(slots=True)
+class Nudge:
+    """What vLLM's ``schedule()`` is to find.
+
+    Attributes:
+        preempt: best-effort requests whose KV goes first.
+        running: the running list in the order in which it gives way (last first), or None: as is.
+        waiting: waiting requests that may start, in order.
+        offered: the same as a set.
+        tokens: request id -> most tokens of this step.
+        token_budget: tokens of the whole step.
+        timestamp: for vLLM's preemption event.
+    """
+
+    preempt: list[Request]
+    running: list[Request] | None
+    waiting: list[Request]
+    offered: set[Request]
+    tokens: dict[str, int]
+    token_budget: int
+    timestamp: float
+
+
+def _by_deadline(tracked: Tracked) -> tuple[float, float, str]:
+    return tracked.deadline_s, tracked.arrival_s, tracked.request.request_id
+
+
+class StepPlanner:
+    """Plans one step: sorts requests into views, asks ``core.batch_plan``, builds the nudge."""
+
+    def __init__(self, steering: Steering, start_s: float, model: StepTimeModel) -> None:
+        self.steering = steering
+        self.scheduler = steering.scheduler
+        self.start_s = start_s
+        self.model = model
+        self.decodes: list[Tracked] = []
+        self.prefills: list[Tracked] = []
+        self.others: list[Request] = []
+        self.resuming = 0
+        self._sort_running()
+
+    def _sort_running(self) -> None:
+        tracked = self.steering.tracked
+        for request in self.scheduler.running:
+            one = tracked.get(request.request_id)
+            if one is None or not one.promised:
+                self.others.append(request)
+            elif views.is_decoding(request):
+                self.decodes.append(one)
+            else:
+                self.prefills.append(one)
+
+    def nudge(self) -> Nudge | None:
+        waiting_promised, waiting_others = self._sort_waiting()
+        quiet = not (waiting_promised or waiting_others or self.prefills)
+        if quiet and not self.others:
+            return None
+        self.prefills += waiting_promised
+        self.prefills.sort(key=_by_deadline)
+        others = self._rank(self.others + waiting_others)
+        preempt = self._preemptions(waiting_promised)
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        free += sum(self._held(r) for r in preempt)
+        others = [r for r in others if r not in preempt and self._finds_memory(r, free)]
+        self.prefills = [t for t in self.prefills if self._finds_memory(t.request, free)]
+        plan = self._plan(others, preempt)
+        for request in others:
+            if plan.tokens.get(request.request_id):
+                self.steering.served(request.request_id)
+        return self._build(plan, preempt, waiting_promised, waiting_others)
+
+    def _sort_waiting(self) -> tuple[list[Tracked], list[Request]]:
+        """Waiting requests that could start: promised, best effort (the first few).
+
+        vLLM asks a blocked request whether it may go on only while a step has tokens left, and a
+        planned step has none: so it is asked here.
+        """
+        scheduler = self.scheduler
+        tracked = self.steering.tracked
+        promised: list[Tracked] = []
+        others: list[Request] = []
+        loras = {views.lora_id(r) for r in scheduler.running}
+        for request in (*scheduler.kv_holding_waiting, *scheduler.waiting):
+            if views.is_blocked(request) and not scheduler._handle_blocked_waiting_request(request):
+                continue
+            if not self._takes_lora(request, loras):
+                continue
+            one = tracked.get(request.request_id)
+            self.resuming += views.holds_kv(request)
+            if one is not None and one.promised:
+                promised.append(one)
+            elif len(others) < WAITING_LOOKAHEAD:
+                others.append(request)
+        promised.sort(key=_by_deadline)
+        return promised, others
+
+    def _takes_lora(self, request: Request, loaded: set[int]) -> bool:
+        """Whether a request finds its LoRA among those ``loaded``, or a slot for it.
+
+        vLLM counts the LoRAs of the requests in the step; here running requests may sit one out,
+        and all must fit when they are back.
+        """
+        config, lora = self.scheduler.lora_config, views.lora_id(request)
+        return config is None or lora == 0 or lora in loaded or len(loaded - {0}) < config.max_loras
+
+    def _rank(self, others: list[Request]) -> list[Request]:
+        """Best effort in serving order: aged first, then decoding, then by place in line."""
+        now_s, ageing_s = self.steering.now_s, self.steering.config.ageing_s
+
+        def key(request: Request) -> tuple[bool, bool]:
+            aged = now_s - self.steering.since_served_s(request) > ageing_s
+            running = request.status == RequestStatus.RUNNING
+            return (not aged, not (running and views.is_decoding(request)))
+
+        return sorted(others, key=key)
+
+    def _preemptions(self, starting: list[Tracked]) -> list[Request]:
+        """Best-effort requests that must give up memory or seats to promises, latest first."""
+        if not self.others:
+            return []
+        scheduler, steering = self.scheduler, self.steering
+        pool = scheduler.kv_cache_manager.block_pool
+        promised = [*self.decodes, *self.prefills]
+        needed = len(self.decodes) * len(steering.block_sizes)
+        needed += sum(
+            steering.blocks_for(t.request.num_tokens + 1) - self._held(t.request)
+            for t in promised
+            if not views.is_decoding(t.request) or t.request.num_computed_tokens == 0
+        )
+        seats = (
+            scheduler.max_num_active_reqs
+            - len(scheduler.running)
+            - scheduler.num_waiting_for_streaming_input
+        )
+        free = pool.get_num_free_blocks()
+        short = len(starting) - seats
+        if needed <= free and short <= 0:
+            return []
+        victims = list(reversed(self.others))
+        by_id = {request.request_id: request for request in victims}
+        chosen = batch_plan.preemptions(
+            needed, free, [(r.request_id, self._held(r)) for r in victims]
+        )
+        names = [r.request_id for r in victims[: max(short, len(chosen), 0)]]
+        return [
+            by_id[name] for name in names if scheduler._request_blocks_can_be_freed(by_id[name])
+        ]
+
+    def _finds_memory(self, request: Request, free_blocks: int) -> bool:
+        """Whether vLLM could start a waiting request; tokens planned for one that cannot start
+        would be taken from those who hold the memory it waits for."""
+        if request.status == RequestStatus.RUNNING or views.holds_kv(request):
+            return True
+        return self.steering.blocks_for(request.num_tokens) <= free_blocks
+
+    def _held(self, request: Request) -> int:
+        ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return sum(len(group) for group in ids)
+
+    def _plan(self, others: list[Request], preempt: list[Request]) -> StepPlan:
+        steering, scheduler = self.steering, self.scheduler
+        share = steering.kept_share()
+        running = len(scheduler.running) - len(preempt)
+        limits = batch_plan.StepLimits(
+            max_step_tokens=steering.max_step_tokens,
+            best_effort_tokens=int(share * self._fullest_step()),
+            best_effort_step_s=steering.responsive_step_s(self.model),
+            seats=scheduler.max_num_active_reqs
+            - running
+            - self.resuming
+            - scheduler.num_waiting_for_streaming_input,
+        )
+        return batch_plan.plan_step(
+            self.start_s,
+            [views.decode_view(t, self.start_s, steering.steps.strength) for t in self.decodes],
+            [views.prefill_view(t) for t in self.prefills],
+            [views.best_effort_view(r, steering.since_served_s(r)) for r in others],
+            self.model,
+            limits,
+            may_start=lambda view: steering.may_start(view, self.start_s, self.model),
+        )
+
+    def _fullest_step(self) -> int:
+        tightest = min((t.tpot_s for t in self.decodes), default=INFINITY)
+        if tightest == INFINITY:
+            return self.steering.max_step_tokens
+        return self.model.time_to_tokens(tightest)
+
+    def _with_padding(self, token_budget: int, starting: int) -> int:
+        """Room for the drafts to which vLLM pads a request that starts with one token; it would
+        rather start nobody than that one without. Nobody gets more than was granted."""
+        padding = starting * self.scheduler.num_spec_tokens
+        return min(token_budget + padding, self.steering.max_step_tokens)
+
+    def _build(
+        self,
+        plan: StepPlan,
+        preempt: list[Request],
+        waiting_promised: list[Tracked],
+        waiting_others: list[Request],
+    ) -> Nudge:
+        tokens = plan.tokens
+        offered: list[Request] = []
+        loras = {views.lora_id(r) for r in self.scheduler.running if r not in preempt}
+        for request in (*(t.request for t in waiting_promised), *waiting_others):
+            if tokens.get(request.request_id) and self._takes_lora(request, loras):
+                offered.append(request)
+                loras.add(views.lora_id(request))
+        # As vLLM does: who holds blocks must never wait behind who may not get any.
+        offered.sort(key=views.holds_kv, reverse=True)
+        running = None
+        if preempt or self.steering.take_unordered():
+            out = set(preempt)
+            running = [t.request for t in (*self.decodes, *self.prefills)]
+            running = [r for r in running if r.status == RequestStatus.RUNNING]
+            running += [r for r in self.others if r not in out]
+        return Nudge(
+            preempt,
+            running,
+            offered,
+            set(offered),
+            tokens,
+            self._with_padding(plan.token_budget, len(offered)),
+            self.steering.now_s,
+        )
