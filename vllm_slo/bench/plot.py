@@ -144,7 +144,7 @@ def _draw_cdf(axes: Axes, report: BenchReport, slo_class: str, which: str) -> bo
     axes.set_ylim(0, 104)
     axes.axvspan(0, 1, color=_GOOD, zorder=0)
     axes.axvline(1, color=_INK, linewidth=1.0, linestyle="--")
-    axes.set_title(f"{slo_class}: {which}, objective {_objective(report, slo_class, which)}")
+    axes.set_title(f"{slo_class}: {which}, asked {_objective(report, slo_class, which)}")
     axes.set_xlabel(f"{which} / objective")
     return True
 
@@ -154,7 +154,7 @@ def _objective(report: BenchReport, slo_class: str, which: str) -> str:
     members = [r for r in report.workload.requests if r.slo_class == slo_class]
     objectives = [r.ttft_slo_s if which == "TTFT" else r.tpot_slo_s for r in members]
     found_ms = [1e3 * s for s in objectives if s is not None]
-    low, high = f"{min(found_ms):.3g}", f"{max(found_ms):.3g}"
+    low, high = (f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}" for ms in (min(found_ms), max(found_ms)))
     return f"{low} ms" if low == high else f"{low} to {high} ms"
 
 

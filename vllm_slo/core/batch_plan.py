@@ -83,13 +83,10 @@ def plan_step(
         A grant for each request named in the three sequences.
     """
     batch = _Batch(start_s, model, limits)
-    shortest = model.predict_s(
-        sum(d.tokens for d in decodes),
-        sum(d.context_tokens for d in decodes),
-        pairs=sum(chunk_pairs(d.tokens, d.context_tokens) for d in decodes),
-    )
+    decoding, context, pairs = _load(decodes)
+    shortest = model.predict_s(decoding, context, pairs=pairs)
     limit = min((decode_limit_s(start_s, d, shortest) for d in decodes), default=INFINITY)
-    limit = _meet_next_deadline(batch, limit, decodes, prefills)
+    limit = _meet_next_deadline(batch, limit, decoding, context, prefills)
     batch.set_limit(limit)
     urgent, patient = _split_by_urgency(batch, decodes)
     batch.grant_decodes(urgent, forced=True)
@@ -107,8 +104,22 @@ def plan_step(
     return batch.plan()
 
 
+def _load(decodes: Sequence[DecodeView]) -> tuple[int, int, int]:
+    """(tokens, context tokens, query-key pairs) of one decode step of each."""
+    tokens = context = pairs = 0
+    for decode in decodes:
+        tokens += decode.tokens
+        context += decode.context_tokens
+        pairs += chunk_pairs(decode.tokens, decode.context_tokens)
+    return tokens, context, pairs
+
+
+def _by_due(decode: DecodeView) -> tuple[float, str]:
+    return decode.due_s, decode.request_id
+
+
 def _meet_next_deadline(
-    batch: _Batch, limit: float, decodes: Sequence[DecodeView], prefills: Sequence[PrefillView]
+    batch: _Batch, limit: float, decoding: int, context: int, prefills: Sequence[PrefillView]
 ) -> float:
     """Shorten the step where that lets the most urgent prefills end in time.
 
@@ -116,8 +127,6 @@ def _meet_next_deadline(
     can hold what is still due by then; one that cannot be met at all is left to its fate.
     """
     model = batch.model
-    context = sum(d.context_tokens for d in decodes)
-    decoding = sum(d.tokens for d in decodes)
     due = pairs = 0
     for prefill in prefills:
         due += prefill.remaining_tokens
@@ -138,11 +147,12 @@ def _meet_next_deadline(
 def _split_by_urgency(
     batch: _Batch, decodes: Sequence[DecodeView]
 ) -> tuple[list[DecodeView], list[DecodeView]]:
-    """Decodes that must be in this step, and those that may wait for the next; both by due time."""
-    next_end = batch.start_s + 2 * min(batch.limit_s, batch.longest_s)
-    ranked = sorted(decodes, key=lambda d: (d.due_s, d.request_id))
-    cut = next((i for i, d in enumerate(ranked) if d.due_s >= next_end - EPS_S), len(ranked))
-    return ranked[:cut], ranked[cut:]
+    """Decodes that must be in this step, and those that may wait for the next."""
+    next_end = batch.start_s + 2 * min(batch.limit_s, batch.longest_s) - EPS_S
+    urgent = [decode for decode in decodes if decode.due_s < next_end]
+    if len(urgent) == len(decodes):
+        return urgent, []
+    return urgent, [decode for decode in decodes if decode.due_s >= next_end]
 
 
 class _Batch:
@@ -205,10 +215,23 @@ class _Batch:
                 self.context += context
 
     def grant_decodes(self, decodes: Sequence[DecodeView], *, forced: bool) -> None:
-        """One decode step each. Forced ones are granted beyond the limit, up to the engine's own:
-        when they do not fit, all of them being slightly late beats some being far too late."""
+        """One decode step each, by due time where not all fit. Forced ones are granted beyond the
+        limit, up to the engine's own: all of them being slightly late beats some being far too
+        late."""
         limit = INFINITY if forced else self.limit_s
-        for decode in decodes:
+        tokens, context, pairs = _load(decodes)
+        after = self.used + self.reserved + tokens
+        if after <= self.limits.max_step_tokens and (
+            forced
+            or self.model.predict_s(after, self.context + context, pairs=self.pairs + pairs)
+            <= limit
+        ):
+            self.tokens.update({decode.request_id: decode.tokens for decode in decodes})
+            self.used += tokens
+            self.context += context
+            self.pairs += pairs
+            return
+        for decode in sorted(decodes, key=_by_due):
             fits = self.fits_decode(limit, decode.tokens, decode.context_tokens)
             self.add(decode.request_id, decode.tokens if fits else 0, decode.context_tokens)
 
