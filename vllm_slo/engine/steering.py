@@ -394,6 +394,8 @@ class Steering:
 
     def may_start(self, starting: PrefillView, start_s: float, model: StepTimeModel) -> bool:
         """Whether a prefill may end before its deadline; see ``admission.can_start_early``."""
+        if starting.tpot_s == INFINITY:
+            return True
         committed, decoding, context, _ = self.commitments(start_s, model)
         pending = [d for d in committed if d.request_id != starting.request_id]
         return admission.can_start_early(
