@@ -37,3 +37,8 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines of this process first: vLLM on CPU cannot start one once numba has been loaded."""
+    items.sort(key=lambda item: item.path.name != "test_llm.py")

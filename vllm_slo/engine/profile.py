@@ -367,6 +367,7 @@ def draw(report: ProfileReport, path: Path) -> Path:
     """
     try:
         figures = importlib.import_module("matplotlib.figure")
+        ticker = importlib.import_module("matplotlib.ticker")
     except ImportError as error:
         raise ProfileError(
             "drawing needs matplotlib: pip install 'vllm-slo[bench]', or leave --plot out"
@@ -391,6 +392,10 @@ def draw(report: ProfileReport, path: Path) -> Path:
         xscale="log", yscale="log", xlabel="predicted (ms)", ylabel="measured (ms)",
         title=f"{report.key.model}: step time, R\u00b2 = {report.fit.r2:.4f}",
     )  # fmt: skip
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
     axes.legend()
     figure.savefig(path, dpi=120)
     return path
