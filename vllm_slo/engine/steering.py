@@ -23,7 +23,7 @@ from vllm_slo.engine.profile import find_profile
 from vllm_slo.engine.step_clock import StepClock
 from vllm_slo.engine.step_planner import Nudge, StepPlanner
 from vllm_slo.engine.views import Tracked
-from vllm_slo.errors import InvalidSLOError
+from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, has_slo_key
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ class Steering:
         self, scheduler: Scheduler, clock: Clock, step_time: StepTimeEstimator | None = None
     ) -> None:
         vllm_config = scheduler.vllm_config
+        if not vllm_config.scheduler_config.enable_chunked_prefill and (
+            vllm_config.model_config.runner_type == "generate"
+        ):
+            raise ConfigError(
+                "enable_chunked_prefill: objectives need it; remove --no-enable-chunked-prefill"
+            )
         self.config = SLOConfig.from_additional_config(vllm_config.additional_config)
         self.classes = self.config.slo_classes()
         self.clock = clock
