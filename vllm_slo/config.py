@@ -140,10 +140,10 @@ class SLOConfig(BaseModel):
         "objective, 0 to 3600. Too low: planning costs time; too high: chances are missed.",
     )
     max_planned_new: int = Field(
-        default=64,
+        default=63,
         ge=1,
-        le=4_096,
-        description="New requests that one run of the dynamic program considers, 1 to 4096. Too "
+        le=63,
+        description="New requests that one run of the dynamic program considers, 1 to 63. Too "
         "high: planning takes longer than a step; too low: a burst is promised piecemeal.",
     )
 

@@ -107,7 +107,7 @@ class Scheduler(AsyncScheduler):
             self.running = nudge.running
         queue, holding = self.waiting, self.kv_holding_waiting
         tokens = self.max_num_scheduled_tokens
-        offered = [*nudge.waiting]
+        offered = nudge.waiting
         self.waiting = FCFSRequestQueue(offered)
         self.kv_holding_waiting = FCFSRequestQueue()
         self.max_num_scheduled_tokens = nudge.token_budget
@@ -118,7 +118,8 @@ class Scheduler(AsyncScheduler):
             self._nudge = None
             left = set(self.waiting)
             self.max_num_scheduled_tokens = tokens
-            returned = [r for r in self.waiting if r not in nudge.offered]
+            given = set(offered)
+            returned = [r for r in self.waiting if r not in given]
             # Put aside with blocks: they began to load, or cannot go on yet.
             aside = [*self.kv_holding_waiting]
             self.waiting, self.kv_holding_waiting = queue, holding

@@ -85,7 +85,7 @@ class Steering:
         self._served_s: dict[str, float] = {}
         self._recent = RecentObjectives()
         self._unpromised = 0
-        self._ended: list[tuple[Request, str]] = []
+        self._ended: list[Request] = []
         self._refused: list[Request] = []
         self._unordered = False
         admission.warm_up()
@@ -178,8 +178,7 @@ class Steering:
 
     def take_ended(self) -> list[Request]:
         """Requests ended by the scheduler itself whose clients have not been told yet."""
-        ended = [request for request, _ in self._ended]
-        self._ended.clear()
+        ended, self._ended = self._ended, []
         return ended
 
     def _break(self, tracked: Tracked, objective: str) -> None:
@@ -256,7 +255,7 @@ class Steering:
 
     def _end(self, request: Request, stop_reason: str) -> None:
         self.scheduler.end_request(request, stop_reason)
-        self._ended.append((request, stop_reason))
+        self._ended.append(request)
 
     def _withdraw_expired(self, start_s: float) -> None:
         """An expired deadline makes a request best effort, never urgent."""
@@ -283,7 +282,7 @@ class Steering:
         if not asking:
             return
         asking.sort(key=lambda t: (t.planned, t.deadline_s))
-        asking = asking[: min(self.config.max_planned_new, admission.MAX_NEW)]
+        asking = asking[: self.config.max_planned_new]
         new = [self.demand(t, start_s, model) for t in asking]
         committed, decoding, context, blocks = self.commitments(start_s, model)
         promised = len(committed) + sum(decoding.values())

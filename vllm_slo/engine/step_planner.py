@@ -29,7 +29,6 @@ class Nudge:
         preempt: best-effort requests whose KV goes first.
         running: the running list in the order in which it gives way (last first), or None: as is.
         waiting: waiting requests that may start, in order.
-        offered: the same as a set.
         tokens: request id -> most tokens of this step.
         token_budget: tokens of the whole step.
         timestamp: for vLLM's preemption event.
@@ -38,7 +37,6 @@ class Nudge:
     preempt: list[Request]
     running: list[Request] | None
     waiting: list[Request]
-    offered: set[Request]
     tokens: dict[str, int]
     token_budget: int
     timestamp: float
@@ -241,7 +239,6 @@ class StepPlanner:
             preempt,
             running,
             offered,
-            set(offered),
             tokens,
             self._with_padding(plan.token_budget, len(offered)),
             self.steering.now_s,
