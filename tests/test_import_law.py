@@ -31,7 +31,13 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.engine.cpu_alias": set(),
     "vllm_slo.router": POLICY,
     "vllm_slo.sim": POLICY
-    | {"vllm_slo.profiles", "vllm_slo.engine.scheduler", "vllm_slo.engine.recording"},
+    | {
+        "vllm_slo.profiles",
+        "vllm_slo.engine.scheduler",
+        "vllm_slo.engine.recording",
+        "vllm_slo.bench.errors",
+        "vllm_slo.bench.traces",
+    },
     "vllm_slo.cli": {"vllm_slo"},
 }
 
@@ -39,6 +45,8 @@ ENGINE_HOMES = {
     "vllm_slo.engine",
     "vllm_slo.tiny",
     "vllm_slo.sim.harness",
+    "vllm_slo.sim.twin",
+    "vllm_slo.sim.baselines",
     "vllm_slo.router.replica",
 }
 

@@ -24,9 +24,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.clock import Clock, SystemClock
-from vllm_slo.core.step_time import StepTimeEstimator
+from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
 from vllm_slo.engine import views
 from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
+from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.steering import Steering
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.errors import VllmSLOError
@@ -92,8 +93,12 @@ class Scheduler(AsyncScheduler):
                     output = super().schedule(throttle_prefills)
             planned = nudge is not None and nudge.token_budget > 0
             self._stalled = planned and not output.num_scheduled_tokens
-        steering.on_scheduled(output, begun)
+        steering.on_scheduled(self.batch_shape(output), begun)
         return output
+
+    def batch_shape(self, output: SchedulerOutput) -> BatchShape:
+        """What a step runs, as far as its duration is concerned."""
+        return shape_of(output)
 
     @contextmanager
     def _steered(self, nudge: Nudge) -> Iterator[None]:
@@ -188,6 +193,11 @@ class Scheduler(AsyncScheduler):
         if views.wants_streamed_report(request):
             request.stop_reason = pack_report(report, request.stop_reason)
         return kv_params, ec_params
+
+    def promise_now(self, request_id: str) -> bool:
+        """Decide at once, between two steps, whether a waiting request can be promised its
+        objectives; otherwise the next ``schedule()`` does."""
+        return self._steering.promise_now(request_id)
 
     def end_request(self, request: Request, stop_reason: str) -> None:
         """Finish a request that never got a token; its client is told ``stop_reason``."""

@@ -15,7 +15,7 @@ from vllm_slo.core import admission
 from vllm_slo.core.batch_plan import RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.output_length import OutputLengthPredictor
-from vllm_slo.core.step_time import StepTimeEstimator, StepTimeModel
+from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
 from vllm_slo.core.types import INFINITY, Demand, PrefillView
 from vllm_slo.engine import views
 from vllm_slo.engine.metrics import SchedulerMetrics
@@ -195,9 +195,9 @@ class Steering:
         self.now_s = self.clock.monotonic_s()
         return self.now_s
 
-    def on_scheduled(self, output: SchedulerOutput, begun_s: float) -> None:
+    def on_scheduled(self, shape: BatchShape, begun_s: float) -> None:
         """A step was handed to the engine."""
-        self.steps.scheduled(output, begun_s)
+        self.steps.scheduled(shape, begun_s)
 
     def on_output(self, output: SchedulerOutput) -> None:
         """A step is done: learn from how long it took."""
@@ -234,6 +234,13 @@ class Steering:
         if not self.tracked:
             return None
         return StepPlanner(self, start_s, model).nudge()
+
+    def promise_now(self, request_id: str) -> bool:
+        """Rule on everything that asks for a promise now; whether this request got one."""
+        start_s = self.steps.next_start_s(self.begin_step())
+        self._withdraw_expired(start_s)
+        self._admit(start_s, self.steps.promise_model)
+        return request_id in self.tracked and self.tracked[request_id].promised
 
     def _nothing_to_decide(self) -> bool:
         """Whether every live request is a promised one that decodes."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
-from vllm_slo.engine.recording import shape_of
 
 MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""
@@ -64,10 +63,9 @@ class StepClock:
         """When a step scheduled now begins: at once, or when those in flight are done."""
         return max(now_s, self._busy_until_s) if self._flight else now_s
 
-    def scheduled(self, output: SchedulerOutput, begun_s: float) -> None:
+    def scheduled(self, shape: BatchShape, begun_s: float) -> None:
         """Remember a step until its output comes; empty ones are not measured."""
-        if output.num_scheduled_tokens:
-            shape = shape_of(output)
+        if shape.tokens:
             predicted_s = self.expected_model.predict_shape_s(shape)
             self._flight.append(_Step(begun_s, shape, predicted_s))
             self._busy_until_s = max(self._busy_until_s, begun_s) + predicted_s

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A virtual engine: vLLM's real scheduler, made-up tokens, a clock that a step-time function moves.
 
-The one file of ``sim`` that imports vLLM.
+Time passes in a step: the scheduler's own (a given or the measured one), then the batch's. With
+drafts (``speculative_config`` among the engine's arguments) a request keeps each drafted token with
+its own probability, as long as it kept those before: Acc(sl) = (1 - a^sl) / (1 - a) of them
+(SLOs-Serve, appendix D).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -34,9 +38,21 @@ from vllm_slo.core.step_time import (
 )
 from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.sim.baselines import ShedEDF
+from vllm_slo.sim.text import STOP_TOKEN, own_text
+from vllm_slo.sim.twin import LightOutput, LightScheduler
 from vllm_slo.slo import SLO
 
-STOP_TOKEN = 2
+__all__ = [
+    "STOP_TOKEN",
+    "AsyncScheduler",
+    "EngineShape",
+    "Outcome",
+    "Scheduler",
+    "StepTime",
+    "VirtualEngine",
+]
+
 StepTime = Callable[[BatchShape], float]
 
 
@@ -51,6 +67,8 @@ class Outcome:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     report: dict[str, Any] | None = None
+    acceptance: float = 0.0
+    """Probability that the next drafted token is accepted."""
 
 
 @dataclass
@@ -76,6 +94,10 @@ class VirtualEngine:
         margin: margin on it until live steps have shown one.
         overlap: schedule each step while the one before it runs, as async scheduling does.
         slo_config: our configuration, inline.
+        overhead: seconds that scheduling a step of so many requests takes; ``None``: no time, and
+            ``"measured"``: what it takes here and now.
+        seed: of what drafts are accepted.
+        options: further arguments of the scheduler class.
         engine_args: further arguments of vLLM's ``EngineArgs``.
     """
 
@@ -90,6 +112,9 @@ class VirtualEngine:
         margin: float = 1.0,
         overlap: bool = False,
         slo_config: dict[str, Any] | None = None,
+        overhead: Callable[[int], float] | Literal["measured"] | None = None,
+        seed: int = 0,
+        options: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
         shape = shape or EngineShape()
@@ -99,6 +124,11 @@ class VirtualEngine:
         self.keep_history = True
         self.outcomes: dict[str, Outcome] = {}
         self.lengths: dict[str, int] = {}
+        self.finished: list[str] = []
+        """Requests that have ended since somebody last emptied this list."""
+        self._light = issubclass(scheduler_cls, LightScheduler)
+        self._overhead = overhead
+        self._rng = np.random.default_rng(seed)
         self.history: list[SchedulerOutput] = []
         self.scheduler_s = 0.0
         """Wall-clock seconds spent in the scheduler so far."""
@@ -129,7 +159,11 @@ class VirtualEngine:
         )
         estimator = StepTimeEstimator(believed)
         estimator.correction = OnlineCorrection(margin)
-        ours = {"clock": self.clock, "step_time": estimator}
+        options = dict(options or {})
+        if issubclass(scheduler_cls, Scheduler):
+            options["step_time"] = estimator
+        if issubclass(scheduler_cls, Scheduler | ShedEDF):
+            options["clock"] = self.clock
         self.config = config
         self.scheduler = scheduler_cls(
             vllm_config=config,
@@ -140,8 +174,8 @@ class VirtualEngine:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=shape.block_size,
-            log_stats=True,
-            **(ours if issubclass(scheduler_cls, Scheduler) else {}),
+            log_stats=not self._light,
+            **options,
         )
 
     def add(
@@ -154,9 +188,10 @@ class VirtualEngine:
         max_tokens: int | None = None,
         priority: int = 0,
         arrival_s: float | None = None,
+        acceptance: float = 0.0,
     ) -> Request:
         """Send a request now: a prompt (or its length) and the output length only we know."""
-        ids = list(prompt) if not isinstance(prompt, int) else self._prompt(request_id, prompt)
+        ids = self._prompt(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         params = SamplingParams(
             max_tokens=max_tokens or output_tokens,
             stop_token_ids=[STOP_TOKEN],
@@ -172,19 +207,33 @@ class VirtualEngine:
             priority=priority,
             block_hasher=self._hasher,
         )
-        self.outcomes[request_id] = Outcome(arrival_s, slo)
+        self.outcomes[request_id] = Outcome(arrival_s, slo, acceptance=acceptance)
         self.lengths[request_id] = output_tokens
         self.scheduler.add_request(request)
         return request
 
     @staticmethod
     def _prompt(request_id: str, length: int) -> list[int]:
-        seed = sum(ord(c) * 31**i for i, c in enumerate(request_id)) % 99991
-        return [3 + (seed * (place + 7)) % 1000 for place in range(length)]
+        return own_text(request_id, length)
 
     def abort(self, request_id: str) -> None:
         """The client went away."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def forget(self, request_id: str) -> Outcome:
+        """Hand out what became of a request, and keep nothing of it."""
+        del self.lengths[request_id]
+        return self.outcomes.pop(request_id)
+
+    def wait_until(self, time_s: float) -> None:
+        """An engine that has nothing to do idles until then; a busy one is not disturbed."""
+        if not self.busy and time_s > self.clock.now_s:
+            self.clock.advance(time_s - self.clock.now_s)
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self.outcomes)
 
     @property
     def busy(self) -> bool:
@@ -194,22 +243,36 @@ class VirtualEngine:
     def step(self) -> SchedulerOutput:
         """Schedule one step and process the output that is due: its own, or with ``overlap`` the
         one before it. The clock ends up where the engine would be asked again."""
-        begun_s = time.perf_counter()
-        output = self.scheduler.schedule()
-        self.scheduler_s += time.perf_counter() - begun_s
+        output = self._timed(self.scheduler.schedule)
         if self.keep_history:
             self.history.append(output)
-        sampling = [
-            request_id
-            for request_id in output.num_scheduled_tokens
-            if not self.scheduler.requests[request_id].is_prefill_chunk
-        ]
-        took_s = self.step_time(shape_of(output)) if output.num_scheduled_tokens else 0.0
+        took_s = 0.0
+        if output.num_scheduled_tokens:
+            if callable(self._overhead):
+                self.clock.advance(self._overhead(len(output.num_scheduled_tokens)))
+            took_s = self.step_time(
+                output.batch if isinstance(output, LightOutput) else shape_of(output)
+            )
+        sampling = [] if self._light else self._sampling(output)
         self._free_s = max(self._free_s, self.clock.now_s) + took_s
         self._flight.append((output, sampling, self._free_s))
         if not self.overlap or len(self._flight) > 1 or not output.num_scheduled_tokens:
             self._finish_one()
         return output
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the scheduler; what it takes is counted, and charged where that is asked for."""
+        begun_s = time.perf_counter()
+        answer = call(*arguments)
+        took_s = time.perf_counter() - begun_s
+        self.scheduler_s += took_s
+        if self._overhead == "measured":
+            self.clock.advance(took_s)
+        return answer
+
+    def _sampling(self, output: SchedulerOutput) -> list[str]:
+        requests = self.scheduler.requests
+        return [i for i in output.num_scheduled_tokens if not requests[i].is_prefill_chunk]
 
     def drain(self) -> None:
         """Process every output still in flight."""
@@ -219,30 +282,56 @@ class VirtualEngine:
     def _finish_one(self) -> None:
         output, sampling, done_s = self._flight.popleft()
         self.clock.advance(max(done_s - self.clock.now_s, 0.0))
-        chosen = set(sampling)
-        ids = list(output.num_scheduled_tokens)
-        result = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: place for place, request_id in enumerate(ids)},
-            sampled_token_ids=[[self._token(i)] if i in chosen else [] for i in ids],
-        )
-        begun_s = time.perf_counter()
-        results = self.scheduler.update_from_output(output, result)
-        self.scheduler_s += time.perf_counter() - begun_s
-        for outputs in results.values():
+        result = self._light_result(output) if self._light else self._result(output, sampling)
+        for outputs in self._timed(self.scheduler.update_from_output, output, result).values():
             for one in outputs.outputs:
                 seen = self.outcomes[one.request_id]
-                seen.token_times_s += [self.clock.now_s] * len(one.new_token_ids)
-                seen.token_ids += one.new_token_ids
+                if not self._light:
+                    seen.token_times_s += [self.clock.now_s] * len(one.new_token_ids)
+                    seen.token_ids += one.new_token_ids
                 if one.finish_reason is not None:
+                    self.finished.append(one.request_id)
                     seen.finish_reason = str(one.finish_reason)
                     seen.stop_reason = one.stop_reason
                     seen.report = (one.kv_transfer_params or {}).get("vllm_slo")
 
-    def _token(self, request_id: str) -> int:
+    def _result(self, output: SchedulerOutput, sampling: list[str]) -> ModelRunnerOutput:
+        chosen = set(sampling)
+        ids = list(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: place for place, request_id in enumerate(ids)},
+            sampled_token_ids=[
+                self._tokens(i, len(drafts.get(i, ()))) if i in chosen else [] for i in ids
+            ],
+        )
+
+    def _light_result(self, output: LightOutput) -> list[int]:
+        """One token for each request that samples; the twin does not hand them back."""
+        now_s, outcomes, lengths = self.clock.now_s, self.outcomes, self.lengths
+        tokens = []
+        for request in output.sampling:
+            request_id = request.request_id
+            times_s = outcomes[request_id].token_times_s
+            made = len(times_s)
+            times_s.append(now_s)
+            tokens.append(STOP_TOKEN if made + 1 >= lengths[request_id] else 3 + made % 1000)
+        return tokens
+
+    def _tokens(self, request_id: str, drafted: int) -> list[int]:
+        """What a request samples: the accepted drafts, and one more."""
         request = self.scheduler.requests.get(request_id)
         made = request.num_output_tokens if request else 0
-        return STOP_TOKEN if made + 1 >= self.lengths[request_id] else 3 + made % 1000
+        seen = self.outcomes[request_id]
+        accepted = 0
+        while accepted < drafted and self._rng.random() < seen.acceptance:
+            accepted += 1
+        stop = self.lengths[request_id] - 1
+        return [
+            STOP_TOKEN if place >= stop else 3 + place % 1000
+            for place in range(made, made + accepted + 1)
+        ]
 
     def run(self, limit: int = 1_000_000) -> None:
         """Step until everything has finished.

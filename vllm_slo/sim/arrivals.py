@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When jobs arrive: recorded traces, a Poisson process, a square wave.
+
+Every kind gives ``count`` times in *mean gaps*: numbers in [0, count) that a rate turns into
+seconds. So for one (kind, count, seed) the pattern is the same whatever the rate, and the mean rate
+is exact over the window of ``count`` gaps, the one after the last arrival included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.bench import traces
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.sim.errors import SimulationError
+
+__all__ = ["ARRIVALS", "SQUARE_PERIOD", "SQUARE_RATIO", "Stretch", "Trace", "draw", "read_trace"]
+
+ARRIVALS: Final = ("azure-code", "azure-conv", "poisson", "square")
+TRACES: Final = ("azure-code", "azure-conv", "adaserve")
+SQUARE_PERIOD: Final = 120
+"""Requests per period of the square wave: 60 s at 2 requests/s."""
+SQUARE_RATIO: Final = 3.0
+"""Rate of its first half over the rate of its second: 1.5 and 0.5 times the mean."""
+
+Fit = Literal["rescale", "thin"]
+Floats = NDArray[np.float64]
+
+_FILES: Final = {
+    "azure-code": "azure_llm_2023_code.csv",
+    "azure-conv": "azure_llm_2023_conv.csv",
+    "adaserve": "adaserve/emission_fluctuating.json",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recorded workload in order of time; ``source`` says what it was read or made from."""
+
+    source: str
+    at_s: Floats
+    rows: tuple[traces.TraceRow, ...]
+
+    @property
+    def native_rate(self) -> float:
+        """Requests per second of the recording."""
+        return len(self.rows) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Arrivals: ``at`` in mean gaps, never falling, in [0, count). ``rows`` of a trace, or ()."""
+
+    at: Floats
+    rows: tuple[traces.TraceRow, ...] = ()
+
+
+def draw(
+    kind: str,
+    *,
+    count: int,
+    seed: int,
+    rate: float = 1.0,
+    fit: Fit = "rescale",
+    trace_file: Path | None = None,
+) -> Stretch:
+    """``count`` arrivals.
+
+    Args:
+        kind: one of ``ARRIVALS``, or ``adaserve``.
+        count: how many, at least 1.
+        seed: chooses the stretch of the trace, or the random times.
+        rate: requests/s; only ``thin`` looks at it.
+        fit: ``rescale`` stretches a run of neighbouring rows to the rate; ``thin`` keeps the
+            recorded pace and draws the rows at random from ``count / rate`` seconds.
+        trace_file: read this one instead of the kind's own.
+
+    Raises:
+        SimulationError: an unknown kind, a broken file, a window that is empty or too small.
+    """
+    if kind not in TRACES:
+        if kind not in ARRIVALS:
+            raise SimulationError(
+                f"arrivals: {kind!r} is unknown; use one of {', '.join(ARRIVALS)}"
+            )
+        if fit == "thin" or trace_file is not None:
+            option = "fit: thin" if fit == "thin" else "trace_file"
+            raise SimulationError(f"{option}: {kind} arrivals come from no trace; leave it out")
+        rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
+        even = np.sort(rng.random(count)) * count
+        return Stretch(even if kind == "poisson" else _square(even))
+    trace = read_trace(kind, trace_file)
+    rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
+    if fit == "thin":
+        return _thinned(trace, count, rate, rng)
+    return _whole(trace, count, rng) if kind == "adaserve" else _neighbours(trace, count, rng)
+
+
+def _square(even: Floats) -> Floats:
+    """Bend even times: the first half of each period gets ``SQUARE_RATIO`` times the second's.
+
+    A whole number of periods fills the window, each about ``SQUARE_PERIOD`` requests.
+    """
+    count = len(even)
+    period = count / max(1, round(count / SQUARE_PERIOD))
+    share = SQUARE_RATIO / (SQUARE_RATIO + 1)
+    whole, phase = np.divmod(even / period, 1.0)
+    bent = np.where(phase < share, phase / share / 2, 0.5 + (phase - share) / (1 - share) / 2)
+    return np.minimum((whole + bent) * period, np.nextafter(float(count), 0.0))
+
+
+def _enough(trace: Trace, count: int) -> None:
+    if count > len(trace.rows):
+        raise SimulationError(
+            f"count: {count} jobs are more than the {len(trace.rows)} rows of {trace.source}; "
+            "use fewer, or poisson or square arrivals"
+        )
+
+
+def _neighbours(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
+    """A run of ``count`` rows from a random start, past the end of the trace to its beginning.
+
+    The trace is a ring (its ends lie one mean gap apart), so that every seed gives a stretch of
+    its own even when ``count`` is the whole trace.
+    """
+    _enough(trace, count)
+    total = len(trace.rows)
+    first = int(rng.integers(total))
+    places = (first + np.arange(count)) % total
+    lap_s = float(trace.at_s[-1] - trace.at_s[0]) * total / max(1, total - 1)
+    at_s = trace.at_s[places] + np.where(places < first, lap_s, 0.0)
+    at_s -= at_s[0]
+    rows = tuple(trace.rows[i] for i in places)
+    return Stretch(_spread(trace, at_s, count), rows)
+
+
+def _spread(trace: Trace, at_s: Floats, count: int) -> Floats:
+    """Seconds from 0 -> mean gaps; the gap after the last arrival is a mean one."""
+    if count == 1:
+        return np.zeros(1)
+    span_s = float(at_s[-1])
+    if span_s <= 0:
+        raise SimulationError(
+            f"arrivals: empty window: {count} rows of {trace.source} have the same time; "
+            "use more jobs, another seed or another trace"
+        )
+    return np.asarray(at_s * ((count - 1) / span_s), dtype=np.float64)
+
+
+def _whole(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
+    """``count`` rows at random from the whole trace, so that its shape survives."""
+    _enough(trace, count)
+    kept = np.sort(rng.choice(len(trace.rows), count, replace=False))
+    span_s = float(trace.at_s[-1] - trace.at_s[0]) * (1 + 1e-9)
+    if span_s <= 0:
+        raise SimulationError(f"arrivals: empty window: all rows of {trace.source} have one time")
+    at = (trace.at_s[kept] - trace.at_s[0]) * (count / span_s)
+    return Stretch(at, tuple(trace.rows[i] for i in kept))
+
+
+def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) -> Stretch:
+    """``count`` rows at random from ``count / rate`` seconds of the trace at its own pace."""
+    times, window_s = trace.at_s, count / rate
+    span_s = float(times[-1] - times[0])
+    if window_s > span_s:
+        raise SimulationError(
+            f"fit: thin: {count} jobs at {rate:g}/s take {window_s:.0f} s, {trace.source} lasts "
+            f"{span_s:.0f} s; use fewer jobs, a higher rate, or rescale"
+        )
+    starts = times[times <= times[-1] - window_s]
+    sizes = np.searchsorted(times, starts + window_s) - np.arange(len(starts))
+    fitting = np.flatnonzero(sizes >= count)
+    if not len(fitting):
+        raise SimulationError(
+            f"fit: thin: window too small: no {window_s:.0f} s of {trace.source} hold {count} "
+            f"rows (it has {trace.native_rate:.2f}/s); use a lower rate, or rescale"
+        )
+    first = int(rng.choice(fitting))
+    kept = first + np.sort(rng.choice(int(sizes[first]), count, replace=False))
+    at = np.minimum((times[kept] - times[first]) * rate, np.nextafter(float(count), 0.0))
+    return Stretch(at, tuple(trace.rows[i] for i in kept))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
+    """The recording of a kind: ``trace_file``, else the data folder's, else a seeded stand-in.
+
+    Files are read once and kept until they change.
+
+    Raises:
+        SimulationError: the file cannot be read or is broken; names file, line and field.
+    """
+    path = trace_file
+    if path is None:
+        folder = traces.data_folder()
+        beside = folder / _FILES[kind] if folder else None
+        path = beside if beside is not None and beside.is_file() else None
+    if path is None:
+        return _standin(kind)
+    try:
+        stat = Path(path).stat()
+    except OSError as error:
+        raise SimulationError(f"trace_file: cannot read {path}: {error.strerror}") from error
+    return _read(kind, Path(path), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(kind: str, path: Path, _mtime_ns: int, _size: int) -> Trace:
+    try:
+        adaserve = kind == "adaserve"
+        rows = traces.read_adaserve(path) if adaserve else traces.read_azure(path, kind)
+    except BenchError as error:
+        raise SimulationError(str(error).replace(f"{error.option}:", "trace_file:", 1)) from error
+    return _trace(path.name, rows)
+
+
+@lru_cache(maxsize=4)
+def _standin(kind: str) -> Trace:
+    source = f"synthetic stand-in for {_FILES[kind]}"
+    if kind == "adaserve":
+        return _trace(source, traces.standin_adaserve(0))
+    return _trace(source, traces.standin_azure("code" if kind == "azure-code" else "conv", 0))
+
+
+def _trace(source: str, rows: list[traces.TraceRow]) -> Trace:
+    at_s = np.array([row.at_s for row in rows], dtype=np.float64)
+    if not math.isfinite(float(at_s.sum())):
+        raise SimulationError(f"trace_file: {source} has a time that is not finite")
+    at_s.setflags(write=False)
+    return Trace(source, at_s, tuple(rows))

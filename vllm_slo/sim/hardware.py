@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is simulated on: one replica's step times, memory and limits.
+
+A profile is a built-in name (``profiles_data/*.yaml`` beside this file: roofline numbers from data
+sheets, each with its source), a YAML file of the same shape, or a JSON file that ``vllm-slo
+profile`` measured.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from vllm_slo import profiles
+from vllm_slo.core.step_time import DEFAULT_MAX_TOKENS, StepTimeModel, chunk_pairs
+from vllm_slo.errors import ProfileError
+from vllm_slo.sim.errors import SimulationError
+
+__all__ = ["CHUNK_TOKENS", "FRONTEND_S", "Hardware", "built_in", "load_hardware"]
+
+CHUNK_TOKENS: Final = 8192
+"""Tokens of one step of a lone long prompt: vLLM 0.32's default for a server on an H100."""
+FRONTEND_S: Final = 0.010
+"""Assumed seconds a request spends in HTTP, tokenising and IPC before the engine sees it."""
+MEASURED_KV_TOKENS: Final = 65_536
+"""KV-cache size assumed for a measured JSON profile, which holds step times only."""
+
+_DATA: Final = Path(__file__).parent / "profiles_data"
+_POSITIVE: Final = ("gpus", "kv_tokens", "block_size", "max_num_seqs", "max_model_len")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One replica.
+
+    Attributes:
+        name: of the profile.
+        gpus: GPUs per replica (tensor parallel); rates are reported per GPU.
+        step_time: batch shape -> seconds.
+        kv_tokens: KV-cache size, tokens.
+        block_size: tokens per KV block.
+        max_num_seqs: seats: the most requests in one step.
+        max_model_len: the most tokens of one request, prompt and answer.
+        frontend_s: seconds before the engine sees a request; part of every TTFT.
+        sources: field -> where its number comes from.
+
+    Raises:
+        SimulationError: a field is out of range; names it.
+    """
+
+    name: str
+    gpus: int
+    step_time: StepTimeModel
+    kv_tokens: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_model_len: int = 32_768
+    frontend_s: float = 0.0
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise SimulationError(f"hardware: name: must be a text, not {self.name!r}")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SimulationError(
+                    f"hardware {self.name}: {name}: must be a whole number of at least 1, "
+                    f"not {str(value)[:80]}"
+                )
+        seconds = self.frontend_s
+        number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not number or not 0 <= seconds < math.inf:
+            raise SimulationError(
+                f"hardware {self.name}: frontend_s: must be finite seconds >= 0, "
+                f"not {str(seconds)[:80]}"
+            )
+        if self.kv_tokens < self.block_size:
+            raise SimulationError(
+                f"hardware {self.name}: kv_tokens: {self.kv_tokens} are less than one block of "
+                f"{self.block_size}"
+            )
+
+    def zero_load_ttft_s(self, new_tokens: int, context_tokens: int = 0) -> float:
+        """Seconds a lone request waits for its first token: ``frontend_s`` and its prefill.
+
+        Args:
+            new_tokens: prompt tokens to compute, at least 1; chunks of ``CHUNK_TOKENS``.
+            context_tokens: tokens before them whose KV is cached.
+        """
+        if new_tokens < 1 or context_tokens < 0:
+            raise SimulationError(
+                f"zero-load TTFT: needs at least one new token after a context >= 0, got "
+                f"{new_tokens} after {context_tokens}"
+            )
+        total_s, end = self.frontend_s, context_tokens + new_tokens
+        for start in range(context_tokens, end, CHUNK_TOKENS):
+            chunk = min(CHUNK_TOKENS, end - start)
+            total_s += self.step_time.predict_s(chunk, start, 0, chunk_pairs(chunk, start))
+        return total_s
+
+    def zero_load_tpot_s(self) -> float:
+        """Seconds of a step that decodes one token of a lone request with a short context."""
+        return self.step_time.predict_s(1)
+
+
+# --- built-in profiles and files ------------------------------------------------------------------
+
+
+def built_in() -> list[str]:
+    """Names of the built-in profiles, in alphabetical order."""
+    return sorted(path.stem for path in _DATA.glob("*.yaml"))
+
+
+def load_hardware(name_or_path: str | Path, **options: Any) -> Hardware:
+    """A built-in profile, a YAML file of the same shape, or a measured JSON profile.
+
+    Args:
+        name_or_path: one of ``built_in()``, or a path that ends in .yaml, .yml or .json.
+        options: ``name``, ``gpus``, ``kv_tokens``, ``block_size``, ``max_num_seqs``,
+            ``max_model_len``, ``frontend_s`` instead of the profile's; None keeps it. A JSON
+            profile holds step times, block size and parallelism only, so it starts from
+            ``kv_tokens`` 65,536, ``max_num_seqs`` 256, ``max_model_len`` 32,768 (at most the KV
+            cache) and ``frontend_s`` 0.010.
+
+    Raises:
+        SimulationError: no such profile, an unreadable file, an unknown key or option, a bad
+            value; one line that names the file, the line and the key.
+    """
+    chosen = {key: value for key, value in options.items() if value is not None}
+    known = [f.name for f in fields(Hardware) if f.name not in ("step_time", "sources")]
+    for key in chosen:
+        if key not in known:
+            raise SimulationError(f"hardware: unknown option {key!r}; {_near(key, known)}")
+    path = _find(name_or_path)
+    if path.suffix == ".json":
+        return _measured(path, chosen)
+    hardware = _from_yaml(path)
+    if chosen:
+        given = {**hardware.sources, **dict.fromkeys(chosen, "given by the caller")}
+        hardware = replace(hardware, **chosen, sources=given)
+    return _checked(hardware, str(path))
+
+
+def _find(name_or_path: str | Path) -> Path:
+    text = str(name_or_path)
+    if text in built_in():
+        return _DATA / f"{text}.yaml"
+    path = Path(text).expanduser()
+    if path.suffix.lower() in (".yaml", ".yml", ".json"):
+        return path
+    raise SimulationError(
+        f"hardware: no profile is called {text[:80]!r}; {_near(text, built_in())}; "
+        "or name a .yaml or .json file"
+    )
+
+
+def _near(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
+
+
+def _checked(hardware: Hardware, origin: str) -> Hardware:
+    if hardware.kv_tokens < hardware.max_model_len:
+        raise SimulationError(
+            f"{origin}: kv_tokens: {hardware.kv_tokens} cannot hold one request of max_model_len "
+            f"{hardware.max_model_len} (vLLM would not start); lower max_model_len"
+        )
+    return hardware
+
+
+def _measured(path: Path, options: dict[str, Any]) -> Hardware:
+    try:
+        report = profiles.load(path)
+    except ProfileError as error:
+        raise SimulationError(str(error)) from error
+    key = report.key
+    kv_tokens = options.get("kv_tokens", MEASURED_KV_TOKENS)
+    measured = f"measured: {path.name}, {key.device}, vLLM {key.vllm_version}"
+    sources = {"step_time": measured, "block_size": measured, "gpus": measured}
+    defaults = {
+        "name": path.stem,
+        "gpus": key.tensor_parallel * key.pipeline_parallel,
+        "kv_tokens": kv_tokens,
+        "block_size": key.block_size,
+        "max_num_seqs": 256,
+        "max_model_len": min(32_768, kv_tokens) if isinstance(kv_tokens, int) else 32_768,
+        "frontend_s": FRONTEND_S,
+    }
+    for name in defaults:
+        sources.setdefault(name, "assumed: the profile does not say")
+    sources |= dict.fromkeys(options, "given by the caller")
+    hardware = Hardware(step_time=report.model, sources=sources, **(defaults | options))
+    return _checked(hardware, str(path))
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 5e-6 as text: say so instead of "not a number"."""
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return value
+        raise ValueError(f"YAML takes {value} for a text; write it with a point, as 5.0e-6")
+    return value
+
+
+_Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+_Whole = Annotated[int, Field(ge=1)]
+_Line = Annotated[list[_Seconds], Field(min_length=3, max_length=3)]
+
+
+class _StepTime(BaseModel):
+    """The keys of ``step_time``; see ``core.step_time`` for the equation. Seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    terms: Annotated[list[_Line], Field(min_length=2, max_length=2)]
+    kv_s: _Seconds = 0.0
+    pair_s: _Seconds = 0.0
+    max_tokens: _Whole = DEFAULT_MAX_TOKENS
+
+
+class _Profile(BaseModel):
+    """The keys of a profile file; ``Hardware`` describes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    gpus: _Whole
+    step_time: _StepTime
+    kv_tokens: _Whole
+    block_size: _Whole = 16
+    max_num_seqs: _Whole = 256
+    max_model_len: _Whole = 32_768
+    frontend_s: _Seconds = 0.0
+    sources: dict[str, str] = Field(default_factory=dict)
+
+
+def _from_yaml(path: Path) -> Hardware:
+    node, data = _parse(path)
+    if not isinstance(data, dict):
+        raise SimulationError(f"{path}: expected keys such as 'kv_tokens:', got {_kind(data)}")
+    try:
+        profile = _Profile.model_validate(data)
+    except ValidationError as error:
+        raise SimulationError(_describe(error, path, node)) from error
+    for key in profile.sources:
+        if key.split(".")[0] not in _Profile.model_fields:
+            line = _line_of(node, ("sources", key))
+            raise SimulationError(
+                f"{path}:{line}: sources.{key}: no such field; "
+                f"{_near(key, list(_Profile.model_fields))}"
+            )
+    step = profile.step_time
+    low, high = ((line[0], line[1], line[2]) for line in step.terms)
+    values = {f.name: getattr(profile, f.name) for f in fields(Hardware)}
+    values["step_time"] = StepTimeModel((low, high), step.kv_s, step.max_tokens, step.pair_s)
+    try:
+        return Hardware(**values)
+    except SimulationError as error:
+        raise SimulationError(f"{path}: {error}") from error
+
+
+def _parse(path: Path) -> tuple[yaml.Node | None, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise SimulationError(f"hardware: cannot read {str(path)!r}: {reason}") from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        raise SimulationError(f"{line}: broken YAML: {problem}") from error
+    except (ValueError, RecursionError) as error:
+        raise SimulationError(f"{path}: broken YAML: {error}") from error
+    _refuse_duplicates(node, path)
+    return node, data
+
+
+def _kind(data: Any) -> str:
+    return "nothing" if data is None else type(data).__name__
+
+
+def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str:
+    """One line for one mistake: an unknown key before what it left missing, else the first."""
+    mistakes = error.errors(include_url=False)
+    unknown = [mistake for mistake in mistakes if mistake["type"] == "extra_forbidden"]
+    first = (unknown or mistakes)[0]
+    loc = tuple(first["loc"])
+    key = ".".join(str(part) for part in loc)
+    if first["type"] == "extra_forbidden":
+        model: type[BaseModel] = _StepTime if loc[0] == "step_time" else _Profile
+        message = f"{key}: unknown key; {_near(str(loc[-1]), list(model.model_fields))}"
+    elif first["type"] == "value_error":
+        message = f"{key}: {first['ctx']['error']}"
+    else:
+        message = f"{key}: {first['msg']}"
+    line = _line_of(node, loc)
+    return f"{path}:{line}: {message}" if line else f"{path}: {message}"
+
+
+def _line_of(node: yaml.Node | None, loc: tuple[int | str, ...]) -> int | None:
+    """Line, from 1, of the deepest part of ``loc`` that the YAML tree holds."""
+    line = None
+    for part in loc:
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+            continue
+        if not isinstance(node, yaml.MappingNode):
+            break
+        found = [(k, v) for k, v in node.value if getattr(k, "value", None) == part]
+        if not found:
+            break
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
+    return line
+
+
+def _refuse_duplicates(node: yaml.Node | None, path: Path, depth: int = 3) -> None:
+    """Raise where a mapping holds a key twice: YAML would keep the last one silently."""
+    if not isinstance(node, yaml.MappingNode) or depth == 0:
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = str(key.value)
+        if name in seen:
+            line = key.start_mark.line + 1
+            raise SimulationError(f"{path}:{line}: {name}: the key is there twice; keep one")
+        seen.add(name)
+        _refuse_duplicates(value, path, depth - 1)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which simulated jobs kept their objectives, and what a window of them looked like.
+
+A job attains when every round finished, every round's first token came within ``ttft_s`` of the
+moment its client sent it, and every stage's worst window of ten tokens kept ``tpot_s`` (SLOs-Serve,
+section 6, "SLOs"). The gap before a stage's first token belongs to that stage, so every gap after
+the first token counts once; a stage without a gap cannot miss. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from vllm_slo.core.attainment import worst_window_tpot_s
+from vllm_slo.sim.errors import SimulationError
+from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult
+
+TOLERANCE_S: Final = 1e-9
+"""What the summing of step times may add to a latency."""
+DEFAULT_WARMUP: Final = 0.2
+"""Share of a window's jobs, by arrival, that find the system emptier than it will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobMeasure:
+    """One job measured.
+
+    Attributes:
+        application: its SLO class.
+        tokens: prompt and answer tokens that it has to compute.
+        output_tokens: tokens that came.
+        attained: whether it kept everything.
+        finished: whether every round came in full.
+        promised: whether any round was promised; None where the system promises nothing.
+        broken: whether a round that was promised missed its objectives.
+        latency_s: arrival to last token, tools included; None where unfinished.
+        ttfts_s: per round that got a first token.
+        tpots_s: worst window per stage that has a gap.
+    """
+
+    application: str
+    tokens: int
+    output_tokens: int
+    attained: bool
+    finished: bool
+    promised: bool | None
+    broken: bool
+    latency_s: float | None
+    ttfts_s: tuple[float, ...]
+    tpots_s: tuple[float, ...]
+
+
+def stage_tpots_s(asked: Round, token_times_s: Sequence[float]) -> list[float | None]:
+    """Worst window of each stage in seconds per token; None for a stage without a gap.
+
+    Tokens that have not come count as absent, so a cut-off answer is measured as far as it went.
+    """
+    found: list[float | None] = []
+    start = 0
+    for stage in asked.stages:
+        end = start + stage.tokens
+        found.append(worst_window_tpot_s(token_times_s[max(start - 1, 0) : end]))
+        start = end
+    return found
+
+
+def round_kept(asked: Round, got: RoundResult) -> bool:
+    """Whether one round finished and kept its TTFT and every stage's TPOT."""
+    if not got.finished:
+        return False
+    times_s = got.token_times_s
+    if len(times_s) != asked.output_tokens:
+        raise SimulationError(
+            f"round: {len(times_s)} tokens came of a finished answer of {asked.output_tokens}"
+        )
+    if times_s[0] - got.sent_s > asked.ttft_s + TOLERANCE_S:
+        return False
+    worst = zip(asked.stages, stage_tpots_s(asked, times_s), strict=True)
+    return all(tpot is None or tpot <= stage.tpot_s + TOLERANCE_S for stage, tpot in worst)
+
+
+def job_finished(result: JobResult) -> bool:
+    """Whether every round of the job came in full."""
+    every = len(result.rounds) == len(result.job.rounds)
+    return every and all(got.finished for got in result.rounds)
+
+
+def job_attained(result: JobResult) -> bool:
+    """Whether the job kept everything it asked for."""
+    pairs = zip(result.job.rounds, result.rounds, strict=False)
+    return job_finished(result) and all(round_kept(asked, got) for asked, got in pairs)
+
+
+def measure_job(result: JobResult) -> JobMeasure:
+    """All that is reported about one job."""
+    job = result.job
+    pairs = list(zip(job.rounds, result.rounds, strict=False))
+    kept = [round_kept(asked, got) for asked, got in pairs]
+    finished = job_finished(result)
+    promises = [got.promised for _, got in pairs if got.promised is not None]
+    tpots = (tpot for asked, got in pairs for tpot in stage_tpots_s(asked, got.token_times_s))
+    return JobMeasure(
+        application=job.application,
+        tokens=job.tokens,
+        output_tokens=sum(len(got.token_times_s) for _, got in pairs),
+        attained=finished and all(kept),
+        finished=finished,
+        promised=any(promises) if promises else None,
+        broken=any(
+            got.promised is True and not ok for (_, got), ok in zip(pairs, kept, strict=True)
+        ),
+        latency_s=pairs[-1][1].token_times_s[-1] - job.arrival_s if finished else None,
+        ttfts_s=tuple(got.token_times_s[0] - got.sent_s for _, got in pairs if got.token_times_s),
+        tpots_s=tuple(tpot for tpot in tpots if tpot is not None),
+    )
+
+
+def counted(jobs: Sequence[Job], warmup: float = DEFAULT_WARMUP) -> list[Job]:
+    """The jobs that count, by arrival: without the first ``warmup`` share of them (by number)."""
+    if not 0 <= warmup < 1:
+        raise SimulationError(f"warmup: must be a share from 0 to below 1, got {warmup}")
+    ordered = sorted(jobs, key=lambda job: job.arrival_s)
+    return ordered[int(warmup * len(ordered) + 1e-9) :]
+
+
+def measure_counted(
+    results: Sequence[JobResult], warmup: float = DEFAULT_WARMUP
+) -> list[JobMeasure]:
+    """Measures of the jobs that count, by arrival; ``results`` holds every job of the window."""
+    by_id = {result.job.job_id: result for result in results}
+    if len(by_id) != len(results):
+        raise SimulationError("job_id: two jobs of one window have the same")
+    chosen = counted([result.job for result in results], warmup)
+    return [measure_job(by_id[job.job_id]) for job in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Jobs of one or more windows. Seconds; rates per second of arrivals.
+
+    Attributes:
+        jobs: how many.
+        attainment: share that attained.
+        by_application: the same per application, by name.
+        token_attainment: share of the jobs' tokens (prompt and answer) that attaining jobs hold.
+        ttft_p50_s, ttft_p99_s: over rounds that got a token; None without one.
+        tpot_p50_s, tpot_p99_s: worst window, over stages that have a gap; None without one.
+        missed_latency_p99_s: arrival to last token of jobs that finished and missed; None without.
+        promised: jobs with a promised round; None where the system promises nothing.
+        promised_missed: jobs in which a promised round missed.
+        unfinished: jobs that did not end; only systems that drop requests have them.
+        goodput_jobs_per_s: attaining jobs over ``window_s``.
+        goodput_tokens_per_s: answer tokens of attaining jobs over ``window_s``.
+    """
+
+    jobs: int
+    attainment: float
+    by_application: dict[str, float]
+    token_attainment: float
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    tpot_p99_s: float | None
+    missed_latency_p99_s: float | None
+    promised: int | None
+    promised_missed: int
+    unfinished: int
+    goodput_jobs_per_s: float
+    goodput_tokens_per_s: float
+
+    @property
+    def smallest(self) -> float:
+        """Attainment of the application that fares worst."""
+        return min(self.by_application.values())
+
+
+def _percentile(values: Iterable[float], q: float) -> float | None:
+    found = list(values)
+    return float(np.percentile(found, q)) if found else None
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
+    """Sum up jobs that arrived within ``window_s`` seconds in all (several windows: their sum).
+
+    Raises SimulationError without a job, or for a ``window_s`` that is not above 0.
+    """
+    if not measures:
+        raise SimulationError("jobs: none is left to measure after the warm-up")
+    if not window_s > 0:
+        raise SimulationError(f"window_s: must be above 0 s, got {window_s}")
+    names = sorted({m.application for m in measures})
+    good = [m for m in measures if m.attained]
+    ttfts = [t for m in measures for t in m.ttfts_s]
+    tpots = [t for m in measures for t in m.tpots_s]
+    late = (m.latency_s for m in measures if not m.attained and m.latency_s is not None)
+    promises = [m.promised for m in measures if m.promised is not None]
+    return Summary(
+        jobs=len(measures),
+        attainment=_share([m.attained for m in measures]),
+        by_application={
+            name: _share([m.attained for m in measures if m.application == name]) for name in names
+        },
+        token_attainment=sum(m.tokens for m in good) / max(1, sum(m.tokens for m in measures)),
+        ttft_p50_s=_percentile(ttfts, 50),
+        ttft_p99_s=_percentile(ttfts, 99),
+        tpot_p50_s=_percentile(tpots, 50),
+        tpot_p99_s=_percentile(tpots, 99),
+        missed_latency_p99_s=_percentile(late, 99),
+        promised=sum(promises) if promises else None,
+        promised_missed=sum(m.broken for m in measures),
+        unfinished=sum(not m.finished for m in measures),
+        goodput_jobs_per_s=len(good) / window_s,
+        goodput_tokens_per_s=sum(m.output_tokens for m in good) / window_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests in the system over time: from when they were sent until their last token.
+
+    ``times_s`` rises; ``promised`` and ``best_effort`` hold the numbers from each time on. Where a
+    system promises nothing all of them are in ``best_effort`` and ``promises`` is False.
+    """
+
+    times_s: tuple[float, ...]
+    promised: tuple[int, ...]
+    best_effort: tuple[int, ...]
+    promises: bool
+
+
+def load_over_time(results: Iterable[JobResult], points: int = 400) -> Load:
+    """The load at ``points`` even times from 0 to the last token."""
+    spans: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
+    promises = False
+    for result in results:
+        for got in result.rounds:
+            promises = promises or got.promised is not None
+            end_s = got.token_times_s[-1] if got.token_times_s else got.sent_s
+            spans[got.promised is True].append((got.sent_s, end_s))
+    last_s = max((end for part in spans for _, end in part), default=0.0)
+    times = np.linspace(0.0, last_s, points)
+    plain, promised = (_present(part, times) for part in spans)
+    return Load(tuple(times.tolist()), promised, plain, promises)
+
+
+def _present(spans: Sequence[tuple[float, float]], times: np.ndarray) -> tuple[int, ...]:
+    begun = np.searchsorted(np.sort([s for s, _ in spans]), times, "right")
+    ended = np.searchsorted(np.sort([e for _, e in spans]), times, "right")
+    return tuple((begun - ended).tolist())

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas for ``cluster``: one virtual engine, or several that divide prefill and decode."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_slo.core.step_time import DEFAULT_MARGIN
+from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
+from vllm_slo.sim.cluster import Conditions, Offer, Replica
+from vllm_slo.sim.hardware import Hardware
+from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
+from vllm_slo.sim.jobs import RoundResult
+from vllm_slo.sim.systems import System
+from vllm_slo.sim.text import answer_text
+from vllm_slo.sim.twin import LightScheduler, LightSLOScheduler
+
+SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
+    "slo": (LightSLOScheduler, Scheduler),
+    "fcfs": (LightScheduler, AsyncScheduler),
+    "priority": (LightScheduler, AsyncScheduler),
+    "disaggregated": (LightScheduler, None),
+    "prefill_first": (PrefillFirst, None),
+    "shed_edf": (ShedEDF, None),
+}
+"""Policy -> scheduler over the light twin, and the real one where there is one."""
+
+
+@functools.cache
+def model_folder(max_model_len: int) -> Path:
+    """A folder with the ``config.json`` of a model that is never loaded."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-slo-sim-"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 2048,
+        "max_position_embeddings": max_model_len,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def build_engine(
+    system: System,
+    hardware: Hardware,
+    conditions: Conditions,
+    applications: Sequence[str],
+    number: int,
+    **options: Any,
+) -> VirtualEngine:
+    """Engine ``number`` of a run. ``options`` go to the scheduler class."""
+    light, real = SCHEDULERS[system.policy]
+    if conditions.exact and real is None:
+        raise ValueError(f"{system.name}: only the light twin knows this policy")
+    engine_args: dict[str, Any] = {}
+    if system.policy == "priority":
+        engine_args["scheduling_policy"] = "priority"
+    if conditions.drafts:
+        engine_args["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": conditions.drafts,
+            "prompt_lookup_max": 4,
+        }
+    if system.policy == "shed_edf":
+        options["step_time"] = hardware.step_time.scaled(conditions.margin)
+    return VirtualEngine(
+        real if conditions.exact and real else light,
+        model_folder(hardware.max_model_len),
+        conditions.true_step_time(hardware, number),
+        EngineShape(
+            hardware.kv_tokens // hardware.block_size + 1,
+            hardware.block_size,
+            hardware.max_num_seqs,
+            system.token_budget,
+            hardware.max_model_len,
+        ),
+        believed=hardware.step_time,
+        margin=1.0 if conditions.known else DEFAULT_MARGIN,
+        slo_config={"classes": {name: {} for name in applications}},
+        overhead=system.overhead_s,
+        seed=conditions.seed,
+        options=options,
+        **engine_args,
+    )
+
+
+class Colocated:
+    """One engine that does everything."""
+
+    def __init__(self, engine: VirtualEngine, number: int, *, priorities: bool = False) -> None:
+        self.engine = engine
+        self.engine.keep_history = False
+        self.number = number
+        self.steps = 0
+        self._priorities = priorities
+        self._prompts: dict[str, list[int]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy
+
+    @property
+    def now_s(self) -> float:
+        return self.engine.clock.now_s
+
+    @property
+    def scheduler_s(self) -> float:
+        return self.engine.scheduler_s
+
+    def promise(self, offer: Offer) -> bool:
+        if not isinstance(self.engine.scheduler, Scheduler):
+            return False
+        self.accept(offer)
+        if self.engine.scheduler.promise_now(offer.name):
+            return True
+        self.engine.abort(offer.name)
+        self.engine.forget(offer.name)
+        del self._prompts[offer.name]
+        return False
+
+    def accept(self, offer: Offer) -> None:
+        engine = self.engine
+        engine.wait_until(offer.seen_s)
+        ttft_ms = offer.slo.ttft_ms
+        deadline_ms = 1e12 if ttft_ms is None else offer.sent_s * 1e3 + ttft_ms
+        self._prompts[offer.name] = offer.prompt
+        engine.add(
+            offer.name,
+            offer.prompt,
+            offer.output_tokens,
+            offer.slo,
+            max_tokens=engine.config.model_config.max_model_len - len(offer.prompt),
+            priority=int(deadline_ms) if self._priorities else 0,
+            arrival_s=offer.sent_s,
+            acceptance=offer.acceptance,
+        )
+
+    def step(self) -> list[str]:
+        self.steps += 1
+        engine = self.engine
+        output = engine.step()
+        if not output.num_scheduled_tokens and engine.busy and not engine.finished:
+            engine.clock.advance(1e-3)
+        ended, engine.finished = engine.finished, []
+        if isinstance(engine.scheduler, ShedEDF):
+            ended += engine.scheduler.dropped
+            engine.scheduler.dropped = []
+        return ended
+
+    def take(self, name: str) -> tuple[RoundResult, list[int]]:
+        seen = self.engine.forget(name)
+        prompt = self._prompts.pop(name)
+        finished = seen.finish_reason == "stop"
+        promised = seen.report["promised"] if seen.report else None
+        result = RoundResult(
+            seen.arrival_s, tuple(seen.token_times_s), finished, promised, self.number
+        )
+        return result, [*prompt, *answer_text(len(seen.token_times_s))] if finished else []
+
+
+class Disaggregated:
+    """Engines for prompts, engines for answers, and a link that takes no time between them.
+
+    A prompt goes to the prefill engine with the fewest tokens to compute, its KV then to the decode
+    engine with the fewest requests.
+    """
+
+    def __init__(self, prefill: list[VirtualEngine], decode: list[VirtualEngine]) -> None:
+        self._prefill = [Colocated(engine, 0) for engine in prefill]
+        self._decode = [Colocated(engine, 0) for engine in decode]
+        self._load = [0 for _ in prefill]
+        self._home: dict[str, int] = {}
+        self._offers: dict[str, Offer] = {}
+        self._first: dict[str, float] = {}
+        self._handed: list[tuple[float, str]] = []
+        self.steps = 0
+
+    @property
+    def _engines(self) -> list[Colocated]:
+        return self._prefill + self._decode
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._handed) or any(one.busy for one in self._engines)
+
+    @property
+    def now_s(self) -> float:
+        ready = [one.now_s for one in self._engines if one.busy]
+        ready += [self._handed[0][0]] if self._handed else []
+        return min(ready, default=max(one.now_s for one in self._engines))
+
+    @property
+    def scheduler_s(self) -> float:
+        return sum(one.scheduler_s for one in self._engines)
+
+    def promise(self, offer: Offer) -> bool:
+        return False
+
+    def accept(self, offer: Offer) -> None:
+        place = min(range(len(self._load)), key=self._load.__getitem__)
+        self._load[place] += len(offer.prompt)
+        self._home[offer.name] = place
+        self._offers[offer.name] = offer
+        self._prefill[place].accept(replace(offer, output_tokens=1))
+
+    def step(self) -> list[str]:
+        self.steps += 1
+        ready_s, one = min(
+            ((e.now_s, n) for n, e in enumerate(self._engines) if e.busy), default=(None, 0)
+        )
+        if self._handed and (ready_s is None or self._handed[0][0] <= ready_s):
+            self._hand_over()
+            return []
+        ended = self._engines[one].step()
+        if one >= len(self._prefill):
+            return ended
+        return [name for name in ended if self._prompt_done(name)]
+
+    def _prompt_done(self, name: str) -> bool:
+        """A first token is out; True when it was the last one, too."""
+        place = self._home[name]
+        self._load[place] -= len(self._offers[name].prompt)
+        if self._offers[name].output_tokens == 1:
+            return True
+        result, _ = self._prefill[place].take(name)
+        self._first[name] = result.token_times_s[0]
+        heapq.heappush(self._handed, (self._first[name], name))
+        return False
+
+    def _hand_over(self) -> None:
+        now_s, name = heapq.heappop(self._handed)
+        offer = self._offers[name]
+        target = min(self._decode, key=lambda one: one.engine.live)
+        target.accept(
+            replace(
+                offer,
+                prompt=[*offer.prompt, *answer_text(2)[:1]],
+                output_tokens=offer.output_tokens - 1,
+                seen_s=now_s,
+            )
+        )
+        self._home[name] = len(self._prefill) + self._decode.index(target)
+
+    def take(self, name: str) -> tuple[RoundResult, list[int]]:
+        offer = self._offers.pop(name)
+        result, text = self._engines[self._home.pop(name)].take(name)
+        first_s = self._first.pop(name, None)
+        if first_s is not None:
+            result = replace(
+                result, token_times_s=(first_s, *result.token_times_s), sent_s=offer.sent_s
+            )
+        return result, text
+
+
+def build_replicas(
+    system: System, hardware: Hardware, conditions: Conditions, applications: Sequence[str]
+) -> list[Replica]:
+    """The replicas of one run."""
+    count = system.engines
+
+    def engine(number: int, **options: Any) -> VirtualEngine:
+        return build_engine(system, hardware, conditions, applications, number, **options)
+
+    replicas: list[Replica] = []
+    for replica in range(conditions.replicas):
+        first = replica * count
+        if system.policy == "disaggregated":
+            prefill = [engine(first + n) for n in range(system.prefill)]
+            decode = [
+                engine(first + system.prefill + n, received_kv=True) for n in range(system.decode)
+            ]
+            replicas.append(Disaggregated(prefill, decode))
+        else:
+            replicas.append(
+                Colocated(engine(first), replica, priorities=system.policy == "priority")
+            )
+    return replicas

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: our scheduler, vLLM's own settings, and policies one would patch into it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.sim.errors import SimulationError
+
+Policy = Literal["slo", "fcfs", "priority", "prefill_first", "shed_edf", "disaggregated"]
+
+OVERHEAD_S: Final[Mapping[bool, tuple[float, float]]] = {
+    False: (20e-6, 13e-6),
+    True: (250e-6, 18e-6),
+}
+"""Ours or not -> seconds that scheduling takes: per step, and per request in it.
+
+Measured on the real scheduler objects with a prompt in every step
+(benchmarks/results/scheduler_overhead.md, 16 to 256 requests).
+"""
+
+SWEPT_BUDGETS: Final = (256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One set-up of one replica.
+
+    Attributes:
+        name: what ``parse_system`` reads.
+        policy: who decides.
+        token_budget: most tokens of a step (``--max-num-batched-tokens``).
+        prefill, decode: engines of each kind where the two are apart, else 0.
+    """
+
+    name: str
+    policy: Policy
+    token_budget: int = 8192
+    prefill: int = 0
+    decode: int = 0
+
+    @property
+    def engines(self) -> int:
+        """Engines that make one replica."""
+        return self.prefill + self.decode or 1
+
+    @property
+    def stock(self) -> bool:
+        """Whether vLLM's own flags are all it takes."""
+        return self.policy in ("fcfs", "priority")
+
+    def overhead_s(self, requests: int) -> float:
+        """Seconds that scheduling a step of so many requests takes."""
+        step_s, request_s = OVERHEAD_S[self.policy == "slo"]
+        return step_s + request_s * requests
+
+
+OURS: Final = System("vllm-slo", "slo")
+_NAME: Final = re.compile(
+    r"(?P<policy>fcfs|priority|prefill-first|shed-edf|disaggregated)"
+    r"(-(?P<prefill>\d+):(?P<decode>\d+))?(-(?P<budget>\d+))?"
+)
+
+
+def system(policy: Policy, token_budget: int, prefill: int = 0, decode: int = 0) -> System:
+    """A system under its usual name."""
+    ratio = f"-{prefill}:{decode}" if prefill else ""
+    name = f"{policy.replace('_', '-')}{ratio}-{token_budget}"
+    return System(name, policy, token_budget, prefill, decode)
+
+
+def parse_system(text: str) -> System:
+    """``vllm-slo``, ``fcfs-2048``, ``shed-edf-1024``, ``disaggregated-2:1-8192`` and so on.
+
+    Raises:
+        SimulationError: anything else.
+    """
+    if text == OURS.name:
+        return OURS
+    match = _NAME.fullmatch(text)
+    policy = match["policy"].replace("-", "_") if match else ""
+    apart = policy == "disaggregated"
+    if match is None or policy not in get_args(Policy) or apart != bool(match["prefill"]):
+        raise SimulationError(
+            f"systems: {text!r} is not known; use vllm-slo, fcfs-N, priority-N, prefill-first-N, "
+            "shed-edf-N (N: tokens per step) or disaggregated-P:D-N (P prefill, D decode engines)"
+        )
+    prefill, decode = int(match["prefill"] or 0), int(match["decode"] or 0)
+    budget = int(match["budget"] or 8192)
+    if budget < 1 or (apart and min(prefill, decode) < 1):
+        raise SimulationError(f"systems: {text!r}: engines and tokens per step are at least 1")
+    return system(policy, budget, prefill, decode)  # type: ignore[arg-type]
+
+
+def families(step_time: StepTimeModel, tightest_tpot_s: float) -> dict[str, tuple[System, ...]]:
+    """Name of a baseline -> the settings among which its best is to be found.
+
+    Args:
+        step_time: of the engine.
+        tightest_tpot_s: of the scenario; Sarathi's budget is the largest step within it.
+    """
+    sarathi = min(max(step_time.time_to_tokens(tightest_tpot_s), 64), 8192)
+    swept = sorted({*SWEPT_BUDGETS, sarathi})
+    return {
+        OURS.name: (OURS,),
+        "vLLM fcfs 2048": (system("fcfs", 2048),),
+        "vLLM fcfs 8192": (system("fcfs", 8192),),
+        "Sarathi (tightest TPOT)": (system("fcfs", sarathi),),
+        "Sarathi (best budget)": tuple(system("fcfs", n) for n in swept),
+        "vLLM priority = deadline": tuple(system("priority", n) for n in swept if n >= 512),
+        "prefill first": tuple(system("prefill_first", n) for n in (2048, 8192)),
+        "shed + EDF": tuple(system("shed_edf", n) for n in swept),
+        "disaggregated": tuple(
+            system("disaggregated", 8192, p, d) for p, d in ((1, 1), (2, 1), (1, 2))
+        ),
+    }
+
+
+STOCK_FAMILIES: Final = (
+    "vLLM fcfs 2048",
+    "vLLM fcfs 8192",
+    "Sarathi (tightest TPOT)",
+    "Sarathi (best budget)",
+    "vLLM priority = deadline",
+)
+"""Baselines that need nothing but vLLM's own flags."""
