@@ -58,9 +58,10 @@ class Oracle:
     ) -> None:
         self.new, self.committed, self.decoding = new, committed, decoding
         self.model, self.capacity = model, capacity
-        self.mean_context = self._mean_contexts(context)
+        self.weight = self._weights(context)
 
-    def _mean_contexts(self, context: int) -> dict[float, float]:
+    def _weights(self, context: int) -> dict[float, float]:
+        """Cost of a decode token in prefill tokens: the KV it reads comes on top."""
         running = sum(self.decoding.values())
         each = context / running if running else 0.0
         values: dict[float, list[float]] = {}
@@ -68,36 +69,39 @@ class Oracle:
             values.setdefault(demand.tpot_s, []).append(demand.context_tokens)
         for tpot, count in self.decoding.items():
             values.setdefault(tpot, []).extend([each] * count)
-        return {tpot: sum(rows) / max(len(rows), 1) for tpot, rows in values.items()}
+        most = min(self.model.max_tokens, self.capacity.max_step_tokens)
+        slope = max(term[0] for term in self.model.terms) or self.model.predict_s(most) / most
+        return {
+            tpot: 1 + self.model.kv_s * sum(rows) / max(len(rows), 1) / slope
+            for tpot, rows in values.items()
+        }
 
-    def tokens_in(self, seconds: float, decoding: dict[float, int]) -> float:
-        context = sum(count * self.mean_context[tpot] for tpot, count in decoding.items())
-        left = seconds - self.model.kv_s * context
+    def rate(self, decoding: dict[float, int]) -> float:
+        return sum(count * self.weight[tpot] / tpot for tpot, count in decoding.items())
+
+    def tokens_in(self, seconds: float) -> float:
         best = float(min(self.model.max_tokens, self.capacity.max_step_tokens))
         for slope, _, offset in self.model.terms:
-            if left < offset:
+            if seconds < offset:
                 return 0.0
             if slope > 0:
-                best = min(best, (left - offset) / slope)
+                best = min(best, (seconds - offset) / slope)
         return math.floor(best + 1e-9) * self.capacity.token_share
 
     def step(self, decoding: dict[float, int]) -> float:
         most = min(self.model.max_tokens, self.capacity.max_step_tokens)
-        context = sum(count * self.mean_context[tpot] for tpot, count in decoding.items())
         tightest = min((tpot for tpot, count in decoding.items() if count), default=math.inf)
-        return min(tightest, self.model.predict_s(most, context))
+        return min(tightest, self.model.predict_s(most))
 
     def processed(self, until: float, decoding: dict[float, int]) -> float:
         step = self.step(decoding)
         whole = math.floor(until / step + 1e-9)
-        return whole * self.tokens_in(step, decoding) + self.tokens_in(
-            max(until - whole * step, 0.0), decoding
-        )
+        return whole * self.tokens_in(step) + self.tokens_in(max(until - whole * step, 0.0))
 
     def paid(self, budget: float, decoding: dict[float, int]) -> float:
         """A tight instant cuts a step in two and pays its fixed cost twice."""
         step = self.step(decoding)
-        whole, half = self.tokens_in(step, decoding), self.tokens_in(step / 2, decoding)
+        whole, half = self.tokens_in(step), self.tokens_in(step / 2)
         return budget if budget >= whole else budget - max(whole - 2 * half, 0.0)
 
     def budgets(self, chosen: tuple[Demand, ...]) -> list[float]:
@@ -113,18 +117,16 @@ class Oracle:
         budget = self.paid(0.0, decoding) if any(decoding.values()) else 0.0
         for stop in stops:
             until = max(stop, 0.0)
-            rate = sum(count / tpot for tpot, count in decoding.items())
             budget += self.processed(until, decoding) - self.processed(now, decoding)
-            budget -= rate * (until - now)
+            budget -= self.rate(decoding) * (until - now)
             now = until
             for _, is_new, _, demand in (row for row in line if row[0] == stop):
                 budget = self.paid(budget - demand.prefill_tokens, decoding)
                 decoding[demand.tpot_s] = decoding.get(demand.tpot_s, 0) + 1
                 result.append(budget)
                 if is_new:
-                    rate = sum(count / tpot for tpot, count in decoding.items())
                     step = self.step(decoding)
-                    if self.tokens_in(step, decoding) < rate * step - 1e-6:
+                    if self.tokens_in(step) < self.rate(decoding) * step - 1e-6:
                         result.append(-math.inf)
         return result
 

@@ -363,7 +363,7 @@ def test_tight_memory_and_few_seats_preempt_without_losing_a_token(
         play_mix(engine, random.Random(seed), 50, 12.0)
         preemptions += engine.preemptions
         promised += sum(bool(o.report and o.report["promised"]) for o in engine.outcomes.values())
-    assert preemptions > 10
+    assert preemptions > 5
     assert promised > 10
 
 

@@ -16,6 +16,8 @@ COMMANDS = {
     "demo": ("vllm_slo.bench.demo", "stock vLLM and vllm-slo side by side on a built-in model"),
     "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
     "profile": ("vllm_slo.engine.profile", "measure a model's step times on this machine"),
+    "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
+    "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),
 }
 """Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""
 

@@ -63,27 +63,25 @@ class Capacity:
 
 
 @jit
-def _tokens_in(time_s: float, context: float, engine: Floats) -> float:
+def _tokens_in(time_s: float, engine: Floats) -> float:
     """Tokens that one step of ``time_s`` seconds processes: the paper's time2bs."""
-    left = time_s - engine[4] * context
-    tokens = engine[5]
+    tokens = engine[4]
     for line in range(2):
         slope, offset = engine[2 * line], engine[2 * line + 1]
-        if left < offset:
+        if time_s < offset:
             return 0.0
         if slope > 0.0:
-            tokens = min(tokens, (left - offset) / slope)
-    return float(math.floor(tokens + 1e-9) * engine[6])
+            tokens = min(tokens, (time_s - offset) / slope)
+    return float(math.floor(tokens + 1e-9) * engine[5])
 
 
 @jit
-def _step_of(counts: Ints, tpots: Floats, context: float, engine: Floats) -> float:
+def _step_of(counts: Ints, tpots: Floats, engine: Floats) -> float:
     """Longest step that keeps the tightest TPOT among ``counts``, or the fullest step's time."""
-    full = max(
-        engine[0] * engine[5] + engine[1],
-        engine[2] * engine[5] + engine[3],
+    step = max(
+        engine[0] * engine[4] + engine[1],
+        engine[2] * engine[4] + engine[3],
     )
-    step = full + engine[4] * context
     for tier in range(len(counts)):
         if counts[tier] > 0:
             step = min(step, tpots[tier])
@@ -91,63 +89,51 @@ def _step_of(counts: Ints, tpots: Floats, context: float, engine: Floats) -> flo
 
 
 @jit
-def _context_of(counts: Ints, contexts: Floats) -> float:
-    total = 0.0
-    for tier in range(len(counts)):
-        total += counts[tier] * contexts[tier]
-    return total
-
-
-@jit
-def _processed_by(time_s: float, step_s: float, context: float, engine: Floats) -> float:
+def _processed_by(time_s: float, step_s: float, engine: Floats) -> float:
     """Tokens processed from now until ``time_s`` in steps of at most ``step_s`` seconds."""
     whole = math.floor(time_s / step_s + 1e-9)
     rest = max(time_s - whole * step_s, 0.0)
-    return whole * _tokens_in(step_s, context, engine) + _tokens_in(rest, context, engine)
+    return whole * _tokens_in(step_s, engine) + _tokens_in(rest, engine)
 
 
 @jit
-def _decode_rate(counts: Ints, tpots: Floats) -> float:
+def _decode_rate(counts: Ints, tpots: Floats, weights: Floats) -> float:
+    """Tokens per second that decoding takes out of the budget."""
     rate = 0.0
     for tier in range(len(counts)):
         if counts[tier] > 0:
-            rate += counts[tier] / tpots[tier]
+            rate += counts[tier] * weights[tier] / tpots[tier]
     return rate
 
 
 @jit
 def _gain(
-    since_s: float, until_s: float, counts: Ints, tpots: Floats, contexts: Floats, engine: Floats
+    since_s: float, until_s: float, counts: Ints, tpots: Floats, weights: Floats, engine: Floats
 ) -> float:
     """Prefill budget generated between two instants with ``counts`` decoding: equation (3)."""
-    context = _context_of(counts, contexts)
-    step = _step_of(counts, tpots, context, engine)
-    tokens = _processed_by(until_s, step, context, engine) - _processed_by(
-        since_s, step, context, engine
-    )
-    return tokens - _decode_rate(counts, tpots) * (until_s - since_s)
+    step = _step_of(counts, tpots, engine)
+    tokens = _processed_by(until_s, step, engine) - _processed_by(since_s, step, engine)
+    return tokens - _decode_rate(counts, tpots, weights) * (until_s - since_s)
 
 
 @jit
-def _sustainable(counts: Ints, tpots: Floats, contexts: Floats, engine: Floats) -> bool:
+def _sustainable(counts: Ints, tpots: Floats, weights: Floats, engine: Floats) -> bool:
     """Whether decoding with ``counts`` can go on for ever."""
-    context = _context_of(counts, contexts)
-    step = _step_of(counts, tpots, context, engine)
-    return _tokens_in(step, context, engine) >= _decode_rate(counts, tpots) * step - EPS
+    step = _step_of(counts, tpots, engine)
+    return _tokens_in(step, engine) >= _decode_rate(counts, tpots, weights) * step - EPS
 
 
 @jit
-def _cut(spare: float, counts: Ints, tpots: Floats, contexts: Floats, engine: Floats) -> float:
+def _cut(spare: float, counts: Ints, tpots: Floats, weights: Floats, engine: Floats) -> float:
     """Tokens lost by a step that must end at a given instant, with ``spare`` tokens in hand.
 
     Cutting one step in two pays its fixed cost twice. Whoever has a whole step to spare need not.
     """
-    context = _context_of(counts, contexts)
-    step = _step_of(counts, tpots, context, engine)
-    whole = _tokens_in(step, context, engine)
+    step = _step_of(counts, tpots, engine)
+    whole = _tokens_in(step, engine)
     if spare >= whole:
         return 0.0
-    return max(whole - 2.0 * _tokens_in(0.5 * step, context, engine), 0.0)
+    return max(whole - 2.0 * _tokens_in(0.5 * step, engine), 0.0)
 
 
 @jit
@@ -211,7 +197,7 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
     values: Floats,
     forced: Bools,
     tpots: Floats,
-    contexts: Floats,
+    weights: Floats,
     decoding: Ints,
     engine: Floats,
     free_blocks: float,
@@ -220,8 +206,8 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
 ) -> int:
     """Bit set of the new requests (numbered in deadline order) that are admitted.
 
-    Shapes: the first six are (N,) in deadline order; ``tpots`` and ``contexts`` and ``decoding``
-    are (L,). ``engine`` is (k1, b1, k2, b2, kv, max_tokens, share).
+    Shapes: the first six are (N,) in deadline order; ``tpots`` and ``weights`` and ``decoding``
+    are (L,). ``engine`` is (k1, b1, k2, b2, max_tokens, share).
     """
     tiers = len(tpots)
     room = 2 * most + 2
@@ -233,9 +219,9 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
     counts = np.zeros((room, tiers), dtype=np.int64)
     counts[0, :] = decoding
     size = 1
-    if _decode_rate(decoding, tpots) > 0.0:
+    if _decode_rate(decoding, tpots, weights) > 0.0:
         # Running decodes are due at times of their own: the first step is cut to meet them.
-        budget[0] = -_cut(0.0, decoding, tpots, contexts, engine)
+        budget[0] = -_cut(0.0, decoding, tpots, weights, engine)
     base_budget = budget[0]
     base_counts = decoding.copy()
     order = np.zeros(room, dtype=np.int64)
@@ -245,13 +231,13 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
         until = deadline[i]
         if until < np.inf:
             for label in range(size):
-                budget[label] += _gain(now, until, counts[label], tpots, contexts, engine)
-            base_budget += _gain(now, until, base_counts, tpots, contexts, engine)
+                budget[label] += _gain(now, until, counts[label], tpots, weights, engine)
+            base_budget += _gain(now, until, base_counts, tpots, weights, engine)
             now = until
         if forced[i]:
             if 0.0 < until < np.inf:
                 base_budget -= prefill[i]
-                base_budget -= _cut(base_budget, base_counts, tpots, contexts, engine)
+                base_budget -= _cut(base_budget, base_counts, tpots, weights, engine)
             else:
                 base_budget -= prefill[i]
             base_counts[tier[i]] += 1
@@ -260,7 +246,7 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
             for label in range(size):
                 left = budget[label] - prefill[i]
                 if 0.0 < until < np.inf:
-                    left -= _cut(left, counts[label], tpots, contexts, engine)
+                    left -= _cut(left, counts[label], tpots, weights, engine)
                 if chosen[label] == 0 or until == np.inf or left >= floor:
                     budget[kept] = left
                     memory[kept] = memory[label]
@@ -277,7 +263,7 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
         for label in range(size):
             left = budget[label] - prefill[i]
             if 0.0 < until < np.inf:
-                left -= _cut(left, counts[label], tpots, contexts, engine)
+                left -= _cut(left, counts[label], tpots, weights, engine)
             if (
                 (until < np.inf and left < floor)
                 or memory[label] + blocks[i] > free_blocks + EPS
@@ -286,7 +272,7 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
                 continue
             counts[grown] = counts[label]
             counts[grown, tier[i]] += 1
-            if not _sustainable(counts[grown], tpots, contexts, engine):
+            if not _sustainable(counts[grown], tpots, weights, engine):
                 continue
             budget[grown] = left
             memory[grown] = memory[label] + blocks[i]
@@ -372,10 +358,10 @@ class _Instance:
         self.decoding = np.zeros(len(self.tiers), dtype=np.int64)
         for tpot, count in decoding.items():
             self.decoding[self._tier_of(tpot)] += count
-        self.contexts = self._contexts(demands, decoding_context)
         (k1, _, b1), (k2, _, b2) = model.terms
         limit = min(model.max_tokens, capacity.max_step_tokens)
-        self.engine = np.array([k1, b1, k2, b2, model.kv_s, limit, capacity.token_share])
+        self.weights = self._weights(demands, decoding_context, model, limit)
+        self.engine = np.array([k1, b1, k2, b2, limit, capacity.token_share])
         self.capacity = capacity
 
     def _tier_of(self, tpot_s: float) -> int:
@@ -386,8 +372,14 @@ class _Instance:
                 place = index
         return place
 
-    def _contexts(self, demands: Sequence[Demand], decoding_context: int) -> Floats:
-        """(L,) KV tokens that one more decoding request of a tier is expected to read per step."""
+    def _weights(
+        self, demands: Sequence[Demand], decoding_context: int, model: StepTimeModel, limit: int
+    ) -> Floats:
+        """(L,) what a decode token of a tier costs, in prefill tokens: its KV is read besides.
+
+        A step reads the KV of those that decode in it, not of all that run: so the reading is
+        charged to the token, and a request that draws a token every other step pays every other.
+        """
         total = np.zeros(len(self.tiers))
         count = np.zeros(len(self.tiers))
         running = int(self.decoding.sum())
@@ -396,7 +388,9 @@ class _Instance:
             count[place] += 1
         total += self.decoding * (decoding_context / max(running, 1))
         count += self.decoding
-        return np.asarray(total / np.maximum(count, 1), dtype=np.float64)
+        slope = max(model.terms[0][0], model.terms[1][0]) or model.predict_s(limit) / limit
+        contexts = total / np.maximum(count, 1)
+        return np.asarray(1.0 + model.kv_s * contexts / slope, dtype=np.float64)
 
     def solve(self) -> list[Demand]:
         """The admitted requests in deadline order."""
@@ -410,7 +404,7 @@ class _Instance:
             self.values,
             self.forced,
             self.tpots,
-            self.contexts,
+            self.weights,
             self.decoding,
             self.engine,
             float(self.capacity.blocks),
@@ -436,9 +430,9 @@ class _Instance:
             counts[self._tier_of(other.tpot_s)] += 1
             backlog += other.prefill_tokens
         counts[self._tier_of(demand.tpot_s)] += 1
-        if not _sustainable(counts, self.tpots, self.contexts, self.engine):
+        if not _sustainable(counts, self.tpots, self.weights, self.engine):
             return "decode", wait
-        rate = _gain(0.0, 1.0, counts, self.tpots, self.contexts, self.engine)
+        rate = _gain(0.0, 1.0, counts, self.tpots, self.weights, self.engine)
         return "prefill", backlog / rate if rate > 0 else wait
 
 

@@ -37,12 +37,14 @@ class StepLimits:
         best_effort_step_s: longest step that best effort alone may cause, so that a request that
             arrives in its midst can still be promised something.
         seats: waiting requests that may start in this step.
+        best_effort_prompts: whether prompts of best effort may have more than the tokens kept.
     """
 
     max_step_tokens: int
     best_effort_tokens: int = 0
     best_effort_step_s: float = INFINITY
     seats: int = 1 << 30
+    best_effort_prompts: bool = True
 
 
 def decode_limit_s(start_s: float, decode: DecodeView, shortest_s: float) -> float:
@@ -86,7 +88,7 @@ def plan_step(
     decoding, context, pairs = _load(decodes)
     shortest = model.predict_s(decoding, context, pairs=pairs)
     limit = min((decode_limit_s(start_s, d, shortest) for d in decodes), default=INFINITY)
-    limit = _meet_next_deadline(batch, limit, decoding, context, prefills)
+    limit = _meet_next_deadline(batch, limit, decodes, prefills)
     batch.set_limit(limit)
     urgent, patient = _split_by_urgency(batch, decodes)
     batch.grant_decodes(urgent, forced=True)
@@ -119,7 +121,10 @@ def _by_due(decode: DecodeView) -> tuple[float, str]:
 
 
 def _meet_next_deadline(
-    batch: _Batch, limit: float, decoding: int, context: int, prefills: Sequence[PrefillView]
+    batch: _Batch,
+    limit: float,
+    decodes: Sequence[DecodeView],
+    prefills: Sequence[PrefillView],
 ) -> float:
     """Shorten the step where that lets the most urgent prefills end in time.
 
@@ -127,18 +132,22 @@ def _meet_next_deadline(
     can hold what is still due by then; one that cannot be met at all is left to its fate.
     """
     model = batch.model
-    due = pairs = 0
+    decoding, context, _ = _load(decodes)
+    due = ahead = pairs = 0
     for prefill in prefills:
         due += prefill.remaining_tokens
-        context += prefill.context_tokens
+        ahead += prefill.context_tokens
         pairs += chunk_pairs(prefill.remaining_tokens, prefill.context_tokens)
         left = prefill.deadline_s - batch.start_s
-        full = min(limit, model.predict_s(batch.limits.max_step_tokens, context))
+        full = min(limit, model.predict_s(batch.limits.max_step_tokens, ahead + context))
         if left >= 2 * full:
             break
-        needed = model.predict_s(due + decoding, context, pairs=pairs + context)
+        needed = model.predict_s(due + decoding, ahead + context, pairs=pairs + ahead + context)
+        if needed > left + EPS_S:  # with the decodes that cannot wait for the step after
+            tokens, held, more = _load([d for d in decodes if d.due_s < prefill.deadline_s + full])
+            needed = model.predict_s(due + tokens, ahead + held, pairs=pairs + ahead + more)
         # Ends in this step only if the next one would come too late for it.
-        following = model.predict_s(decoding + 1, context)
+        following = model.predict_s(decoding + 1, ahead + context)
         if needed <= left + EPS_S and left < full + following:
             limit = min(limit, max(left, needed))
     return limit
@@ -321,7 +330,7 @@ class _Batch:
         if request.decoding:
             fits = self.fits_decode(longest if least > 0 else limit, wanted, context)
             return wanted if fits else 0
-        give = min(self.room(limit, context), wanted)
+        give = min(self.room(limit, context), wanted) if self.limits.best_effort_prompts else 0
         if give < min(least, wanted):
             give = max(give, min(self.room(longest, context), least, wanted))
         return give
@@ -369,6 +378,43 @@ class RecentObjectives:
         for octave in [o for o, at_s in seen.items() if at_s < now_s - self._memory_s]:
             del seen[octave]
         return min((t for o in seen if (t := self.GRID**o) > shortest_s), default=INFINITY)
+
+
+class Pressure:
+    """How hard promises press on best effort: what they lacked of late.
+
+    Prompts of best effort stand back while promises press. In the midst of such a prompt's step an
+    arrival loses time that its deadline may not have, and a prompt whose KV is dropped for a
+    promise's sake is computed again: under overload that work is the first not to be done. Answers
+    that have begun go on.
+
+    Args:
+        hold_s: how long one refusal for want of time counts; half of the blocks that promises were
+            short of are forgotten in this time.
+    """
+
+    def __init__(self, hold_s: float) -> None:
+        self._hold_s = hold_s
+        self._refused_s = -INFINITY
+        self._blocks = 0.0
+        self._noted_s = 0.0
+
+    def refused(self, now_s: float) -> None:
+        """Note that a request could not be promised to begin in time."""
+        self._refused_s = now_s
+
+    def short_of(self, blocks: float, now_s: float) -> None:
+        """Note that promises were short of so many KV blocks, or took them from best effort."""
+        self._blocks = self.blocks(now_s) + blocks
+        self._noted_s = now_s
+
+    def on_time(self, now_s: float) -> bool:
+        """Whether prompts of best effort would take time that promises lack."""
+        return now_s - self._refused_s < self._hold_s
+
+    def blocks(self, now_s: float) -> float:
+        """KV blocks that best effort is to leave free when it starts a request."""
+        return float(self._blocks * 0.5 ** (max(now_s - self._noted_s, 0.0) / self._hold_s))
 
 
 def preemptions(

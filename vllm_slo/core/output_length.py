@@ -27,6 +27,9 @@ class OutputLengthPredictor:
         min_samples: requests a class must have finished before it is believed.
     """
 
+    PARTS = 8
+    """Points of the survival curve that ``expected_hold`` looks at."""
+
     def __init__(self, quantile: float = 0.9, window: int = 256, min_samples: int = 8) -> None:
         if not 0.0 < quantile < 1.0:
             raise ValueError(f"quantile must lie strictly between 0 and 1, not {quantile}")
@@ -63,3 +66,29 @@ class OutputLengthPredictor:
             place = longer + math.ceil(self._quantile * survivors) - 1
             return LengthPrediction(max(min(ranked[place], max_tokens), floor), "learnt")
         return LengthPrediction(max(max_tokens, 1), "cap")
+
+    def expected_hold(
+        self, slo_class: str, prompt: int, max_tokens: int, declared: int | None, generated: int
+    ) -> int:
+        """KV tokens to set aside for a request: the most that it can be expected to hold.
+
+        Requests of a class do not all end late, nor at the same time. With S(n) the share of those
+        that got as far as this one and go on to n tokens, it holds (prompt + n) S(n) tokens on
+        average when it would be at n, and the greatest of these is set aside (never less than it
+        needs next). Over many requests that bounds what they hold together at any time, on average.
+        A declared length is taken at its word; without any knowledge only what is needed next.
+        """
+        now = prompt + generated + 1
+        if declared is not None and declared > generated:
+            return max(prompt + min(declared, max_tokens), now)
+        ranked = self._ranked.get(slo_class, ())
+        longer = bisect_right(ranked, generated)
+        survivors = len(ranked) - longer
+        if len(ranked) < self._min_samples or survivors < 1:
+            return now
+        most = now
+        for part in range(self.PARTS):
+            passed = part * survivors // self.PARTS
+            length = min(ranked[longer + passed], max_tokens)
+            most = max(most, (prompt + length) * (survivors - passed) // survivors)
+        return most

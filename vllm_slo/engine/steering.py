@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.config import SLOConfig
 from vllm_slo.core import admission
-from vllm_slo.core.batch_plan import RecentObjectives
+from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
@@ -84,6 +84,7 @@ class Steering:
         self._finish_interval_s = 1.0
         self._served_s: dict[str, float] = {}
         self._recent = RecentObjectives()
+        self.pressure = Pressure(self.config.ageing_s / 2)
         self._unpromised = 0
         self._ended: list[Request] = []
         self._refused: list[Request] = []
@@ -337,6 +338,8 @@ class Steering:
             tracked = self.tracked[request_id]
             first = not tracked.planned
             tracked.planned = True
+            if first:
+                self._note_refusal(tracked, reason)
             if tracked.slo.on_unattainable == "decline" and tracked.first_token_s is None:
                 if tracked.request.num_computed_tokens == 0 or first:
                     self.metrics.admission(tracked.slo_class, "declined", reason)
@@ -344,6 +347,12 @@ class Steering:
                     self._end(tracked.request, f"slo_declined:{wait_ms}")
             elif first:
                 self.metrics.admission(tracked.slo_class, "best_effort", reason)
+
+    def _note_refusal(self, tracked: Tracked, reason: str) -> None:
+        if reason == "prefill":
+            self.pressure.refused(self.now_s)
+        elif reason == "memory":
+            self.pressure.short_of(self.blocks_for(tracked.request.num_tokens), self.now_s)
 
     def kept_share(self) -> float:
         """Share of the tokens that an aged best-effort request may claim before promises."""
@@ -360,10 +369,13 @@ class Steering:
             tracked.slo.expected_output_tokens,
             request.num_output_tokens,
         )
-        tokens = request.num_prompt_tokens + length.tokens
-        if length.source == "cap":
-            # A cap is no prediction: like vLLM, ask only for what is known to be needed.
-            tokens = request.num_tokens + 1
+        tokens = self.lengths.expected_hold(
+            tracked.slo_class,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            tracked.slo.expected_output_tokens,
+            request.num_output_tokens,
+        )
         self._look_up_prefix(tracked)
         work = admission.work_tokens(model, tracked.remaining_tokens, request.num_computed_tokens)
         return views.demand(

@@ -82,7 +82,7 @@ class StepPlanner:
         preempt = self._preemptions(waiting_promised)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         free += sum(self._held(r) for r in preempt)
-        others = [r for r in others if r not in preempt and self._finds_memory(r, free)]
+        others = self._welcome([r for r in others if r not in preempt], preempt, free)
         self.prefills = [t for t in self.prefills if self._finds_memory(t.request, free)]
         plan = self._plan(others, preempt)
         for request in others:
@@ -126,12 +126,10 @@ class StepPlanner:
 
     def _rank(self, others: list[Request]) -> list[Request]:
         """Best effort in serving order: aged first, then decoding, then by place in line."""
-        now_s, ageing_s = self.steering.now_s, self.steering.config.ageing_s
 
         def key(request: Request) -> tuple[bool, bool]:
-            aged = now_s - self.steering.since_served_s(request) > ageing_s
             running = request.status == RequestStatus.RUNNING
-            return (not aged, not (running and views.is_decoding(request)))
+            return (not self._aged(request), not (running and views.is_decoding(request)))
 
         return sorted(others, key=key)
 
@@ -167,7 +165,23 @@ class StepPlanner:
             by_id[name] for name in names if scheduler._request_blocks_can_be_freed(by_id[name])
         ]
 
-    def _finds_memory(self, request: Request, free_blocks: int) -> bool:
+    def _welcome(
+        self, others: list[Request], preempt: list[Request], free_blocks: int
+    ) -> list[Request]:
+        """Best effort for which there is memory: what promises leave of it, or, for the first of
+        those that have waited too long, what there is."""
+        pressure, now_s = self.steering.pressure, self.steering.now_s
+        if preempt:
+            pressure.short_of(sum(self._held(r) for r in preempt), now_s)
+        spare = free_blocks - pressure.blocks(now_s)
+        aged = next((r for r in others if self._aged(r)), None)
+        return [r for r in others if self._finds_memory(r, free_blocks if r is aged else spare)]
+
+    def _aged(self, request: Request) -> bool:
+        waited_s = self.steering.now_s - self.steering.since_served_s(request)
+        return waited_s > self.steering.config.ageing_s
+
+    def _finds_memory(self, request: Request, free_blocks: float) -> bool:
         """Whether vLLM could start a waiting request; tokens planned for one that cannot start
         would be taken from those who hold the memory it waits for."""
         if request.status == RequestStatus.RUNNING or views.holds_kv(request):
@@ -186,6 +200,7 @@ class StepPlanner:
             max_step_tokens=steering.max_step_tokens,
             best_effort_tokens=int(share * self._fullest_step()),
             best_effort_step_s=steering.responsive_step_s(self.model),
+            best_effort_prompts=not steering.pressure.on_time(steering.now_s),
             seats=scheduler.max_num_active_reqs
             - running
             - self.resuming

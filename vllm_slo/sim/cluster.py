@@ -22,6 +22,7 @@ from vllm_slo.core.step_time import BatchShape
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult
+from vllm_slo.sim.measure import round_kept
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo import SLO
@@ -42,6 +43,8 @@ class Conditions:
         hops: replicas that are asked for a promise before a request settles for best effort.
         drafts: tokens drafted for each decoding request in a step; needs ``exact``.
         acceptance: application -> probability that a drafted token is accepted.
+        overhead: charge what scheduling takes on top of the step times. False where those include
+            it, as measured ones do.
     """
 
     replicas: int = 1
@@ -52,9 +55,11 @@ class Conditions:
     hops: int = 1 << 30
     drafts: int = 0
     acceptance: Mapping[str, float] = field(default_factory=dict)
+    overhead: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, low in (("replicas", self.replicas, 1), ("hops", self.hops, 1)):
+        for name, low in (("replicas", 1), ("hops", 1), ("seed", 0), ("drafts", 0)):
+            value = getattr(self, name)
             if value < low:
                 raise SimulationError(f"{name}: must be at least {low}, not {value}")
         if not 0.0 < self.bias < math.inf:
@@ -63,6 +68,11 @@ class Conditions:
             raise SimulationError(f"noise: must lie between 0 and 1, not {self.noise}")
         if self.drafts and not self.exact:
             raise SimulationError("drafts: the light twin has none; ask for exact too")
+        for name, share in self.acceptance.items():
+            if not 0.0 <= share <= 1.0:
+                raise SimulationError(
+                    f"acceptance of {name!r}: must lie between 0 and 1, not {share}"
+                )
 
     def true_step_time(self, hardware: Hardware, engine: int) -> Callable[[BatchShape], float]:
         """What a step of ``engine`` really takes; the policies are told the unbiased model."""
@@ -111,13 +121,18 @@ class Run:
     aborted: bool
 
 
-def slo_of(application: str, one: Round) -> SLO:
-    """What the client asks for; an answer's tightest stage stands for all of them."""
+def slo_of(application: str, one: Round, *, lost: bool = False) -> SLO:
+    """What the client asks for; an answer's tightest stage stands for all of them.
+
+    A job whose objectives are ``lost`` already, by a round before this one, claims no promise any
+    more: as SLOs-Serve's server, which sees all stages of a job, would treat it (section 4.1).
+    """
     tpot_s = one.tightest_tpot_s
     return SLO(
         ttft_ms=None if math.isinf(one.ttft_s) else one.ttft_s * 1e3,
         tpot_ms=None if math.isinf(tpot_s) else tpot_s * 1e3,
         slo_class=application,
+        tier="best_effort" if lost else None,
     )
 
 
@@ -197,6 +212,7 @@ class Simulation:
         heapq.heapify(self._sends)
         self._begun: list[list[RoundResult]] = [[] for _ in jobs]
         self._texts: dict[int, list[int]] = {}
+        self._on_course = [True for _ in jobs]
         self._ended: dict[int, JobResult] = {}
         self._turn = 0
         self.aborted = False
@@ -232,7 +248,7 @@ class Simulation:
             name,
             prompt,
             one.output_tokens,
-            slo_of(job.application, one),
+            slo_of(job.application, one, lost=not self._on_course[number]),
             sent_s,
             sent_s + self.hardware.frontend_s,
             self.acceptance.get(job.application, 0.0),
@@ -246,6 +262,7 @@ class Simulation:
         job = self.jobs[number]
         result, text = replica.take(name)
         self._begun[number].append(result)
+        self._on_course[number] &= round_kept(job.rounds[place], result)
         if result.finished and place + 1 < len(job.rounds):
             self._texts[number] = text
             end_s = result.token_times_s[-1]
@@ -283,10 +300,11 @@ def simulate(
     if not jobs:
         raise SimulationError("jobs: there are none to simulate")
     longest = max(jobs, key=lambda job: job.tokens)
-    if longest.tokens > min(hardware.max_model_len, hardware.kv_tokens):
+    room = hardware.kv_tokens // hardware.block_size * hardware.block_size
+    if longest.tokens > min(hardware.max_model_len, room):
         raise SimulationError(
             f"job {longest.job_id}: its {longest.tokens} tokens do not fit max_model_len "
-            f"({hardware.max_model_len}) and kv_tokens ({hardware.kv_tokens}) of {hardware.name}"
+            f"({hardware.max_model_len}) and kv_tokens ({room}) of {hardware.name}"
         )
     began_s = time.perf_counter()
     simulation = Simulation(jobs, system, hardware, conditions, watch)

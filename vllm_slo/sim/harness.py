@@ -3,8 +3,9 @@
 
 Time passes in a step: the scheduler's own (a given or the measured one), then the batch's. With
 drafts (``speculative_config`` among the engine's arguments) a request keeps each drafted token with
-its own probability, as long as it kept those before: Acc(sl) = (1 - a^sl) / (1 - a) of them
-(SLOs-Serve, appendix D).
+its own probability a, as long as it kept those before. With the verifier's own token a step of k
+drafts yields (1 - a^(k+1)) / (1 - a) tokens on average: SLOs-Serve's Acc(sl) (section 3.2.3), where
+sl = k + 1 tokens are verified.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 from vllm_slo.core.step_time import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
 from vllm_slo.sim.cluster import Conditions, Offer, Replica
+from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
 from vllm_slo.sim.jobs import RoundResult
@@ -68,7 +69,7 @@ def build_engine(
     """Engine ``number`` of a run. ``options`` go to the scheduler class."""
     light, real = SCHEDULERS[system.policy]
     if conditions.exact and real is None:
-        raise ValueError(f"{system.name}: only the light twin knows this policy")
+        raise SimulationError(f"exact: {system.name} runs on the light twin alone; leave it off")
     engine_args: dict[str, Any] = {}
     if system.policy == "priority":
         engine_args["scheduling_policy"] = "priority"
@@ -94,7 +95,7 @@ def build_engine(
         believed=hardware.step_time,
         margin=1.0 if conditions.known else DEFAULT_MARGIN,
         slo_config={"classes": {name: {} for name in applications}},
-        overhead=system.overhead_s,
+        overhead=system.overhead_s if conditions.overhead else None,
         seed=conditions.seed,
         options=options,
         **engine_args,
@@ -182,9 +183,11 @@ class Disaggregated:
     engine with the fewest requests.
     """
 
-    def __init__(self, prefill: list[VirtualEngine], decode: list[VirtualEngine]) -> None:
-        self._prefill = [Colocated(engine, 0) for engine in prefill]
-        self._decode = [Colocated(engine, 0) for engine in decode]
+    def __init__(
+        self, prefill: list[VirtualEngine], decode: list[VirtualEngine], number: int
+    ) -> None:
+        self._prefill = [Colocated(engine, number) for engine in prefill]
+        self._decode = [Colocated(engine, number) for engine in decode]
         self._load = [0 for _ in prefill]
         self._home: dict[str, int] = {}
         self._offers: dict[str, Offer] = {}
@@ -286,7 +289,7 @@ def build_replicas(
             decode = [
                 engine(first + system.prefill + n, received_kv=True) for n in range(system.decode)
             ]
-            replicas.append(Disaggregated(prefill, decode))
+            replicas.append(Disaggregated(prefill, decode, replica))
         else:
             replicas.append(
                 Colocated(engine(first), replica, priorities=system.policy == "priority")

