@@ -8,12 +8,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # cuda or cpu: which build of vLLM is installed.
 ACCELERATOR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTEST_ARGS ?=
+SIMULATE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP = $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: help setup test lint demo clean install-cpu install-cuda
+.PHONY: help setup test lint demo simulate clean install-cpu install-cuda
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -31,6 +32,9 @@ lint: setup ## ruff and mypy
 
 demo: setup ## stock vLLM and vllm-slo on the same arrivals, with the built-in models
 	$(BIN)/vllm-slo demo
+
+simulate: setup ## the tables of benchmarks/results/capacity.md, under an hour; SIMULATE_ARGS=--quick
+	$(BIN)/python benchmarks/capacity.py $(SIMULATE_ARGS)
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

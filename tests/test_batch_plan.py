@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_slo.core.batch_plan import (
     SMALLEST_CHUNK,
+    Pressure,
     RecentObjectives,
     StepLimits,
     decode_limit_s,
@@ -663,6 +664,32 @@ def test_a_lone_best_effort_prefill_leaves_the_engine_responsive() -> None:
     assert plan_step(0.0, [], [], others, SIX_A_UNIT, limits).tokens == {"b": SMALLEST_CHUNK}
 
 
+def test_prompts_of_best_effort_stand_back_and_answers_go_on() -> None:
+    others = [BestEffortView("answers", 0.0, 1, True, 7), BestEffortView("b", 0.0, 9, False)]
+    decodes = [on_schedule("d", 0.0)]
+    for prompt_s, granted in ((INFINITY, 4), (0.5, 1), (0.0, 0)):
+        limits = StepLimits(1000, best_effort_prompt_s=prompt_s)
+        plan = plan_step(0.0, decodes, [], others, SIX_A_UNIT, limits)
+        assert plan.tokens == {"d": 1, "answers": 1, "b": granted}
+    kept = StepLimits(1000, best_effort_tokens=2, best_effort_prompt_s=0.0)
+    assert plan_step(0.0, decodes, [], others, SIX_A_UNIT, kept).tokens["b"] == 1
+    alone = plan_step(0.0, [], [], others[1:], SIX_A_UNIT, limits)
+    assert alone.tokens == {"b": 9}  # an empty step is nobody else's
+
+
+def test_a_deadline_is_met_by_a_step_without_the_decodes_that_can_wait() -> None:
+    """Reading the KV of both decodes would take the step beyond the deadline."""
+    model = StepTimeModel(((0.0, 0.0, 0.0), (0.01, 0.0, 0.0)), kv_s=0.001, max_tokens=1000)
+    decodes = [
+        DecodeView("now", 1.0, 10.0, 10, 1.0, context_tokens=100),
+        DecodeView("later", 3.0, 12.0, 10, 1.0, context_tokens=400),
+    ]
+    prompt = PrefillView("p", 0.5, 30, 1.0)
+    plan = plan_step(0.0, decodes, [prompt], [], model, WIDE)
+    assert plan.tokens == {"now": 1, "later": 0, "p": 30}
+    assert plan.predicted_s <= 0.5
+
+
 def test_without_objectives_nothing_limits_the_step() -> None:
     decodes = [DecodeView("d", INFINITY, INFINITY, 1, INFINITY)]
     prefills = [PrefillView("p", INFINITY, 500, INFINITY)]
@@ -670,6 +697,24 @@ def test_without_objectives_nothing_limits_the_step() -> None:
     plan = plan_step(0.0, decodes, prefills, others, SIX_A_UNIT, WIDE)
     assert plan.limit_s == INFINITY
     assert plan.tokens == {"d": 1, "p": 500, "b": 499}
+
+
+# --- how hard promises press ---------------------------------------------------------------------
+
+
+def test_pressure_is_forgotten() -> None:
+    pressure = Pressure(10.0)
+    assert not pressure.on_time(0.0)
+    assert pressure.blocks(0.0) == 0.0
+    pressure.refused(100.0)
+    assert pressure.on_time(100.0)
+    assert pressure.on_time(109.9)
+    assert not pressure.on_time(110.0)
+    pressure.short_of(64, 100.0)
+    assert pressure.blocks(100.0) == 64.0
+    assert pressure.blocks(120.0) == 16.0
+    pressure.short_of(8, 120.0)
+    assert pressure.blocks(130.0) == 12.0
 
 
 # --- how long best effort alone may take ---------------------------------------------------------

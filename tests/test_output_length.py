@@ -109,3 +109,49 @@ def test_a_prediction_is_possible(
 def test_a_higher_quantile_never_predicts_less(values: list[int], quantile: float) -> None:
     low, high = (seen(values, quantile=q).predict("chat", 99).tokens for q in (quantile, 0.99))
     assert low <= high
+
+
+# --- memory to set aside -------------------------------------------------------------------------
+
+
+def hold(predictor: OutputLengthPredictor, generated: int = 0, declared: int | None = None) -> int:
+    return predictor.expected_hold("chat", 100, 1000, declared, generated)
+
+
+def test_a_class_that_always_ends_alike_is_set_aside_whole() -> None:
+    assert hold(seen([50] * 16)) == 150
+    assert hold(seen([50] * 16), generated=20) == 150
+
+
+def test_what_few_reach_is_not_set_aside_for_all() -> None:
+    """Half end at 10, half at 200: (100 + 10) of all, or (100 + 200) of half."""
+    assert hold(seen([10] * 8 + [200] * 8)) == 150
+    assert hold(seen([10] * 8 + [200] * 8), generated=10) == 300
+
+
+def test_without_knowledge_only_the_next_token_is_set_aside() -> None:
+    assert hold(OutputLengthPredictor()) == 101
+    assert hold(seen([5] * 7), generated=3) == 104
+    assert hold(seen([5] * 20), generated=5) == 106
+
+
+def test_a_declared_length_is_taken_at_its_word() -> None:
+    assert hold(seen([5] * 20), declared=300) == 400
+    assert hold(seen([5] * 20), declared=3000) == 1100
+    assert hold(seen([50] * 20), generated=40, declared=40) == 150
+
+
+@given(lengths, st.integers(0, 70))
+def test_what_is_set_aside_is_what_survivors_hold_on_average(
+    values: list[int], generated: int
+) -> None:
+    got = hold(seen(values), generated)
+    survivors = sorted(v for v in values if v > generated)
+    if len(values) < 8 or not survivors:
+        assert got == 101 + generated
+        return
+    curve = [(100 + n) * sum(v >= n for v in survivors) / len(survivors) for n in set(survivors)]
+    # Eight points of the curve are looked at, not all; none of them lies above it.
+    assert 101 + generated <= got <= max(*curve, 101 + generated)
+    if len(survivors) <= OutputLengthPredictor.PARTS:
+        assert got == max(int(max(curve)), 101 + generated)

@@ -57,6 +57,10 @@ def run(capsys, *words):
         (["--rate", "1", "--replicas", "0"], "--replicas"),
         (["--rate", "1", "--bias", "0"], "--bias"),
         (["--rate", "1", "--noise", "2"], "--noise"),
+        (["--rate", "1", "--drafts", "-1"], "--drafts"),
+        (["--rate", "1", "--overhead", "heavy"], "--overhead"),
+        (["--rate", "1", "--acceptance", "2"], "--acceptance"),
+        (["--rate", "1", "--acceptance", "coder=0.5"], "--acceptance: 'coder' is no application"),
         (["--rate", "1", "--warmup", "1"], "--warmup"),
         (["--rate", "1", "--processes", "0"], "--processes"),
         (["--rate", "1", "--attainment", "1.5"], "--attainment"),
@@ -158,7 +162,7 @@ def test_families_are_tuned_and_labelled(faked, capsys):
     words = ["--find-capacity", "--systems", "families", "--precision", "0.5"]
     status, out, _ = run(capsys, "simulate", *words, *QUICK)
     assert status == 0
-    assert "shed + EDF [shed-edf-8192]" in out
+    assert "shed + EDF [shed-edf-" in out
     assert "vLLM fcfs 2048 [fcfs-2048]" in out
 
 

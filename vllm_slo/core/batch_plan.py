@@ -37,14 +37,15 @@ class StepLimits:
         best_effort_step_s: longest step that best effort alone may cause, so that a request that
             arrives in its midst can still be promised something.
         seats: waiting requests that may start in this step.
-        best_effort_prompts: whether prompts of best effort may have more than the tokens kept.
+        best_effort_prompt_s: longest step that prompts of best effort may cause beyond the tokens
+            kept for them; 0 while they stand back (see ``Pressure``).
     """
 
     max_step_tokens: int
     best_effort_tokens: int = 0
     best_effort_step_s: float = INFINITY
     seats: int = 1 << 30
-    best_effort_prompts: bool = True
+    best_effort_prompt_s: float = INFINITY
 
 
 def decode_limit_s(start_s: float, decode: DecodeView, shortest_s: float) -> float:
@@ -330,7 +331,8 @@ class _Batch:
         if request.decoding:
             fits = self.fits_decode(longest if least > 0 else limit, wanted, context)
             return wanted if fits else 0
-        give = min(self.room(limit, context), wanted) if self.limits.best_effort_prompts else 0
+        limit = min(limit, self.limits.best_effort_prompt_s)
+        give = min(self.room(limit, context), wanted)
         if give < min(least, wanted):
             give = max(give, min(self.room(longest, context), least, wanted))
         return give

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from vllm_slo.sim.systems import System
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo import SLO
 
+Overhead = Literal["modelled", "measured", "none"]
 Watch = Callable[[JobResult], bool]
 
 
@@ -43,8 +44,9 @@ class Conditions:
         hops: replicas that are asked for a promise before a request settles for best effort.
         drafts: tokens drafted for each decoding request in a step; needs ``exact``.
         acceptance: application -> probability that a drafted token is accepted.
-        overhead: charge what scheduling takes on top of the step times. False where those include
-            it, as measured ones do.
+        overhead: what scheduling is charged on top of a step: ``modelled``, what it was measured to
+            take on the real objects (nothing where the step times hold it already); ``measured``,
+            what it takes here and now, which needs ``exact`` and is not repeatable; ``none``.
     """
 
     replicas: int = 1
@@ -55,7 +57,7 @@ class Conditions:
     hops: int = 1 << 30
     drafts: int = 0
     acceptance: Mapping[str, float] = field(default_factory=dict)
-    overhead: bool = True
+    overhead: Overhead = "modelled"
 
     def __post_init__(self) -> None:
         for name, low in (("replicas", 1), ("hops", 1), ("seed", 0), ("drafts", 0)):
@@ -66,6 +68,12 @@ class Conditions:
             raise SimulationError(f"bias: must be a positive factor, not {self.bias}")
         if not 0.0 <= self.noise <= 1.0:
             raise SimulationError(f"noise: must lie between 0 and 1, not {self.noise}")
+        if self.overhead not in get_args(Overhead):
+            raise SimulationError(
+                f"overhead: must be one of {', '.join(get_args(Overhead))}, not {self.overhead!r}"
+            )
+        if self.overhead == "measured" and not self.exact:
+            raise SimulationError("overhead: to be measured it needs exact, too")
         if self.drafts and not self.exact:
             raise SimulationError("drafts: the light twin has none; ask for exact too")
         for name, share in self.acceptance.items():

@@ -49,6 +49,7 @@ class Hardware:
         max_model_len: the most tokens of one request, prompt and answer.
         frontend_s: seconds before the engine sees a request; part of every TTFT.
         sources: field -> where its number comes from.
+        scheduled: whether the step times hold what scheduling takes, as measured ones do.
 
     Raises:
         SimulationError: a field is out of range; names it.
@@ -63,6 +64,7 @@ class Hardware:
     max_model_len: int = 32_768
     frontend_s: float = 0.0
     sources: dict[str, str] = field(default_factory=dict, hash=False)
+    scheduled: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -196,7 +198,9 @@ def _measured(path: Path, options: dict[str, Any]) -> Hardware:
     for name in defaults:
         sources.setdefault(name, "assumed: the profile does not say")
     sources |= dict.fromkeys(options, "given by the caller")
-    hardware = Hardware(step_time=report.model, sources=sources, **(defaults | options))
+    hardware = Hardware(
+        step_time=report.model, scheduled=True, sources=sources, **(defaults | options)
+    )
     return _checked(hardware, str(path))
 
 
@@ -260,7 +264,7 @@ def _from_yaml(path: Path) -> Hardware:
             )
     step = profile.step_time
     low, high = ((line[0], line[1], line[2]) for line in step.terms)
-    values = {f.name: getattr(profile, f.name) for f in fields(Hardware)}
+    values = {name: getattr(profile, name) for name in _Profile.model_fields}
     values["step_time"] = StepTimeModel((low, high), step.kv_s, step.max_tokens, step.pair_s)
     try:
         return Hardware(**values)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from vllm_slo.sim.capacity import (
     Case,
@@ -26,7 +26,7 @@ from vllm_slo.sim.capacity import (
     quiet,
     sweep,
 )
-from vllm_slo.sim.cluster import Conditions
+from vllm_slo.sim.cluster import Conditions, Overhead
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import built_in, load_hardware
 from vllm_slo.sim.measure import counted
@@ -109,10 +109,41 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         help="true step time over the one the scheduler believes (default: 1.0)")  # fmt: skip
     add("--noise", default="0.0",
         help="relative standard deviation of a step's time (default: 0.0)")  # fmt: skip
+    add(
+        "--drafts",
+        default="0",
+        metavar="N",
+        help="tokens drafted for each decoding request in a step; implies --exact (default: 0)",
+    )
+    add("--acceptance", default="0.7", metavar="A|APPLICATION=A,...",
+        help="probability that the next drafted token is accepted, for all or by application "
+        "(default: 0.7)")  # fmt: skip
+    add(
+        "--overhead",
+        default="modelled",
+        help="what scheduling is charged on top of a step: modelled (as measured on the real "
+        "objects), measured (here and now; implies --exact, not repeatable) or none "
+        "(default: modelled)",
+    )
     add("--exact", action="store_true",
         help="vLLM's whole scheduler object instead of the light twin: the same steps, "
         "slower")  # fmt: skip
     add("--processes", help="simulations side by side (default: one per core)")
+
+
+def acceptance(text: str, scenarios: Sequence[str]) -> dict[str, float]:
+    """``--acceptance``: one share for every application of ``scenarios``, or name=share pairs."""
+    known = sorted({one.name for name in scenarios for one in SCENARIOS[name].applications})
+    found = {}
+    for part in text.split(","):
+        name, given, share = part.rpartition("=")
+        if given and name not in known:
+            raise SimulationError(
+                f"--acceptance: {name!r} is no application here; known: {', '.join(known)}"
+            )
+        value = number("--acceptance", share, 0, 1)
+        found.update({name: value} if given else dict.fromkeys(known, value))
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,13 +198,17 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
                  for word in listed("--scenario", args.scenario)]  # fmt: skip
     if args.arrivals is not None:
         one_of("--arrivals", args.arrivals, ARRIVALS)
+    drafts = whole("--drafts", args.drafts, 0)
     setting = Setting(
         scenario=names[0],
         hardware=hardware,
         conditions=Conditions(
             bias=number("--bias", args.bias, 0, above=True),
             noise=number("--noise", args.noise, 0, 1),
-            exact=args.exact,
+            exact=args.exact or drafts > 0 or args.overhead == "measured",
+            drafts=drafts,
+            overhead=one_of("--overhead", args.overhead, get_args(Overhead)),  # type: ignore[arg-type]
+            acceptance=acceptance(args.acceptance, names),
         ),
         jobs=whole("--jobs", args.jobs, 1),
         warmup=number("--warmup", args.warmup, 0, 0.95),

@@ -7,10 +7,10 @@ import functools
 import heapq
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_slo.core.step_time import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
@@ -88,18 +88,29 @@ def build_engine(
         EngineShape(
             hardware.kv_tokens // hardware.block_size + 1,
             hardware.block_size,
-            hardware.max_num_seqs,
+            min(hardware.max_num_seqs, system.token_budget),  # as vLLM demands
             system.token_budget,
             hardware.max_model_len,
         ),
         believed=hardware.step_time,
         margin=1.0 if conditions.known else DEFAULT_MARGIN,
         slo_config={"classes": {name: {} for name in applications}},
-        overhead=system.overhead_s if conditions.overhead else None,
+        overhead=_overhead(system, hardware, conditions),
         seed=conditions.seed,
         options=options,
         **engine_args,
     )
+
+
+def _overhead(
+    system: System, hardware: Hardware, conditions: Conditions
+) -> Callable[[int], float] | Literal["measured"] | None:
+    """What scheduling a step is charged on top of its time."""
+    if conditions.overhead == "measured":
+        return "measured"
+    if conditions.overhead == "none" or hardware.scheduled:
+        return None
+    return system.overhead_s
 
 
 class Colocated:
