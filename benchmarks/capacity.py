@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common import RESULTS, markdown, write_result
 
@@ -243,9 +245,6 @@ def run(plan: Plan, workers: Workers, progress: Progress, *, quick: bool) -> Non
         progress.phase("replicas"),
     )
     table = targets(settings, poisson, stock, found, noisy, scaled, scaled_names)
-    if quick:
-        sys.stdout.write(table + "\n")
-        return
     pictured = {
         key: sweep(
             [cases[key]],
@@ -267,7 +266,11 @@ def run(plan: Plan, workers: Workers, progress: Progress, *, quick: bool) -> Non
             capacities=one)
         for (name, count), one in scaled.items()
     ]  # fmt: skip
-    pictures = write_pictures(Report(tuple(rows), tuple(plan.seeds), "make simulate"), RESULTS, 0.9)
+    folder = Path(tempfile.mkdtemp()) if quick else RESULTS
+    pictures = write_pictures(Report(tuple(rows), tuple(plan.seeds), "make simulate"), folder, 0.9)
+    if quick:
+        sys.stdout.write(f"{table}\n\n{measures(three, pictured)}\n")
+        return
     minutes = (time.monotonic() - progress.began_s) / 60
     write_result(
         "capacity",
@@ -412,7 +415,7 @@ def measures(three, pictured) -> str:  # noqa: ANN001
         rows.append(
             [name, family, f"{s.attainment:.0%}", f"{s.smallest:.0%}",
              f"{s.token_attainment:.0%}", "-" if late is None else f"{late:.1f} s",
-             f"{s.promised_missed} of {s.promised}", s.unfinished]
+             "-" if s.promised is None else f"{s.promised_missed} of {s.promised}", s.unfinished]
         )  # fmt: skip
     return markdown(
         ["scenario", "system", "attained", "least application", "of tokens",

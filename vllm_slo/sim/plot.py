@@ -143,14 +143,15 @@ def _name(row: Row) -> str:
 
 def draw_attainment(report: Report, target: float) -> Figure | None:
     """Attainment against rate, one panel per scenario (figure 9); None without two rates."""
-    groups = [g for g in report.groups() if all(len(row.points) > 1 for row in g)]
+    curves = [[row for row in group if len(row.points) > 1] for group in report.groups()]
+    groups = [group for group in curves if group]
     if not groups:
         return None
     figure, axes = _panels(len(groups), 3.4)
     looks = _looks(list(dict.fromkeys(_family(row) for group in groups for row in group)))
     for one, group in zip(axes, groups, strict=True):
         _draw_curves(one, group, looks, target)
-    hardware = report.rows[0].setting.hardware.name
+    hardware = ", ".join(dict.fromkeys(g[0].setting.hardware.name for g in groups))
     shaded = len(report.seeds) > 1 and any(len(group) <= _SHADED for group in groups)
     shade = "; shaded: lowest to highest window" if shaded else ""
     figure.suptitle(
@@ -197,8 +198,10 @@ def _draw_load(axes: Axes, group: Sequence[Row], looks: dict[str, Any]) -> None:
 def draw_load(report: Report) -> Figure | None:
     """Requests in the system over time, first window, highest rate (figure 11); None without."""
     groups = [
-        g for g in report.groups() if any(point.load for row in g for point in row.points)
-    ]  # fmt: skip
+        [row for row in group if row.points]
+        for group in report.groups()
+        if any(point.load for row in group for point in row.points)
+    ]
     if not groups:
         return None
     figure, axes = _panels(len(groups), 3.4, 7.5 if len(groups) == 1 else 4.8)
