@@ -257,7 +257,7 @@ def run(plan: Plan, workers: Workers, progress: Progress, *, quick: bool) -> Non
         for key in three
     }
     rows = [
-        Row(f"{key[1]} ({cases[key].system.name})", cases[key].setting, cases[key].system,
+        Row(key[1], cases[key].setting, cases[key].system,
             points=tuple(points), capacities=found[key])
         for key, points in pictured.items()
     ]  # fmt: skip
