@@ -172,7 +172,10 @@ def test_the_result_does_not_depend_on_the_number_of_processes(capsys):
     words = ["simulate", "--rate", "3", "--systems", "fcfs-2048", "--jobs", "20", "--windows", "2",
              "--noise", "0.1"]  # fmt: skip
     outs = [run(capsys, *words, "--processes", n)[1] for n in ("1", "2")]
-    assert outs[0] == outs[1]
+    # Where this process is the first to import vLLM, its logger talks to the captured stream.
+    tables = [[line for line in out.splitlines() if "WARNING" not in line] for out in outs]
+    assert tables[0] == tables[1]
+    assert any("fcfs-2048" in line for line in tables[0])
     assert "fcfs-2048" in outs[0]
 
 
