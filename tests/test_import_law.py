@@ -23,10 +23,17 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.errors": set(),
     "vllm_slo.core": {"vllm_slo.errors"},
     "vllm_slo.slo": {"vllm_slo.core.types", "vllm_slo.errors"},
-    "vllm_slo.config": {"vllm_slo.core.types", "vllm_slo.errors", "vllm_slo.slo"},
+    "vllm_slo.config": {
+        "vllm_slo.core.types",
+        "vllm_slo.errors",
+        "vllm_slo.slo",
+        "vllm_slo.yaml_nodes",
+    },
+    "vllm_slo.yaml_nodes": set(),
+    "vllm_slo.house_style": set(),
     "vllm_slo.profiles": {"vllm_slo.core", "vllm_slo.errors"},
     "vllm_slo.tiny": {"vllm_slo.errors"},
-    "vllm_slo.bench": POLICY | {"vllm_slo.profiles", "vllm_slo.tiny"},
+    "vllm_slo.bench": POLICY | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.tiny"},
     "vllm_slo.engine": POLICY | {"vllm_slo.profiles", "vllm_slo.tiny"},
     "vllm_slo.engine.cpu_alias": set(),
     "vllm_slo.router": POLICY,
@@ -37,6 +44,8 @@ LOCAL_LAW: dict[str, set[str]] = {
         "vllm_slo.engine.recording",
         "vllm_slo.bench.errors",
         "vllm_slo.bench.traces",
+        "vllm_slo.house_style",
+        "vllm_slo.yaml_nodes",
     },
     "vllm_slo.cli": {"vllm_slo"},
 }
@@ -65,6 +74,8 @@ CLOSED: dict[str, set[str]] = {
     "vllm_slo.slo": {"pydantic", "yaml"},
     "vllm_slo.config": {"pydantic", "yaml"},
     "vllm_slo.profiles": {"numpy"},
+    "vllm_slo.yaml_nodes": {"yaml"},
+    "vllm_slo.house_style": {"rich"},
     "vllm_slo.engine.cpu_alias": set(),
 }
 

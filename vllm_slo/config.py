@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, OnUnattainable, Tier
+from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 
 __all__ = ["CONFIG_KEY", "ClassConfig", "SLOConfig"]
 
@@ -201,7 +202,7 @@ class SLOConfig(BaseModel):
             raise ConfigError(f"{line}: broken YAML: {problem}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{origin}: broken YAML: {error}") from error
-        _refuse_duplicates(node, origin)
+        refuse_duplicates(node, origin, ConfigError)
         return cls._from_data({} if data is None else data, origin, node)
 
     @classmethod
@@ -249,35 +250,5 @@ def _describe(error: ValidationError, origin: str, node: yaml.Node | None) -> st
         loc = loc or tuple(message.split(":", 1)[0].split("."))
     else:
         message = f"{key}: {first['msg']}"
-    line = _line_of(node, loc)
+    line = line_of(node, loc)
     return f"{origin}:{line}: {message}" if line else f"{origin}: {message}"
-
-
-def _line_of(node: yaml.Node | None, loc: tuple[str, ...]) -> int | None:
-    """Line, from 1, of the deepest key of `loc` that the YAML tree holds; None without a tree."""
-    line = None
-    for part in loc:
-        if not isinstance(node, yaml.MappingNode):
-            break
-        found = [(k, v) for k, v in node.value if getattr(k, "value", None) == part]
-        if not found:
-            break
-        line, node = found[0][0].start_mark.line + 1, found[0][1]
-    return line
-
-
-def _refuse_duplicates(node: yaml.Node | None, origin: str, depth: int = 4) -> None:
-    """Raise ConfigError when a mapping holds a key twice: YAML would keep the last one silently.
-
-    `depth` covers every mapping that a valid file can hold and bounds aliases that form a cycle.
-    """
-    if not isinstance(node, yaml.MappingNode) or depth == 0:
-        return
-    seen: set[str] = set()
-    for key, value in node.value:
-        name = str(key.value)
-        if name in seen:
-            line = key.start_mark.line + 1
-            raise ConfigError(f"{origin}:{line}: {name}: the key is there twice; keep one")
-        seen.add(name)
-        _refuse_duplicates(value, origin, depth - 1)

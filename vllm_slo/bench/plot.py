@@ -17,38 +17,15 @@ import numpy as np
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.report import TOTAL, BenchReport, in_flight
 from vllm_slo.core.attainment import Attainment, RequestRecord, measure
+from vllm_slo.house_style import INK, MUTED, PICTURE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-_INK: Final = "#1b1f24"
-_PAPER: Final = "#ffffff"
-_MUTED: Final = "#6e7781"
 # Okabe-Ito: told apart with every common colour blindness, and by lightness in greyscale.
 _SERVERS: Final = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 _GOOD: Final = "#e7f5ec"
-
-_STYLE: Final[Any] = {
-    "figure.facecolor": _PAPER,
-    "axes.facecolor": _PAPER,
-    "savefig.facecolor": _PAPER,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _MUTED,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#d8dee4",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "font.size": 10.5,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
 
 
 def _colour(i: int) -> str:
@@ -74,7 +51,7 @@ def _bars(
         at = [x + (i - (len(rows) - 1) / 2) * width for x in range(len(names))]
         bars = axes.bar(at, heights, width * 0.92, color=_colour(i), label=server)
         labels = [format(h, form) for h in heights]
-        axes.bar_label(bars, labels, fontsize=8.5, padding=2, color=_INK)
+        axes.bar_label(bars, labels, fontsize=8.5, padding=2, color=INK)
     axes.set_xticks(range(len(names)), names)
     axes.grid(visible=False, axis="x")
     axes.margins(y=0.16)
@@ -143,7 +120,7 @@ def _draw_cdf(axes: Axes, report: BenchReport, slo_class: str, which: str) -> bo
     axes.minorticks_off()
     axes.set_ylim(0, 104)
     axes.axvspan(0, 1, color=_GOOD, zorder=0)
-    axes.axvline(1, color=_INK, linewidth=1.0, linestyle="--")
+    axes.axvline(1, color=INK, linewidth=1.0, linestyle="--")
     axes.set_title(f"{slo_class}: {which}, asked {_objective(report, slo_class, which)}")
     axes.set_xlabel(f"{which} / objective")
     return True
@@ -177,9 +154,9 @@ def _draw_load(axes: Axes, report: BenchReport) -> None:
     bins = np.linspace(0, report.workload.duration_s, 41)
     counts_per_bin, _ = np.histogram(arrivals, bins)
     rate = counts_per_bin / (bins[1] - bins[0])
-    rate_axes.fill_between(bins[:-1], rate, step="post", color=_MUTED, alpha=0.22, linewidth=0)
+    rate_axes.fill_between(bins[:-1], rate, step="post", color=MUTED, alpha=0.22, linewidth=0)
     rate_axes.set_ylim(0, max(1.0, float(rate.max())) * 2.2)
-    rate_axes.set_ylabel("arrivals (requests/s)", color=_MUTED)
+    rate_axes.set_ylabel("arrivals (requests/s)", color=MUTED)
     rate_axes.spines["right"].set_visible(False)
     rate_axes.grid(visible=False)
     rate_axes.set_zorder(axes.get_zorder() - 1)
@@ -237,7 +214,7 @@ def draw(report: BenchReport) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BenchError("--out-png", "needs matplotlib: install vllm-slo[bench]") from error
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(PICTURE):
         classes = _asking_classes(report)
         heights = (4.0, max(0.4, 3.3 * len(_asked_measures(report))), 3.2)
         width = max(11.0, 3.7 * len(classes))

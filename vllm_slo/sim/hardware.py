@@ -21,6 +21,7 @@ from vllm_slo import profiles
 from vllm_slo.core.step_time import DEFAULT_MAX_TOKENS, StepTimeModel, chunk_pairs
 from vllm_slo.errors import ProfileError
 from vllm_slo.sim.errors import SimulationError
+from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 
 __all__ = ["CHUNK_TOKENS", "FRONTEND_S", "Hardware", "built_in", "load_hardware"]
 
@@ -257,7 +258,7 @@ def _from_yaml(path: Path) -> Hardware:
         raise SimulationError(_describe(error, path, node)) from error
     for key in profile.sources:
         if key.split(".")[0] not in _Profile.model_fields:
-            line = _line_of(node, ("sources", key))
+            line = line_of(node, ("sources", key))
             raise SimulationError(
                 f"{path}:{line}: sources.{key}: no such field; "
                 f"{_near(key, list(_Profile.model_fields))}"
@@ -288,7 +289,7 @@ def _parse(path: Path) -> tuple[yaml.Node | None, Any]:
         raise SimulationError(f"{line}: broken YAML: {problem}") from error
     except (ValueError, RecursionError) as error:
         raise SimulationError(f"{path}: broken YAML: {error}") from error
-    _refuse_duplicates(node, path)
+    refuse_duplicates(node, path, SimulationError)
     return node, data
 
 
@@ -310,36 +311,5 @@ def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str
         message = f"{key}: {first['ctx']['error']}"
     else:
         message = f"{key}: {first['msg']}"
-    line = _line_of(node, loc)
+    line = line_of(node, loc)
     return f"{path}:{line}: {message}" if line else f"{path}: {message}"
-
-
-def _line_of(node: yaml.Node | None, loc: tuple[int | str, ...]) -> int | None:
-    """Line, from 1, of the deepest part of ``loc`` that the YAML tree holds."""
-    line = None
-    for part in loc:
-        if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line + 1
-            continue
-        if not isinstance(node, yaml.MappingNode):
-            break
-        found = [(k, v) for k, v in node.value if getattr(k, "value", None) == part]
-        if not found:
-            break
-        line, node = found[0][0].start_mark.line + 1, found[0][1]
-    return line
-
-
-def _refuse_duplicates(node: yaml.Node | None, path: Path, depth: int = 3) -> None:
-    """Raise where a mapping holds a key twice: YAML would keep the last one silently."""
-    if not isinstance(node, yaml.MappingNode) or depth == 0:
-        return
-    seen: set[str] = set()
-    for key, value in node.value:
-        name = str(key.value)
-        if name in seen:
-            line = key.start_mark.line + 1
-            raise SimulationError(f"{path}:{line}: {name}: the key is there twice; keep one")
-        seen.add(name)
-        _refuse_duplicates(value, path, depth - 1)

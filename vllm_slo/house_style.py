@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tables and pictures look, and what a result says of the software it came from.
+
+rich and matplotlib (extra ``bench``) are loaded when they are needed.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+INK: Final = "#1b1f24"
+PAPER: Final = "#ffffff"
+MUTED: Final = "#6e7781"
+
+PICTURE: Final[Any] = {
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#d8dee4",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "font.size": 10.5,
+    "axes.titlesize": 11.5,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+"""For ``matplotlib.rc_context``. A background of its own reads the same on dark pages."""
+
+
+def table(title: str) -> Table:
+    """An empty rich table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A time as a cell; "-" where there is none."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Versions of Python and of ``packages``; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
