@@ -704,12 +704,12 @@ def test_without_objectives_nothing_limits_the_step() -> None:
 
 def test_pressure_is_forgotten() -> None:
     pressure = Pressure(10.0)
-    assert not pressure.on_time(0.0)
+    assert pressure.prompt_step_s(0.0, 1.0, promises=True) == INFINITY
     assert pressure.blocks(0.0) == 0.0
     pressure.refused(100.0)
-    assert pressure.on_time(100.0)
-    assert pressure.on_time(109.9)
-    assert not pressure.on_time(110.0)
+    for now, beside, alone in ((100.0, 0.0, 1.5), (109.9, 0.0, 1.5), (110.0, INFINITY, INFINITY)):
+        assert pressure.prompt_step_s(now, 1.0, promises=True) == beside
+        assert pressure.prompt_step_s(now, 1.0, promises=False) == alone
     pressure.short_of(64, 100.0)
     assert pressure.blocks(100.0) == 64.0
     assert pressure.blocks(120.0) == 16.0

@@ -410,9 +410,12 @@ class Pressure:
         self._blocks = self.blocks(now_s) + blocks
         self._noted_s = now_s
 
-    def on_time(self, now_s: float) -> bool:
-        """Whether prompts of best effort would take time that promises lack."""
-        return now_s - self._refused_s < self._hold_s
+    def prompt_step_s(self, now_s: float, shortest_s: float, *, promises: bool) -> float:
+        """Longest step that prompts of best effort may cause: after a refusal none beside live
+        ``promises``, and what is nearly free (``shortest_s``: a step of one token) without."""
+        if now_s - self._refused_s >= self._hold_s:
+            return INFINITY
+        return 0.0 if promises else 1.5 * shortest_s
 
     def blocks(self, now_s: float) -> float:
         """KV blocks that best effort is to leave free when it starts a request."""

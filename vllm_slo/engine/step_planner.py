@@ -173,20 +173,12 @@ class StepPlanner:
         pressure, now_s = self.steering.pressure, self.steering.now_s
         if preempt:
             pressure.short_of(sum(self._held(r) for r in preempt), now_s)
-        spare = free_blocks - (pressure.blocks(now_s) if self._promises else 0.0)
+        spare = free_blocks - (pressure.blocks(now_s) if self._promises() else 0.0)
         aged = next((r for r in others if self._aged(r)), None)
         return [r for r in others if self._finds_memory(r, free_blocks if r is aged else spare)]
 
-    @property
     def _promises(self) -> bool:
         return bool(self.decodes or self.prefills)
-
-    def _prompt_s(self) -> float:
-        """Longest step for prompts of best effort; under pressure none beside promises, and what
-        is nearly free where there are none."""
-        if not self.steering.pressure.on_time(self.steering.now_s):
-            return INFINITY
-        return 0.0 if self._promises else 1.5 * self.model.predict_s(1)
 
     def _aged(self, request: Request) -> bool:
         waited_s = self.steering.now_s - self.steering.since_served_s(request)
@@ -211,7 +203,9 @@ class StepPlanner:
             max_step_tokens=steering.max_step_tokens,
             best_effort_tokens=int(share * self._fullest_step()),
             best_effort_step_s=steering.responsive_step_s(self.model),
-            best_effort_prompt_s=self._prompt_s(),
+            best_effort_prompt_s=steering.pressure.prompt_step_s(
+                steering.now_s, self.model.predict_s(1), promises=self._promises()
+            ),
             seats=scheduler.max_num_active_reqs
             - running
             - self.resuming
