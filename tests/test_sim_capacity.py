@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -443,3 +447,25 @@ def test_a_real_window():
     assert point.summary.promised_missed == 0
     assert point.summary.attainment > 0.9
     assert max(window.load.promised) > 0
+
+
+def test_workers_leave_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, time\n"
+        "from vllm_slo.sim.capacity import Workers\n"
+        "if __name__ == '__main__':\n"
+        "    with Workers(2) as workers:\n"
+        "        pids = {workers.pool().submit(os.getpid).result() for _ in range(2)}\n"
+        "        print(*pids, flush=True)\n"
+        "        time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+    deadline_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -15,12 +15,14 @@ import logging
 import math
 import multiprocessing
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -501,7 +503,15 @@ Progress = Callable[[int, int], None]
 """Called with (tasks done, tasks in all)."""
 
 
+def _leave_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
 def _start_worker() -> None:
+    # A parent that is killed cannot tell its workers.
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     # One task per process: threads of their own would only stand in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     quiet()
