@@ -115,15 +115,17 @@ class SLOConfig(BaseModel):
         gt=0.0,
         le=86_400.0,
         allow_inf_nan=False,
-        description="Seconds after which a best-effort request is served first within its share. "
-        "Too low: arrival order within the share is lost; too high: long waits.",
+        description="Seconds after which a best-effort request is served first within its share; "
+        "half of it is how long its prompts stand back after a promise was refused for want of "
+        "time. Too low: promises are fewer under overload; too high: long waits.",
     )
     output_length_quantile: float = Field(
         default=0.9,
         ge=0.05,
         le=0.999,
-        description="Quantile of a class's observed output lengths used as prediction, 0.05 to "
-        "0.999. Too low: memory runs short and best effort is preempted; too high: few promises.",
+        description="Quantile of a class's observed output lengths by which the KV that an answer "
+        "reads is priced, 0.05 to 0.999. Too low: decode steps take longer than planned; too high: "
+        "few promises. Memory is set aside by the whole distribution.",
     )
     tpot_window_tokens: int = Field(
         default=10,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that one would patch into vLLM, as mix-ins over its scheduler (or the light twin).
+"""Policies that one would patch into vLLM, here over its light twin.
 
 Each is what an operator could write in an afternoon; that is what makes them worth beating.
 """

@@ -7,7 +7,7 @@ workers, events), and the KV-cache manager is asked only where its answer is not
 decode step that stays within its block and completes none changes nothing there. A test holds the
 twin to the real scheduler, step for step.
 
-Beside ``harness`` the one file of ``sim`` that imports vLLM.
+With ``harness`` and ``baselines`` one of the three files of ``sim`` that import vLLM.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Step:
 
 
 class LightScheduler(AsyncScheduler):
-    """vLLM's scheduler, step by step and without overlap, at a fifth of its cost.
+    """vLLM's scheduler, step by step and without overlap, at a fraction of its cost.
 
     Args:
         received_kv: requests bring the KV of their prompts along (the decoding side of
