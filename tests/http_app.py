@@ -26,7 +26,14 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 Reply = Callable[[dict[str, Any]], Any]
 
 
-REPORT = {"tier": "guaranteed", "promised": True, "ttft_ms": 9.5, "tpot_ms": 4.0, "attained": True}
+REPORT = {
+    "tier": "guaranteed",
+    "promised": True,
+    "reason": None,
+    "ttft_ms": 9.5,
+    "tpot_ms": 4.0,
+    "attained": True,
+}
 
 
 class Server:

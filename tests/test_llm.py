@@ -116,7 +116,7 @@ def test_one_slo_for_all(llm: LLM) -> None:
     for output in outputs:
         report = report_of(output)
         assert report is not None
-        assert set(report) == {"tier", "promised", "ttft_ms", "tpot_ms", "attained"}
+        assert set(report) == {"tier", "promised", "reason", "ttft_ms", "tpot_ms", "attained"}
         assert report["tier"] == "guaranteed"
         assert report["ttft_ms"] > 0
         assert report["tpot_ms"] > 0

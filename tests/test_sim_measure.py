@@ -123,10 +123,12 @@ def test_a_job_needs_every_round():
 
 def test_a_job_measured():
     rounds = [one_round(prompt=7), one_round()]
-    got = [steady(3, 0.05, promised=True), steady(3, 0.2, sent_s=3.0, promised=False)]
+    refused = steady(3, 0.2, sent_s=3.0, promised=False, reason="memory")
+    got = [steady(3, 0.05, promised=True, reason="seats"), refused]
     m = measure_job(result(rounds, got, arrival_s=0.0))
     assert (m.tokens, m.output_tokens, m.attained, m.finished) == (23, 6, False, True)
-    assert (m.promised, m.broken) == (True, False)
+    assert (m.promised, m.broken, m.reason) == (True, False, "memory")
+    assert summarise([m, m], 1.0).reasons == {"memory": 2}
     assert m.latency_s == pytest.approx(3.9)
     assert m.ttfts_s == pytest.approx((0.5, 0.5))
     assert m.tpots_s == pytest.approx((0.05, 0.2))

@@ -145,6 +145,7 @@ def test_the_report_is_in_milliseconds() -> None:
     assert one.report(one.attained()) == {
         "tier": "best_effort",
         "promised": False,
+        "reason": None,
         "ttft_ms": 1250.0,
         "tpot_ms": 500.0,
         "attained": True,

@@ -125,7 +125,8 @@ class LLM(vllm.LLM):
 
 
 def report_of(output: RequestOutput) -> dict[str, Any] | None:
-    """What became of a finished prompt's SLO: tier, promised, TTFT and TPOT in ms, attained."""
+    """What became of a finished prompt's SLO: tier, promised or the reason why
+    not at first, TTFT and TPOT in ms, attained."""
     carrier = output.kv_transfer_params or {}
     report = carrier.get(REPORT_KEY)
     return dict(report) if report is not None else None

@@ -339,6 +339,7 @@ class Steering:
             first = not tracked.planned
             tracked.planned = True
             if first:
+                tracked.reason = reason
                 self._note_refusal(tracked, reason)
             if tracked.slo.on_unattainable == "decline" and tracked.first_token_s is None:
                 if tracked.request.num_computed_tokens == 0 or first:

@@ -34,6 +34,7 @@ class Tracked:
         promised: whether its objectives are guaranteed now.
         was_promised: whether they ever were.
         planned: whether a dynamic program has ruled on it yet.
+        reason: what stood in the way of a promise when it was first ruled on, or None.
         first_token_s: when its first token came out, or None.
         cached_tokens: prompt tokens found in the prefix cache when last asked; they count until
             it starts.
@@ -46,6 +47,7 @@ class Tracked:
         "first_token_s",
         "planned",
         "promised",
+        "reason",
         "request",
         "slo",
         "slo_class",
@@ -65,6 +67,7 @@ class Tracked:
         self.promised = False
         self.was_promised = False
         self.planned = False
+        self.reason: str | None = None
         self.cached_tokens = 0
         self.first_token_s: float | None = None
         self.window = window
@@ -120,6 +123,7 @@ class Tracked:
         return {
             "tier": "guaranteed" if self.was_promised else "best_effort",
             "promised": self.was_promised,
+            "reason": self.reason,
             "ttft_ms": None if first is None else round((first - self.arrival_s) * 1e3, 3),
             "tpot_ms": None if worst_s is None else round(worst_s * 1e3, 3),
             "attained": attained,

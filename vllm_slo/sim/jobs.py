@@ -72,6 +72,7 @@ class RoundResult:
         finished: whether the whole answer came.
         promised: whether the scheduler promised its objectives; None where it promises nothing.
         replica: who served it.
+        reason: what stood in the way of a promise when it was first asked for, or None.
     """
 
     sent_s: float
@@ -79,6 +80,7 @@ class RoundResult:
     finished: bool
     promised: bool | None = None
     replica: int = 0
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

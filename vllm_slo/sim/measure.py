@@ -9,6 +9,7 @@ the first token counts once; a stage without a gap cannot miss. Times are second
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -37,6 +38,7 @@ class JobMeasure:
         finished: whether every round came in full.
         promised: whether any round was promised; None where the system promises nothing.
         broken: whether a round that was promised missed its objectives.
+        reason: what stood in the way of a promise for the first round that missed, or None.
         latency_s: arrival to last token, tools included; None where unfinished.
         ttfts_s: per round that got a first token.
         tpots_s: worst window per stage that has a gap.
@@ -49,6 +51,7 @@ class JobMeasure:
     finished: bool
     promised: bool | None
     broken: bool
+    reason: str | None
     latency_s: float | None
     ttfts_s: tuple[float, ...]
     tpots_s: tuple[float, ...]
@@ -113,6 +116,7 @@ def measure_job(result: JobResult) -> JobMeasure:
         broken=any(
             got.promised is True and not ok for (_, got), ok in zip(pairs, kept, strict=True)
         ),
+        reason=next((got.reason for (_, got), ok in zip(pairs, kept, strict=True) if not ok), None),
         latency_s=pairs[-1][1].token_times_s[-1] - job.arrival_s if finished else None,
         ttfts_s=tuple(got.token_times_s[0] - got.sent_s for _, got in pairs if got.token_times_s),
         tpots_s=tuple(tpot for tpot in tpots if tpot is not None),
@@ -152,6 +156,7 @@ class Summary:
         missed_latency_p99_s: arrival to last token of jobs that finished and missed; None without.
         promised: jobs with a promised round; None where the system promises nothing.
         promised_missed: jobs in which a promised round missed.
+        reasons: how many missed by what stood in the way of a promise, most frequent first.
         unfinished: jobs that did not end; only systems that drop requests have them.
         goodput_jobs_per_s: attaining jobs over ``window_s``.
         goodput_tokens_per_s: answer tokens of attaining jobs over ``window_s``.
@@ -168,6 +173,7 @@ class Summary:
     missed_latency_p99_s: float | None
     promised: int | None
     promised_missed: int
+    reasons: dict[str, int]
     unfinished: int
     goodput_jobs_per_s: float
     goodput_tokens_per_s: float
@@ -216,6 +222,7 @@ def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
         missed_latency_p99_s=_percentile(late, 99),
         promised=sum(promises) if promises else None,
         promised_missed=sum(m.broken for m in measures),
+        reasons=dict(Counter(m.reason for m in measures if m.reason is not None).most_common()),
         unfinished=sum(not m.finished for m in measures),
         goodput_jobs_per_s=len(good) / window_s,
         goodput_tokens_per_s=sum(m.output_tokens for m in good) / window_s,

@@ -180,9 +180,14 @@ class Colocated:
         seen = self.engine.forget(name)
         prompt = self._prompts.pop(name)
         finished = seen.finish_reason == "stop"
-        promised = seen.report["promised"] if seen.report else None
+        report = seen.report or {}
         result = RoundResult(
-            seen.arrival_s, tuple(seen.token_times_s), finished, promised, self.number
+            seen.arrival_s,
+            tuple(seen.token_times_s),
+            finished,
+            report.get("promised"),
+            self.number,
+            report.get("reason"),
         )
         return result, [*prompt, *answer_text(len(seen.token_times_s))] if finished else []
 
