@@ -22,6 +22,7 @@ from vllm_slo.core.batch_plan import (
     decode_limit_s,
     plan_step,
     preemptions,
+    rank_best_effort,
 )
 from vllm_slo.core.step_time import StepTimeModel, chunk_pairs
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
@@ -715,6 +716,44 @@ def test_pressure_is_forgotten() -> None:
     assert pressure.blocks(120.0) == 16.0
     pressure.short_of(8, 120.0)
     assert pressure.blocks(130.0) == 12.0
+
+
+def waiting(name: str, since_s: float, needed_blocks: int, *, decoding: bool = False):
+    return BestEffortView(name, since_s, 10, decoding, 0, needed_blocks)
+
+
+def test_best_effort_is_served_by_age_then_what_has_begun_then_as_given() -> None:
+    requests = [
+        waiting("new", 90.0, 4),
+        waiting("begun", 95.0, 0, decoding=True),
+        waiting("just", 70.0, 4),
+        waiting("aged", 69.9, 4),
+        waiting("begun and aged", 10.0, 0, decoding=True),
+    ]
+    ranked = rank_best_effort(requests, 100.0, 30.0)
+    assert [r.request_id for r in ranked] == ["begun and aged", "aged", "begun", "new", "just"]
+
+
+def test_best_effort_leaves_the_memory_that_promises_were_short_of() -> None:
+    pressure = Pressure(10.0)
+    pressure.short_of(64, 100.0)
+    ranked = [
+        waiting("running", 99.0, 0),
+        waiting("small", 99.0, 36),
+        waiting("large", 99.0, 37),
+        waiting("aged", 60.0, 100),
+        waiting("aged, too", 60.0, 100),
+    ]
+
+    def welcome(free: int, now_s: float = 100.0, *, promises: bool = True) -> list[str]:
+        found = pressure.welcome(ranked, free, now_s, ageing_s=30.0, promises=promises)
+        return [r.request_id for r in found]
+
+    assert welcome(100) == ["running", "small", "aged"]
+    assert welcome(99) == ["running"]  # 35 are left, and not even the aged one fits
+    assert welcome(100, promises=False) == [r.request_id for r in ranked]
+    assert welcome(100, 110.0) == ["running", "small", "large", "aged"]
+    assert welcome(10) == ["running"]
 
 
 # --- how long best effort alone may take ---------------------------------------------------------

@@ -227,7 +227,7 @@ def test_speculated_tokens_are_part_of_a_decode_step() -> None:
 def test_a_waiting_request_wants_its_prompt() -> None:
     waiting = {"num_computed_tokens": 0, "num_tokens": 15, "status": RequestStatus.WAITING}
     view = views.best_effort_view(request(**waiting), 7.0)
-    assert view == ("r", 7.0, 15, False, 0)
+    assert view == ("r", 7.0, 15, False, 0, 0)
     assert views.prefill_view(tracked(**waiting)) == ("r", 102.0, 15, 1.0, 0)
 
 

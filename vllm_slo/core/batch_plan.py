@@ -16,7 +16,7 @@ lends its slack, and one that fell behind spreads the catching up over the rest 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_slo.core.step_time import StepTimeModel, chunk_pairs
@@ -420,6 +420,35 @@ class Pressure:
     def blocks(self, now_s: float) -> float:
         """KV blocks that best effort is to leave free when it starts a request."""
         return float(self._blocks * 0.5 ** (max(now_s - self._noted_s, 0.0) / self._hold_s))
+
+    def welcome(
+        self,
+        ranked: Sequence[BestEffortView],
+        free_blocks: int,
+        now_s: float,
+        *,
+        ageing_s: float,
+        promises: bool,
+    ) -> list[BestEffortView]:
+        """Best effort for which there is memory: what live ``promises`` leave of it, or, for the
+        first of those that have waited longer than ``ageing_s``, what there is. Tokens planned for
+        one that cannot start would be taken from those who hold the memory it waits for."""
+        spare = free_blocks - (self.blocks(now_s) if promises else 0.0)
+        aged = next((r for r in ranked if now_s - r.waiting_since_s > ageing_s), None)
+        return [
+            request
+            for request in ranked
+            if not request.needed_blocks
+            or request.needed_blocks <= (free_blocks if request is aged else spare)
+        ]
+
+
+def rank_best_effort(
+    requests: Iterable[BestEffortView], now_s: float, ageing_s: float
+) -> list[BestEffortView]:
+    """Serving order: who has waited longer than ``ageing_s`` first, then answers that have begun,
+    then as given."""
+    return sorted(requests, key=lambda r: (now_s - r.waiting_since_s <= ageing_s, not r.decoding))
 
 
 def preemptions(

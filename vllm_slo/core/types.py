@@ -98,7 +98,7 @@ class PrefillView(NamedTuple):
 
 
 class BestEffortView(NamedTuple):
-    """A request without a promise, in the order in which it is to be served.
+    """A request without a promise.
 
     Attributes:
         request_id: its id.
@@ -106,6 +106,7 @@ class BestEffortView(NamedTuple):
         remaining_tokens: tokens it could use in this step (1 when it decodes).
         decoding: whether those tokens are a decode step, which cannot be split.
         context_tokens: KV length it attends to.
+        needed_blocks: KV blocks that it must find free to start; 0 where it holds its own.
     """
 
     request_id: str
@@ -113,6 +114,7 @@ class BestEffortView(NamedTuple):
     remaining_tokens: int
     decoding: bool
     context_tokens: int = 0
+    needed_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core import batch_plan
 from vllm_slo.core.step_time import StepTimeModel
-from vllm_slo.core.types import INFINITY, StepPlan
+from vllm_slo.core.types import INFINITY, BestEffortView, StepPlan
 from vllm_slo.engine import views
 from vllm_slo.engine.views import Tracked
 
@@ -78,16 +78,19 @@ class StepPlanner:
             return None
         self.prefills += waiting_promised
         self.prefills.sort(key=_by_deadline)
-        others = self._rank(self.others + waiting_others)
         preempt = self._preemptions(waiting_promised)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        free += sum(self._held(r) for r in preempt)
-        others = self._welcome([r for r in others if r not in preempt], preempt, free)
-        self.prefills = [t for t in self.prefills if self._finds_memory(t.request, free)]
+        if preempt:
+            freed = sum(self._held(r) for r in preempt)
+            self.steering.pressure.short_of(freed, self.steering.now_s)
+            free += freed
+        out = set(preempt)
+        others = self._welcome([r for r in self.others + waiting_others if r not in out], free)
+        self.prefills = [t for t in self.prefills if self._needed_blocks(t.request) <= free]
         plan = self._plan(others, preempt)
-        for request in others:
-            if plan.tokens.get(request.request_id):
-                self.steering.served(request.request_id)
+        for view in others:
+            if plan.tokens.get(view.request_id):
+                self.steering.served(view.request_id)
         return self._build(plan, preempt, waiting_promised, waiting_others)
 
     def _sort_waiting(self) -> tuple[list[Tracked], list[Request]]:
@@ -124,15 +127,6 @@ class StepPlanner:
         config, lora = self.scheduler.lora_config, views.lora_id(request)
         return config is None or lora == 0 or lora in loaded or len(loaded - {0}) < config.max_loras
 
-    def _rank(self, others: list[Request]) -> list[Request]:
-        """Best effort in serving order: aged first, then decoding, then by place in line."""
-
-        def key(request: Request) -> tuple[bool, bool]:
-            running = request.status == RequestStatus.RUNNING
-            return (not self._aged(request), not (running and views.is_decoding(request)))
-
-        return sorted(others, key=key)
-
     def _preemptions(self, starting: list[Tracked]) -> list[Request]:
         """Best-effort requests that must give up memory or seats to promises, latest first."""
         if not self.others:
@@ -165,37 +159,36 @@ class StepPlanner:
             by_id[name] for name in names if scheduler._request_blocks_can_be_freed(by_id[name])
         ]
 
-    def _welcome(
-        self, others: list[Request], preempt: list[Request], free_blocks: int
-    ) -> list[Request]:
-        """Best effort for which there is memory: what promises leave of it, or, for the first of
-        those that have waited too long, what there is."""
-        pressure, now_s = self.steering.pressure, self.steering.now_s
-        if preempt:
-            pressure.short_of(sum(self._held(r) for r in preempt), now_s)
-        spare = free_blocks - (pressure.blocks(now_s) if self._promises() else 0.0)
-        aged = next((r for r in others if self._aged(r)), None)
-        return [r for r in others if self._finds_memory(r, free_blocks if r is aged else spare)]
+    def _welcome(self, others: list[Request], free_blocks: int) -> list[BestEffortView]:
+        """Best effort in serving order, without those for whom there is no memory."""
+        steering = self.steering
+        now_s, ageing_s = steering.now_s, steering.config.ageing_s
+        found = (
+            views.best_effort_view(r, steering.since_served_s(r), self._needed_blocks(r))
+            for r in others
+        )
+        return steering.pressure.welcome(
+            batch_plan.rank_best_effort(found, now_s, ageing_s),
+            free_blocks,
+            now_s,
+            ageing_s=ageing_s,
+            promises=self._promises(),
+        )
 
     def _promises(self) -> bool:
         return bool(self.decodes or self.prefills)
 
-    def _aged(self, request: Request) -> bool:
-        waited_s = self.steering.now_s - self.steering.since_served_s(request)
-        return waited_s > self.steering.config.ageing_s
-
-    def _finds_memory(self, request: Request, free_blocks: float) -> bool:
-        """Whether vLLM could start a waiting request; tokens planned for one that cannot start
-        would be taken from those who hold the memory it waits for."""
+    def _needed_blocks(self, request: Request) -> int:
+        """KV blocks without which vLLM could not start a request; 0 where it holds its own."""
         if request.status == RequestStatus.RUNNING or views.holds_kv(request):
-            return True
-        return self.steering.blocks_for(request.num_tokens) <= free_blocks
+            return 0
+        return self.steering.blocks_for(request.num_tokens)
 
     def _held(self, request: Request) -> int:
         ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return sum(len(group) for group in ids)
 
-    def _plan(self, others: list[Request], preempt: list[Request]) -> StepPlan:
+    def _plan(self, others: list[BestEffortView], preempt: list[Request]) -> StepPlan:
         steering, scheduler = self.steering, self.scheduler
         share = steering.kept_share()
         running = len(scheduler.running) - len(preempt)
@@ -215,7 +208,7 @@ class StepPlanner:
             self.start_s,
             [views.decode_view(t, self.start_s, steering.steps.strength) for t in self.decodes],
             [views.prefill_view(t) for t in self.prefills],
-            [views.best_effort_view(r, steering.since_served_s(r)) for r in others],
+            others,
             self.model,
             limits,
             may_start=lambda view: steering.may_start(view, self.start_s, self.model),

@@ -215,13 +215,18 @@ def prefill_view(tracked: Tracked) -> PrefillView:
     )
 
 
-def best_effort_view(request: Request, since_s: float) -> BestEffortView:
-    """A request without a promise."""
+def best_effort_view(request: Request, since_s: float, needed_blocks: int = 0) -> BestEffortView:
+    """A request without a promise that was last served at ``since_s``."""
     decoding = request.status == RequestStatus.RUNNING and is_decoding(request)
     speculated = request.num_tokens_with_spec - request.num_tokens
     tokens = 1 + speculated if decoding else tokens_to_next_sample(request)
     return BestEffortView(
-        request.request_id, since_s, max(tokens, 1), decoding, request.num_computed_tokens
+        request.request_id,
+        since_s,
+        max(tokens, 1),
+        decoding,
+        request.num_computed_tokens,
+        needed_blocks,
     )
 
 
