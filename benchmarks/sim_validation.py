@@ -598,7 +598,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.set_title(f"{name}: {what}", loc="left", fontsize=11)
         line[0].set_ylabel("requests (%)")
         line[1].legend(loc="lower right", frameon=False, fontsize=9)
-    panels[-1][0].set_xlabel("TTFT (ms, log scale)")
+    panels[-1][0].set_xlabel("TTFT (ms, from 1 s on in s; log scale)")
     panels[-1][1].set_xlabel("TPOT, each request's worst 10 tokens (ms, log scale)")
     figure.suptitle(
         "The same requests on the real engine and in the simulator", fontsize=12, x=0.01, ha="left"
@@ -632,7 +632,9 @@ def _draw_cdfs(axes: Axes, rows: Sequence[Row], what: str) -> None:
         axes.step(np.sort(values), shares, where="post", label=row.kind, **look)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,g}"))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda ms, _: f"{ms:g}" if ms < 1e3 else f"{ms / 1e3:g} s")
+    )
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#d8dee4", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -305,3 +305,18 @@ def test_help_has_units(capsys):
             cli.main([command, "--help"])
         text = " ".join(capsys.readouterr().out.split())
         assert "jobs/s" in text and "tokens" in text
+
+
+def test_the_scaling_picture_leaves_out_what_has_one_size(faked):
+    pytest.importorskip("matplotlib")
+    words = ["--find-capacity", "--replicas", "1,2", "--systems", "fcfs-1000,fcfs-4000"]
+    report = report_of(words)
+    assert {row.label for row in report.rows} == {"fcfs-1000", "fcfs-4000"}
+    kept = [row for row in report.rows if row.label == "fcfs-1000" or row.replicas == 1]
+    figure = draw_scaling(Report(tuple(kept), report.seeds, "command"))
+    [axes] = [one for one in figure.axes if one.get_visible()]
+    assert axes.get_legend_handles_labels()[1] == ["fcfs-1000"]
+    line = axes.lines[0]
+    found = [row.capacities[0].rate * row.replicas for row in kept if row.label == "fcfs-1000"]
+    assert line.get_xdata().tolist() == [1, 2]
+    assert line.get_ydata().tolist() == pytest.approx(found)

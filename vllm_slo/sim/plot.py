@@ -224,9 +224,19 @@ def _draw_scaling(axes: Axes, rows: Sequence[Row], looks: dict[str, Any]) -> Non
 
 
 def draw_scaling(report: Report) -> Figure | None:
-    """Capacity against GPUs, one panel per scenario (figure 13); None without two sizes."""
-    rows = [row for row in report.rows if row.capacities]
-    if len({row.replicas for row in rows}) < 2:
+    """Capacity against GPUs, one panel per scenario (figure 13), of the systems that were measured
+    at two sizes or more; None without any."""
+    sizes: dict[tuple[str, str], set[int]] = {}
+    for row in report.rows:
+        if row.capacities:
+            sizes.setdefault((row.setting.scenario, _family(row)), set()).add(row.replicas)
+    scaled = {key for key, found in sizes.items() if len(found) > 1}
+    rows = [
+        row
+        for row in report.rows
+        if row.capacities and (row.setting.scenario, _family(row)) in scaled
+    ]
+    if not rows:
         return None
     scenarios = list(dict.fromkeys(row.setting.scenario for row in rows))
     figure, axes = _panels(len(scenarios), 3.4)
