@@ -21,6 +21,7 @@ from pathlib import Path
 
 from common import RESULTS, markdown, write_result
 
+from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.capacity import (
     TUNING_SEEDS,
     Capacity,
@@ -385,8 +386,8 @@ have (TTFT of every round, worst window of 10 tokens of every stage), by bisecti
 seeds {seeds}; the first fifth of each window warms up. The schedulers are vLLM 0.32's own objects
 (light twin) and ours over them, under a virtual clock; nobody is told output lengths. Baselines
 were given their best setting on other seeds. Step times are roofline models of data sheets
-(vllm_slo/sim/profiles_data), not measurements: it is the ratios that are to be read. Took
-{minutes:.0f} minutes.
+(vllm_slo/sim/profiles_data), not measurements: it is the ratios that are to be read. Arrivals:
+{arrivals}, rescaled. Took {minutes:.0f} minutes.
 
 Ratios are geometric means over the windows, compared pairwise: their intervals are narrower than
 those of the capacities, which differ between windows of a bursty trace by a factor of ten. What
@@ -413,7 +414,11 @@ def main() -> None:
     pictures = study.draw(RESULTS)
     write_result(
         "capacity",
-        INTRODUCTION.format(seeds=", ".join(map(str, plan.seeds)), minutes=study.minutes),
+        INTRODUCTION.format(
+            seeds=", ".join(map(str, plan.seeds)),
+            arrivals=" and ".join(read_trace(kind).source for kind in ("azure-code", "azure-conv")),
+            minutes=study.minutes,
+        ),
         study.targets(),
         note="\n\n".join(
             [
