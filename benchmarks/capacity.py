@@ -390,7 +390,9 @@ were given their best setting on other seeds. Step times are roofline models of 
 {arrivals}, rescaled. Took {minutes:.0f} minutes.
 
 Ratios are geometric means over the windows, compared pairwise: their intervals are narrower than
-those of the capacities, which differ between windows of a bursty trace by a factor of ten. What
+those of the capacities, which differ between windows of a bursty trace by a factor of ten. In
+toolllm a client whose job has missed an objective asks for nothing more in its later rounds, and says
+so (tier `best_effort`; SLOs-Serve, section 4.1): ours can use that, stock vLLM has no such word. What
 stood in the way is what the scheduler gives as its reason when it refuses a promise: `prefill`, the
 prompt could not be done by its deadline beside what is promised; `memory`, no KV blocks; `decode`,
 no time for its tokens; `expired`, the deadline had passed before the next step."""

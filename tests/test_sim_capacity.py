@@ -420,8 +420,8 @@ def test_a_search_starts_somewhere_sensible(scenario):
     assert 0.001 < start_rate(replace(SETTING, scenario=scenario)) < 1000
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_the_smallest_number_that_keeps(true, most):
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(-1, 45))
+def test_the_smallest_number_that_keeps(true, most, guess):
     tried = Counter()
 
     def keeps(n):
@@ -429,8 +429,10 @@ def test_the_smallest_number_that_keeps(true, most):
         assert 1 <= n <= most
         return n >= true
 
-    assert smallest(keeps, most) == (true if true <= most else None)
+    assert smallest(keeps, most, guess) == (true if true <= most else None)
     assert max(tried.values()) == 1
+    if guess == true <= most:
+        assert set(tried) <= {true - 1, true}
     assert len(tried) <= 2 * math.log2(most) + 2
 
 

@@ -44,20 +44,28 @@ from vllm_slo.sim.systems import System, parse_system
 SCHEMA: Final = "vllm-slo-plan/1"
 
 
-def smallest(keeps: Callable[[int], bool], most: int) -> int | None:
-    """Smallest n in 1..``most`` that keeps, by doubling, then bisection; None if none does.
+def smallest(keeps: Callable[[int], bool], most: int, guess: int = 1) -> int | None:
+    """Smallest n in 1..``most`` that keeps; None if none does.
 
-    ``keeps`` should be false up to some n and true from there on; each n is tried once.
+    From ``guess`` in steps that double, then by bisection, so that what is far from the answer is
+    rarely tried. ``keeps`` should be false up to some n and true from there on; each n is tried
+    once.
     """
-    low, high = 0, 1
-    while not keeps(high):
-        if high == most:
-            return None
-        low, high = high, min(2 * high, most)
+    low, high = 0, most + 1  # the largest known to miss, the smallest known to keep
+    place, stride = min(max(guess, 1), most), 1
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if keeps(middle) else (middle, high)
-    return high
+        if keeps(place):
+            high = place
+        else:
+            low = place
+        if low == 0:
+            place = max(high - stride, 1)
+        elif high > most:
+            place = min(low + stride, most)
+        else:
+            place = (low + high) // 2
+        stride *= 2
+    return high if high <= most else None
 
 
 def window_keeps(case: Case, rate: float, seed: int, question: Question) -> bool:
@@ -220,12 +228,13 @@ def make_plan(
         nonlocal tried
         tried += 1
         if progress is not None:
-            progress(tried, 2 * math.ceil(math.log2(max_replicas)) + 1)
+            progress(tried, 2 * math.ceil(math.log2(max_replicas)) + 2)
         one = case(replicas)
         tasks = [(one, rate / one.gpus, seed, question) for seed in seeds]
         return all(run_tasks(window_keeps, tasks, processes))
 
-    found = smallest(keeps, max_replicas)
+    least = math.ceil(rate / need.limit(hardware) / system.engines)
+    found = smallest(keeps, max_replicas, least)
     shown = sorted({found or max_replicas, (found or max_replicas) - 1} - {0})
     tasks = [(case(n), rate / case(n).gpus, seed) for n in shown for seed in seeds]
     windows = iter(run_tasks(measure_window, tasks, processes))
