@@ -391,8 +391,8 @@ were given their best setting on other seeds. Step times are roofline models of 
 
 Ratios are geometric means over the windows, compared pairwise: their intervals are narrower than
 those of the capacities, which differ between windows of a bursty trace by a factor of ten. In
-toolllm a client whose job has missed an objective asks for nothing more in its later rounds, and says
-so (tier `best_effort`; SLOs-Serve, section 4.1): ours can use that, stock vLLM has no such word. What
+toolllm a client whose job has missed an objective asks for none in its later rounds (tier
+`best_effort`; SLOs-Serve, section 4.1), which ours can use; the baselines do not look at it. What
 stood in the way is what the scheduler gives as its reason when it refuses a promise: `prefill`, the
 prompt could not be done by its deadline beside what is promised; `memory`, no KV blocks; `decode`,
 no time for its tokens; `expired`, the deadline had passed before the next step."""
