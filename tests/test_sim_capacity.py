@@ -33,7 +33,6 @@ from vllm_slo.sim.capacity import (
     best_of,
     best_of_family,
     find_capacities,
-    find_capacity,
     find_threshold,
     mean_interval,
     measure_window,
@@ -52,6 +51,15 @@ from vllm_slo.sim.systems import parse_system
 STEP = StepTimeModel(((0.0, 0.0, 0.006), (3e-5, 0.0, 0.002)), 1e-8, pair_s=1e-11)
 HARDWARE = Hardware("toy", 1, STEP, 300_000, frontend_s=0.01)
 OURS, FCFS = parse_system("vllm-slo"), parse_system("fcfs-2048")
+
+
+def find_capacity(attainment_at, target, *, windows, start, **search):
+    """Capacity of anything that has an attainment at (rate, window)."""
+
+    def threshold(window):
+        return find_threshold(lambda rate: attainment_at(rate, window) >= target, start, **search)
+
+    return Capacity.of(Question(target), map(threshold, windows))
 
 
 # --- one window ----------------------------------------------------------------------------------

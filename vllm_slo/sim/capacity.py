@@ -303,27 +303,6 @@ def ratio(one: Capacity, base: Capacity) -> tuple[float, float, float] | None:
     return math.exp(mean), math.exp(mean - (half or 0.0)), math.exp(mean + (half or 0.0))
 
 
-def find_capacity(
-    attainment_at: Callable[[float, int], float],
-    target: float,
-    *,
-    windows: Sequence[int],
-    start: float,
-    precision: float = DEFAULT_PRECISION,
-    octaves: int = OCTAVES,
-) -> Capacity:
-    """Capacity of anything that has an attainment at (rate in jobs/s per GPU, window)."""
-    question = Question(target)
-
-    def threshold(window: int) -> Threshold:
-        def keeps(rate: float) -> bool:
-            return attainment_at(rate, window) >= target - _EPSILON
-
-        return find_threshold(keeps, start, precision=precision, octaves=octaves)
-
-    return Capacity.of(question, map(threshold, windows))
-
-
 # --- simulated windows ----------------------------------------------------------------------------
 
 
