@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from vllm_slo.engine.http import MAX_BODY_BYTES, SLOMiddleware
+from vllm_slo.engine.http import SLOMiddleware
+from vllm_slo.http_slo import MAX_BODY_BYTES
 from vllm_slo.slo import HEADER_FIELDS
 
 

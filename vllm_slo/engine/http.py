@@ -13,23 +13,21 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
 from vllm_slo.errors import ConfigError, InvalidSLOError
-from vllm_slo.slo import HEADER_FIELDS, SLO, STREAM_KEY, has_slo_key, is_slo_key, resolve_slo
+from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
+from vllm_slo.slo import STREAM_KEY, is_slo_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Policy", "SLOMiddleware", "plan_request"]
+__all__ = ["SLOMiddleware", "plan_request"]
 
 logger = logging.getLogger("vllm_slo.http")
 
-ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
-MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 MAX_RESPONSE_BYTES: Final = 64 * 1024 * 1024
 _BODY_MARKS: Final = (b'"slo', b"service_tier", b"prefill_ddl")
 _DISCONNECT: Final = {"type": "http.disconnect"}
@@ -89,28 +87,6 @@ class SLOMiddleware:
         return plan_request(body, scope["headers"], self._policy, self._clock())
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The part of `SLOConfig` that requests are read with.
-
-    Attributes:
-        classes: configured classes by name.
-        service_tiers: service tier -> class name.
-        default: SLO of the requests that carry none; None when no default class is configured.
-    """
-
-    classes: Mapping[str, SLO]
-    service_tiers: Mapping[str, str | None]
-    default: SLO | None
-
-    @classmethod
-    def from_config(cls, config: SLOConfig) -> Policy:
-        """The policy of a checked configuration."""
-        classes = config.slo_classes()
-        default = classes[config.default_class] if config.default_class else None
-        return cls(classes, config.service_tiers, default)
-
-
 def _is_generation(scope: Scope) -> bool:
     """Whether this is a JSON POST to one of `ROUTES` that is not too large to look into."""
     if scope["type"] != "http" or scope["method"] != "POST":
@@ -144,7 +120,7 @@ def plan_request(
         InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
     """
     fallback = None if policy.default is None else Asked(policy.default, None)
-    headers = _slo_headers(raw_headers)
+    headers = slo_headers(raw_headers)
     if not headers and not any(mark in body for mark in _BODY_MARKS):
         return body, fallback
     try:
@@ -153,25 +129,16 @@ def plan_request(
         return body, None  # the application has its own answer to malformed JSON
     if not isinstance(request, dict):
         return body, None
-    xargs, tier = request.get("vllm_xargs"), request.get("service_tier")
-    in_xargs = isinstance(xargs, Mapping) and has_slo_key(xargs)
-    if not (headers or "slo" in request or in_xargs or tier is not None):
+    carriers = carriers_of(request, headers)
+    if carriers.empty:
         return body, fallback
-    slo = resolve_slo(
-        body_slo=request.get("slo"),
-        xargs=xargs,
-        headers=headers,
-        service_tier=tier,
-        classes=policy.classes,
-        service_tiers=policy.service_tiers,
-        arrival_s=arrival_s,
-    )
-    asked = Asked(policy.default if slo is None else slo, tier)
+    slo = carriers.resolve(policy, arrival_s)
+    asked = Asked(policy.default if slo is None else slo, carriers.service_tier)
     flat = {} if slo is None else slo.to_extra_args(resolved=True)
     # A Responses request has `input`, and its stream ends with the whole response.
     if request.get("stream") and "input" not in request:
         flat[STREAM_KEY] = 1
-    elif slo is None and "slo" not in request and not in_xargs:
+    elif slo is None and not carriers.in_body and not carriers.in_xargs:
         return body, asked
     return _with_xargs(request, flat), asked
 
@@ -185,18 +152,6 @@ def _with_xargs(request: dict[str, Any], flat: Mapping[str, Any]) -> bytes:
         return json.dumps(changed, separators=(",", ":")).encode()
     except RecursionError:
         raise InvalidSLOError("body", "the JSON is nested too deeply", "send flat JSON") from None
-
-
-def _slo_headers(raw_headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The SLO headers; values of a header that was sent twice are joined unless they agree."""
-    found: dict[str, str] = {}
-    for raw_name, raw_value in raw_headers:
-        name = raw_name.decode("latin-1").lower()
-        if name in HEADER_FIELDS:
-            value = raw_value.decode("latin-1").strip()
-            before = found.setdefault(name, value)
-            found[name] = value if before == value else f"{before}, {value}"
-    return found
 
 
 class _Exchange:
