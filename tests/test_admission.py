@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_slo.core.admission import (
     Capacity,
+    Outlook,
     can_start_early,
     plan_admission,
     work_tokens,
@@ -57,7 +58,7 @@ class Oracle:
         context: int,
     ) -> None:
         self.new, self.committed, self.decoding = new, committed, decoding
-        self.model, self.capacity = model, capacity
+        self.model, self.capacity, self.context = model, capacity, context
         self.weight = self._weights(context)
 
     def _weights(self, context: int) -> dict[float, float]:
@@ -280,7 +281,9 @@ def test_more_capacity_never_loses_value(seed: int, factor: float) -> None:
         oracle.model.kv_s,
         oracle.model.max_tokens,
     )
-    if all(budget >= 0 for budget in oracle.budgets(())):
+    # Where promises are behind already, new ones are judged by whether they make it worse.
+    behind = Oracle(new, committed, oracle.decoding, slower, oracle.capacity, oracle.context)
+    if all(budget >= 0 for budget in (*oracle.budgets(()), *behind.budgets(()))):
         assert value(slower) <= value(oracle.model) + 1e-6
 
 
@@ -297,3 +300,47 @@ def test_long_prompts_cost_their_attention() -> None:
     assert work_tokens(model, 100) == pytest.approx(100 * 1.05)
     assert work_tokens(model, 100, 1000) == pytest.approx(100 * 2.05)
     assert work_tokens(SIX_A_UNIT, 100, 1000) == 100
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32))
+def test_an_outlook_judges_one_request_as_the_program_does(seed: int) -> None:
+    rng = random.Random(seed)
+    oracle, new, committed = random_case(rng)
+    outlook = Outlook(
+        committed,
+        oracle.decoding,
+        oracle.model,
+        oracle.capacity,
+        decoding_context=oracle.context,
+    )
+    now_s = rng.choice([0.0, 0.0, 0.7])
+    for demand in new:
+        plan = plan_admission(
+            now_s,
+            [demand],
+            committed,
+            oracle.decoding,
+            oracle.model,
+            oracle.capacity,
+            decoding_context=oracle.context,
+        )
+        verdict = outlook.judge(demand, now_s)
+        assert verdict.promised == bool(plan.admitted)
+        assert verdict.reason == plan.refused.get(demand.request_id)
+        assert verdict.retry_after_s == pytest.approx(plan.retry_after_s.get(demand.request_id, 0))
+
+
+def test_an_outlook_with_more_tiers_than_the_table_holds_judges_the_same() -> None:
+    committed = [Demand(f"c{i}", 1.0 + i, 20, 0.02 * (i + 1), 1) for i in range(9)]
+    model = StepTimeModel(((0.0, 0.0, 0.01), (1e-3, 0.0, 0.005)), kv_s=1e-6)
+    outlook = Outlook(committed, {0.3: 2, 0.5: 1}, model, PLENTY, decoding_context=900)
+    verdicts = set()
+    for tokens in (10, 500, 1500, 5000):
+        demand = Demand("n", 2.0, tokens, 0.07, 1)
+        plan = plan_admission(
+            0.0, [demand], committed, {0.3: 2, 0.5: 1}, model, PLENTY, decoding_context=900
+        )
+        assert outlook.judge(demand, 0.0).promised == bool(plan.admitted)
+        verdicts.add(bool(plan.admitted))
+    assert verdicts == {True, False}

@@ -38,7 +38,8 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.engine": POLICY | {"vllm_slo.http_slo", "vllm_slo.profiles", "vllm_slo.tiny"},
     "vllm_slo.engine.cpu_alias": set(),
     "vllm_slo.router": POLICY | {"vllm_slo.http_slo", "vllm_slo.tiny"},
-    "vllm_slo.router.replica": POLICY | {"vllm_slo.engine.http", "vllm_slo.engine.serve"},
+    "vllm_slo.router.replica": POLICY
+    | {"vllm_slo.router", "vllm_slo.engine.cpu_alias", "vllm_slo.engine.plugin"},
     "vllm_slo.sim": POLICY
     | {
         "vllm_slo.profiles",

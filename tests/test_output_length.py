@@ -10,7 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_slo.core.output_length import LengthPrediction, OutputLengthPredictor
+from vllm_slo.core.output_length import (
+    LengthPrediction,
+    OutputLengthPredictor,
+    hold_of,
+    length_of,
+)
 
 lengths = st.lists(st.integers(1, 60), max_size=60)
 # Sixty-fourths are exact in binary, so numpy and the predictor break ties alike.
@@ -155,3 +160,43 @@ def test_what_is_set_aside_is_what_survivors_hold_on_average(
     assert 101 + generated <= got <= max(*curve, 101 + generated)
     if len(survivors) <= OutputLengthPredictor.PARTS:
         assert got == max(int(max(curve)), 101 + generated)
+
+
+# --- what somebody else is told of it ------------------------------------------------------------
+
+
+def test_points_are_said_of_believed_classes_alone() -> None:
+    predictor = seen([5] * 7)
+    assert predictor.points("chat") == ()
+    assert predictor.all_points() == {}
+    predictor.observe("chat", 9)
+    predictor.observe("code", 9)
+    assert predictor.points("chat") == (9, *[5] * 7, 9, 8)
+    assert predictor.all_points() == {"chat": predictor.points("chat")}
+    assert predictor.points("unheard of") == ()
+
+
+@given(
+    st.lists(st.integers(0, 60), max_size=60),
+    quantiles,
+    st.integers(1, 40),
+    st.integers(1, 200),
+    st.integers(1, 80),
+    st.one_of(st.none(), st.integers(0, 200)),
+)
+@example([0] * 8, 0.5, 40, 10, 20, None)
+def test_points_say_of_a_new_request_what_the_predictor_says(
+    values: list[int],
+    quantile: float,
+    window: int,
+    prompt: int,
+    max_tokens: int,
+    declared: int | None,
+) -> None:
+    predictor = seen(values, quantile=quantile, window=window)
+    points = predictor.points("chat")
+    predicted = predictor.predict("chat", max_tokens, declared)
+    assert length_of(points, max_tokens, declared) == predicted.tokens
+    assert hold_of(points, prompt, max_tokens, declared) == predictor.expected_hold(
+        "chat", prompt, max_tokens, declared, 0
+    )

@@ -11,11 +11,12 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_slo.core.types import Backup, RoutingPolicy
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, OnUnattainable, Tier
 from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 
-__all__ = ["CONFIG_KEY", "ClassConfig", "SLOConfig"]
+__all__ = ["CONFIG_KEY", "ClassConfig", "RoutingConfig", "SLOConfig"]
 
 CONFIG_KEY: Final = "slo_config"
 """Key of vLLM's `--additional-config` that holds a path to a YAML file, or the mapping itself."""
@@ -69,6 +70,70 @@ class ClassConfig(BaseModel):
         if slo.tier == "guaranteed" and not slo.has_objective:
             SLO(**self.model_dump())  # raises: without an objective there is nothing to guarantee
         return slo
+
+
+class RoutingConfig(BaseModel):
+    """How the front of several replicas routes; a single server ignores it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    policy: RoutingPolicy = Field(
+        default="slo",
+        description="slo asks replica after replica for a promise; round_robin, least_loaded and "
+        "power_of_two ask none and send. Scope: front. The latter break more objectives.",
+    )
+    max_hops: int = Field(
+        default=8,
+        ge=1,
+        le=1_000,
+        description="Replicas that are asked for a promise before the backup acts, 1 to 1000. "
+        "Scope: front. Too low: requests go without a promise beside idle replicas.",
+    )
+    backup: Backup = Field(
+        default="as_asked",
+        description="What happens to a request that nobody can promise: as_asked does what its "
+        "on_unattainable says, best_effort serves it late, decline answers 429. Scope: front.",
+    )
+    retries: int = Field(
+        default=2,
+        ge=0,
+        le=100,
+        description="How often a request that has not started is sent to another replica when "
+        "one fails, 0 to 100. Scope: front. Too high: a request that kills engines kills more.",
+    )
+    stale_after_s: float = Field(
+        default=2.0,
+        ge=0.2,
+        le=3_600.0,
+        allow_inf_nan=False,
+        description="Seconds without a word from a replica after which it gets no new requests, "
+        "0.2 to 3600. Scope: front. Too low: a busy network looks like a dead one.",
+    )
+    dead_after_s: float = Field(
+        default=10.0,
+        ge=0.2,
+        le=3_600.0,
+        allow_inf_nan=False,
+        description="Seconds without a word from a replica after which its requests are retried "
+        "elsewhere or end with an error, 0.2 to 3600. Scope: front. Too low: work is thrown away.",
+    )
+    drain_s: float = Field(
+        default=30.0,
+        ge=0.0,
+        le=3_600.0,
+        allow_inf_nan=False,
+        description="Seconds that running requests are given to end when the front or a replica "
+        "is stopped, 0 to 3600. Too low: streams end with an error.",
+    )
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> RoutingConfig:
+        if self.dead_after_s < self.stale_after_s:
+            raise ValueError(
+                f"routing: dead_after_s ({self.dead_after_s:g}) is below stale_after_s "
+                f"({self.stale_after_s:g}); raise the first or lower the second"
+            )
+        return self
 
 
 class SLOConfig(BaseModel):
@@ -148,6 +213,11 @@ class SLOConfig(BaseModel):
         le=63,
         description="New requests that one run of the dynamic program considers, 1 to 63. Too "
         "high: planning takes longer than a step; too low: a burst is promised piecemeal.",
+    )
+
+    routing: RoutingConfig = Field(
+        default_factory=RoutingConfig,
+        description="How requests are spread over replicas (vllm-slo serve --replicas).",
     )
 
     @model_validator(mode="after")
@@ -237,13 +307,19 @@ class SLOConfig(BaseModel):
             raise ConfigError(_describe(error, origin, node)) from error
 
 
+_SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
+    "classes": ClassConfig,
+    "routing": RoutingConfig,
+}
+
+
 def _describe(error: ValidationError, origin: str, node: yaml.Node | None) -> str:
     """One line for the first mistake that pydantic found."""
     first = error.errors(include_url=False)[0]
     loc = tuple(str(part) for part in first["loc"] if part != "[key]")
     key = ".".join(loc)
     if first["type"] == "extra_forbidden":
-        model: type[BaseModel] = ClassConfig if loc[0] == "classes" else SLOConfig
+        model = _SECTIONS.get(loc[0], SLOConfig) if len(loc) > 1 else SLOConfig
         near = difflib.get_close_matches(loc[-1], model.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(model.model_fields)
         message = f"{key}: unknown key; {hint}"

@@ -21,9 +21,10 @@ best by value, then by budget, are kept.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +36,13 @@ from vllm_slo.core.types import AdmissionPlan, Demand
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
+Tiers: TypeAlias = tuple[Ints, Floats, Ints, Floats, Ints]
+"""(tier of each committed request, TPOTs, decoding, KV tokens, requests by tier)."""
 
 MAX_LABELS = 256
 MAX_NEW = 63
 MAX_TIERS = 5
+MAX_KNOWN_TPOTS = 256
 SHORTEST_STEP_S = 1e-9
 EPS = 1e-6
 
@@ -298,6 +302,71 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
     return int(chosen[best])
 
 
+@jit
+def _prefill_wait(
+    backlog: float, counts: Ints, tpots: Floats, weights: Floats, engine: Floats
+) -> float:
+    """Seconds until ``backlog`` tokens are computed beside ``counts`` decoding.
+
+    Below 0: such decoding cannot be sustained at all; 0: nothing would be left for prompts.
+    """
+    if not _sustainable(counts, tpots, weights, engine):
+        return -1.0
+    rate = _gain(0.0, 1.0, counts, tpots, weights, engine)
+    return backlog / rate if rate > 0.0 else 0.0
+
+
+@jit
+def _judge(
+    now_s: float,
+    deadline: Floats,
+    prefill: Floats,
+    tier: Ints,
+    tpots: Floats,
+    decoding: Ints,
+    contexts: Floats,
+    counts: Ints,
+    engine: Floats,
+    kv_per_token: float,
+    new_deadline: float,
+    new_prefill: float,
+    new_tier: int,
+    new_context: float,
+) -> float:
+    """`_solve` for one new request, memory and seats apart: NaN if it is admitted.
+
+    Otherwise `_prefill_wait` of it. ``deadline`` (N,) is absolute and ascending; ``counts`` and
+    ``contexts`` (L,) are the requests of a tier, committed and decoding, and their KV tokens.
+    """
+    size = len(deadline)
+    place = np.searchsorted(deadline, new_deadline, side="right")
+    due = np.empty(size + 1)
+    work = np.empty(size + 1)
+    tiers = np.empty(size + 1, dtype=np.int64)
+    forced = np.ones(size + 1, dtype=np.bool_)
+    forced[place] = False
+    for i in range(size + 1):
+        if i == place:
+            due[i], work[i], tiers[i] = new_deadline, new_prefill, new_tier
+        else:
+            j = i if i < place else i - 1
+            due[i], work[i], tiers[i] = deadline[j], prefill[j], tier[j]
+        due[i] = max(due[i] - now_s, 0.0)
+    weights = np.empty(len(tpots))
+    everyone = counts.copy()
+    everyone[new_tier] += 1
+    for t in range(len(tpots)):
+        read = contexts[t] + (new_context if t == new_tier else 0.0)
+        weights[t] = 1.0 + kv_per_token * read / max(everyone[t], 1)
+    nothing = np.zeros(size + 1)
+    worth = np.ones(size + 1)
+    if _solve(
+        due, work, tiers, nothing, worth, forced, tpots, weights, decoding, engine, 0.0, 1, 2
+    ):
+        return np.nan
+    return _prefill_wait(work.sum(), everyone, tpots, weights, engine)
+
+
 def _tiers(tpots: Sequence[float]) -> list[float]:
     """At most ``MAX_TIERS`` TPOT values, each standing for those from itself up to the next."""
     distinct = sorted(set(tpots))
@@ -313,6 +382,11 @@ def _tiers(tpots: Sequence[float]) -> list[float]:
     return merged + ([math.inf] if len(finite) < len(distinct) else [])
 
 
+def _tier_of(tpot_s: float, tiers: Sequence[float]) -> int:
+    """The loosest of the ascending ``tiers`` that is not looser than ``tpot_s``."""
+    return max(bisect_right(tiers, tpot_s) - 1, 0)
+
+
 def work_tokens(model: StepTimeModel, tokens: int, context_tokens: int = 0) -> float:
     """Prefill work in tokens of a short prompt: attention makes the tokens of a long one dearer.
 
@@ -325,6 +399,12 @@ def work_tokens(model: StepTimeModel, tokens: int, context_tokens: int = 0) -> f
     if model.pair_s == 0.0 or slope == 0.0:
         return float(tokens)
     return tokens * (1.0 + model.pair_s * (context_tokens + 0.5 * tokens) / slope)
+
+
+def kv_per_token(model: StepTimeModel, limit: int) -> float:
+    """What reading one token's KV costs, in tokens to compute."""
+    slope = max(model.terms[0][0], model.terms[1][0]) or model.predict_s(limit) / limit
+    return model.kv_s / slope
 
 
 class _Instance:
@@ -351,26 +431,18 @@ class _Instance:
         self.tpots = np.array(self.tiers)
         self.deadline = np.array([max(d.deadline_s - now_s, 0.0) for d in demands])
         self.prefill = np.array([float(d.prefill_tokens) for d in demands])
-        self.tier = np.array([self._tier_of(d.tpot_s) for d in demands], dtype=np.int64)
+        self.tier = np.array([_tier_of(d.tpot_s, self.tiers) for d in demands], dtype=np.int64)
         self.blocks = np.array([float(d.blocks) for d in demands])
         self.values = np.array([d.value for d in demands])
         self.forced = np.array([row[1] == 0 for row in ranked], dtype=np.bool_)
         self.decoding = np.zeros(len(self.tiers), dtype=np.int64)
         for tpot, count in decoding.items():
-            self.decoding[self._tier_of(tpot)] += count
+            self.decoding[_tier_of(tpot, self.tiers)] += count
         (k1, _, b1), (k2, _, b2) = model.terms
         limit = min(model.max_tokens, capacity.max_step_tokens)
         self.weights = self._weights(demands, decoding_context, model, limit)
         self.engine = np.array([k1, b1, k2, b2, limit, capacity.token_share])
         self.capacity = capacity
-
-    def _tier_of(self, tpot_s: float) -> int:
-        """The loosest tier that is not looser than ``tpot_s``."""
-        place = 0
-        for index, tier in enumerate(self.tiers):
-            if tier <= tpot_s:
-                place = index
-        return place
 
     def _weights(
         self, demands: Sequence[Demand], decoding_context: int, model: StepTimeModel, limit: int
@@ -382,15 +454,12 @@ class _Instance:
         """
         total = np.zeros(len(self.tiers))
         count = np.zeros(len(self.tiers))
-        running = int(self.decoding.sum())
         for place, demand in zip(self.tier, demands, strict=True):
             total[place] += demand.context_tokens
             count[place] += 1
-        total += self.decoding * (decoding_context / max(running, 1))
+        total += self.decoding * (decoding_context / max(int(self.decoding.sum()), 1))
         count += self.decoding
-        slope = max(model.terms[0][0], model.terms[1][0]) or model.predict_s(limit) / limit
-        contexts = total / np.maximum(count, 1)
-        return np.asarray(1.0 + model.kv_s * contexts / slope, dtype=np.float64)
+        return np.asarray(1.0 + kv_per_token(model, limit) * total / np.maximum(count, 1))
 
     def solve(self) -> list[Demand]:
         """The admitted requests in deadline order."""
@@ -421,19 +490,19 @@ class _Instance:
         if len(admitted) + 1 > self.capacity.seats:
             return "seats", wait
         counts = self.decoding.copy()
-        backlog = demand.prefill_tokens
+        backlog = float(demand.prefill_tokens)
         for place, forced, prefill in zip(self.tier, self.forced, self.prefill, strict=True):
             if forced:
                 counts[place] += 1
                 backlog += prefill
         for other in admitted:
-            counts[self._tier_of(other.tpot_s)] += 1
+            counts[_tier_of(other.tpot_s, self.tiers)] += 1
             backlog += other.prefill_tokens
-        counts[self._tier_of(demand.tpot_s)] += 1
-        if not _sustainable(counts, self.tpots, self.weights, self.engine):
+        counts[_tier_of(demand.tpot_s, self.tiers)] += 1
+        wait_s = _prefill_wait(backlog, counts, self.tpots, self.weights, self.engine)
+        if wait_s < 0.0:
             return "decode", wait
-        rate = _gain(0.0, 1.0, counts, self.tpots, self.weights, self.engine)
-        return "prefill", backlog / rate if rate > 0 else wait
+        return "prefill", wait_s or wait
 
 
 def plan_admission(
@@ -511,9 +580,98 @@ def can_start_early(
     return bool(plan.admitted)
 
 
+class Verdict(NamedTuple):
+    """Whether one request can be promised; if not, what binds and when to ask again."""
+
+    promised: bool
+    reason: str | None = None
+    retry_after_s: float = 0.0
+
+
+class Outlook:
+    """What is promised already, prepared so that one request after another is judged quickly.
+
+    ``judge`` says what `plan_admission` would say of that request alone.
+
+    Args:
+        committed, decoding, model, capacity, decoding_context: as `plan_admission` takes them.
+    """
+
+    def __init__(
+        self,
+        committed: Sequence[Demand],
+        decoding: Mapping[float, int],
+        model: StepTimeModel,
+        capacity: Capacity,
+        *,
+        decoding_context: int = 0,
+    ) -> None:
+        ranked = sorted(committed, key=lambda d: (d.deadline_s, d.request_id))
+        self._capacity = capacity
+        self._committed = ranked
+        self._running = dict(decoding)
+        self._context = decoding_context
+        self._deadline = np.array([d.deadline_s for d in ranked], dtype=np.float64)
+        self._prefill = np.array([d.prefill_tokens for d in ranked], dtype=np.float64)
+        limit = min(model.max_tokens, capacity.max_step_tokens)
+        (k1, _, b1), (k2, _, b2) = model.terms
+        self._engine = np.array([k1, b1, k2, b2, limit, capacity.token_share])
+        self._kv_per_token = kv_per_token(model, limit)
+        self._by_tpot: dict[float, tuple[int, Tiers]] = {}
+
+    def judge(self, demand: Demand, now_s: float) -> Verdict:
+        """Whether ``demand`` can be promised beside everything that is, from ``now_s`` on."""
+        capacity, wait_s = self._capacity, max(self._capacity.finish_interval_s, 0.0)
+        if demand.blocks > capacity.blocks + EPS:
+            return Verdict(False, "memory", wait_s)
+        if capacity.seats < 1:
+            return Verdict(False, "seats", wait_s)
+        tier, arrays = self._by_tpot.get(demand.tpot_s) or self.prepare(demand.tpot_s)
+        said = _judge(
+            now_s,
+            self._deadline,
+            self._prefill,
+            *arrays,
+            self._engine,
+            self._kv_per_token,
+            demand.deadline_s,
+            float(demand.prefill_tokens),
+            tier,
+            float(demand.context_tokens),
+        )
+        if said != said:  # NaN
+            return Verdict(True)
+        return Verdict(False, "decode", wait_s) if said < 0.0 else _refused(said, wait_s)
+
+    def prepare(self, tpot_s: float) -> tuple[int, Tiers]:
+        """Be ready for requests of this TPOT; (its tier, the arrays that depend on the tiers)."""
+        tiers = _tiers([*(d.tpot_s for d in self._committed), *self._running, tpot_s])
+        places = np.array([_tier_of(d.tpot_s, tiers) for d in self._committed], dtype=np.int64)
+        decoding = np.zeros(len(tiers), dtype=np.int64)
+        for tpot, count in self._running.items():
+            decoding[_tier_of(tpot, tiers)] += count
+        each = self._context / max(int(decoding.sum()), 1)
+        contexts = np.array(decoding * each, dtype=np.float64)
+        counts: Ints = decoding.copy()
+        for place, demand in zip(places, self._committed, strict=True):
+            contexts[place] += demand.context_tokens
+            counts[place] += 1
+        tpots = np.array(tiers, dtype=np.float64)
+        known = (_tier_of(tpot_s, tiers), (places, tpots, decoding, contexts, counts))
+        if len(self._by_tpot) < MAX_KNOWN_TPOTS:
+            self._by_tpot[tpot_s] = known
+        return known
+
+
+def _refused(wait_s: float, otherwise_s: float) -> Verdict:
+    return Verdict(False, "prefill", wait_s or otherwise_s)
+
+
 def warm_up() -> None:
     """Compile the hot loops now instead of at the first request."""
     model = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.005)))
     demands = [Demand(str(i), 1.0 + i, 10, 0.05, 1) for i in range(3)]
     capacity = Capacity(10.0, 10, 128)
-    plan_admission(0.0, demands, [Demand("c", 1.0, 10, 0.05, 1)], {0.1: 1}, model, capacity)
+    committed = [Demand("c", 1.0, 10, 0.05, 1)]
+    plan_admission(0.0, demands, committed, {0.1: 1}, model, capacity)
+    Outlook(committed, {0.1: 1}, model, capacity).judge(demands[0], 0.0)

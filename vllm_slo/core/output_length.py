@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Source = Literal["declared", "learnt", "cap"]
@@ -67,6 +68,26 @@ class OutputLengthPredictor:
             return LengthPrediction(max(min(ranked[place], max_tokens), floor), "learnt")
         return LengthPrediction(max(max_tokens, 1), "cap")
 
+    def points(self, slo_class: str) -> tuple[int, ...]:
+        """What is known of a class, for `length_of` and `hold_of`; empty until it is believed.
+
+        The quantile of its lengths, the `PARTS` lengths that `expected_hold` looks at, and of how
+        many requests they are.
+        """
+        ranked = self._ranked.get(slo_class, ())
+        longer = bisect_right(ranked, 0)
+        survivors = len(ranked) - longer
+        if len(ranked) < self._min_samples or survivors < 1:
+            return ()
+        quantile = ranked[longer + math.ceil(self._quantile * survivors) - 1]
+        looks = [ranked[longer + part * survivors // self.PARTS] for part in range(self.PARTS)]
+        return (quantile, *looks, survivors)
+
+    def all_points(self) -> dict[str, tuple[int, ...]]:
+        """`points` of every class that is believed."""
+        known = {slo_class: self.points(slo_class) for slo_class in self._ranked}
+        return {slo_class: points for slo_class, points in known.items() if points}
+
     def expected_hold(
         self, slo_class: str, prompt: int, max_tokens: int, declared: int | None, generated: int
     ) -> int:
@@ -92,3 +113,33 @@ class OutputLengthPredictor:
             length = min(ranked[longer + passed], max_tokens)
             most = max(most, (prompt + length) * (survivors - passed) // survivors)
         return most
+
+
+def length_of(points: Sequence[int], max_tokens: int, declared: int | None) -> int:
+    """What `OutputLengthPredictor.predict` says of a request that has not begun."""
+    if declared is not None and declared > 0:
+        known = declared
+    elif points:
+        known = points[0]
+    else:
+        return max(max_tokens, 1)
+    return max(min(known, max_tokens), min(1, max_tokens))
+
+
+def hold_of(points: Sequence[int], prompt: int, max_tokens: int, declared: int | None) -> int:
+    """What `OutputLengthPredictor.expected_hold` says of a request that has not begun."""
+    now = prompt + 1
+    if declared is not None and declared > 0:
+        return max(prompt + min(declared, max_tokens), now)
+    if not points:
+        return now
+    _, *looks, survivors = points
+    return max(
+        now,
+        *(
+            (prompt + min(length, max_tokens))
+            * (survivors - part * survivors // len(looks))
+            // survivors
+            for part, length in enumerate(looks)
+        ),
+    )

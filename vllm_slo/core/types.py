@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 INFINITY = math.inf
+
+RoutingPolicy: TypeAlias = Literal["slo", "round_robin", "least_loaded", "power_of_two"]
+Backup: TypeAlias = Literal["as_asked", "best_effort", "decline"]
+"""What becomes of a request that no replica can promise: what its owner asked for, or always one
+of the two."""
 
 
 @dataclass(frozen=True, slots=True)
