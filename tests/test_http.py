@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from http_app import REPORT, ROUTES, Server, refused
+from http_app import CONFIG, REPORT, ROUTES, Server, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from vllm_slo.engine.http import SLOMiddleware
+from vllm_slo.engine.http import FORWARDED, SLOMiddleware
 from vllm_slo.http_slo import MAX_BODY_BYTES
 from vllm_slo.slo import HEADER_FIELDS
 
@@ -120,6 +120,132 @@ def test_a_header_sent_twice_must_agree() -> None:
     assert server.post(json={}, headers=twice).status_code == 200
     twice[1] = ("x-slo-ttft-ms", "6")
     assert "'5, 6'" in refused(server.post(json={}, headers=twice), "ttft_ms")
+
+
+# --- behind a front ------------------------------------------------------------------------------
+
+SAID = {"age_ms": 250.0, "ticket": 7, "hop": False}
+MARKS = {"slo_age_ms": 250.0, "slo_ticket": 7}
+HOP = {**SAID, "hop": True}
+
+
+def behind_a_front(said: dict[str, Any], config: Any = CONFIG, **options: Any) -> Server:
+    """A server whose middleware finds `said` in the scope, as the guard of a replica puts it."""
+    server = Server(config=config, **options)
+    inner: Any = server.app
+
+    async def guard(scope: Any, receive: Any, send: Any) -> None:
+        await inner({**scope, FORWARDED: said}, receive, send)
+
+    server.app = guard  # type: ignore[assignment]
+    return server
+
+
+def test_the_scheduler_is_told_what_the_front_says() -> None:
+    server = behind_a_front(SAID)
+    seen = server.forwarded({"prompt": "x", "slo": {"ttft_ms": 500}})
+    assert seen["vllm_xargs"] == flat(slo_ttft_ms=500.0, **MARKS)
+    streamed = server.forwarded({"prompt": "x", "stream": True, "slo": {"ttft_ms": 500}})
+    assert streamed["vllm_xargs"] == flat(slo_ttft_ms=500.0, slo_stream=1, **MARKS)
+
+
+def test_a_deadline_counts_from_the_arrival_at_the_front() -> None:
+    server = behind_a_front(SAID)
+    xargs = {"prefill_ddl": 1000.5, "slo_tpot": 0.05}
+    seen = server.forwarded({"prompt": "x", "vllm_xargs": xargs})
+    # Due half a second after it came here, which is a quarter after it came to the front.
+    assert seen["vllm_xargs"] == flat(slo_ttft_ms=750.0, slo_tpot_ms=50.0, **MARKS)
+
+
+def test_a_hop_asks_for_a_refusal() -> None:
+    server = behind_a_front(HOP)
+    asked = flat(slo_ttft_ms=500.0, **MARKS) | {"slo_on_unattainable": "decline"}
+    for prompt in ("x", [5, 6, 7], ["x"], [[5, 6]]):
+        seen = server.forwarded({"prompt": prompt, "slo": {"ttft_ms": 500}})
+        assert seen["vllm_xargs"] == asked
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"n": 2}, {"prompt": ["x", "y"]}, {"prompt": [[5], [6]]}, {"slo": {"tier": "best_effort"}}],
+)
+def test_what_could_be_declined_in_part_or_asks_for_nothing_is_not(body: dict[str, Any]) -> None:
+    seen = behind_a_front(HOP).forwarded({"prompt": "x", "slo": {"ttft_ms": 500}, **body})
+    assert seen["vllm_xargs"]["slo_on_unattainable"] == "best_effort"
+    declining = {"prompt": "x", **body, "slo": {"ttft_ms": 500, "on_unattainable": "decline"}}
+    seen = behind_a_front(HOP).forwarded(declining)
+    assert seen["vllm_xargs"]["slo_on_unattainable"] == "decline"
+
+
+def declined(body: dict[str, Any]) -> Any:
+    """What vLLM answers when the scheduler declines."""
+    if not body.get("stream"):
+        return {"choices": [{"finish_reason": "abort", "stop_reason": "slo_declined:2500"}]}
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: [DONE]\n\n"
+
+    return events()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_declined_hop_is_429(stream: bool) -> None:
+    body = {"prompt": "x", "slo": {"ttft_ms": 500}, "stream": stream}
+    response = behind_a_front(HOP, reply=declined).post(json=body)
+    refused(response, "slo", 429)
+    assert response.json()["error"]["type"] == "slo_unattainable"
+    assert response.headers["retry-after-ms"] == ("1000" if stream else "2500")
+    assert behind_a_front(SAID, reply=declined).post(json=body).status_code == 200
+
+
+def test_the_tier_served_is_said_behind_a_front_too() -> None:
+    promised: dict[str, Any] = {"kv_transfer_params": {"vllm_slo": REPORT}}
+    late = {"kv_transfer_params": {"vllm_slo": {**REPORT, "promised": False}}}
+    for said in (SAID, HOP):
+        for reply, tier in ((promised, "priority"), (late, "flex")):
+            server = behind_a_front(
+                said, reply=lambda _, reply=reply: json.loads(json.dumps(reply))
+            )
+            answer = server.post(json={"prompt": "x", "service_tier": "priority"}).json()
+            assert answer["service_tier"] == tier
+
+
+@pytest.mark.parametrize("said", [SAID, HOP])
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "x" ,  "n":1}', b'{"service_tier" : "auto"}', b"[1]", b'{"slo": ']
+)
+def test_without_an_slo_nothing_is_told(said: dict[str, Any], body: bytes) -> None:
+    server = behind_a_front(said)
+    server.post(content=body, headers={"content-type": "application/json"})
+    assert server.bodies == [body]
+
+
+def test_the_default_class_is_told_as_well() -> None:
+    server = behind_a_front(HOP, {**CONFIG, "default_class": "chat"})
+    chat = flat(slo_ttft_ms=500.0, slo_tpot_ms=50.0, slo_value=2.0, slo_class="chat", **MARKS)
+    asked = {**chat, "slo_on_unattainable": "decline"}
+    assert server.forwarded({"prompt": "x"})["vllm_xargs"] == asked
+    # Only who asks for something is told of it in a stream.
+    assert server.forwarded({"prompt": "x", "stream": True})["vllm_xargs"] == asked
+    ordinary = behind_a_front(SAID, {**CONFIG, "default_class": "chat"})
+    assert ordinary.forwarded({"prompt": "x", "vllm_xargs": {"a": 1}})["vllm_xargs"] == {
+        "a": 1,
+        **chat,
+    }
+
+
+def test_headers_of_the_front_mean_nothing_to_the_middleware() -> None:
+    headers = {"x-vllm-slo-age-ms": "250", "x-vllm-slo-ticket": "7", "x-vllm-slo-hop": "1"}
+    seen = Server().forwarded({"prompt": "x", "slo": {"ttft_ms": 500}}, headers=headers)
+    assert seen["vllm_xargs"] == flat(slo_ttft_ms=500.0)
+
+
+@pytest.mark.parametrize("key", ["slo_age_ms", "slo_ticket"])
+@pytest.mark.parametrize("front", [False, True])
+def test_clients_cannot_speak_for_the_front(key: str, front: bool) -> None:
+    server = behind_a_front(SAID) if front else Server()
+    response = server.post(json={"prompt": "x", "vllm_xargs": {key: 5}})
+    refused(response, key.removeprefix("slo_"))
 
 
 # --- request: what passes untouched --------------------------------------------------------------

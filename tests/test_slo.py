@@ -17,7 +17,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.errors import InvalidSLOError, VllmSLOError
-from vllm_slo.slo import HEADER_FIELDS, SLO, STREAM_KEY, has_slo_key, resolve_slo
+from vllm_slo.slo import (
+    AGE_KEY,
+    HEADER_FIELDS,
+    SLO,
+    STREAM_KEY,
+    TICKET_KEY,
+    has_slo_key,
+    resolve_slo,
+)
 
 CLASSES = {
     "chat": SLO(ttft_ms=500, tpot_ms=50, value=2, slo_class="chat"),
@@ -352,9 +360,10 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_mark_of_a_stream_is_the_servers_alone() -> None:
-    assert SLO.from_extra_args({STREAM_KEY: 1}) is None
-    assert SLO.from_extra_args({STREAM_KEY: 1, "slo_ttft_ms": 5}) == SLO(ttft_ms=5)
-    assert has_slo_key({STREAM_KEY: 1})
-    with pytest.raises(InvalidSLOError, match=r"^stream: is not a field"):
-        resolve_slo(xargs={STREAM_KEY: 1}, classes={}, service_tiers={})
+@pytest.mark.parametrize("key", [STREAM_KEY, AGE_KEY, TICKET_KEY])
+def test_the_marks_of_the_server_are_not_the_clients(key: str) -> None:
+    assert SLO.from_extra_args({key: 1}) is None
+    assert SLO.from_extra_args({key: 1, "slo_ttft_ms": 5}) == SLO(ttft_ms=5)
+    assert has_slo_key({key: 1})
+    with pytest.raises(InvalidSLOError, match=rf"^{key[4:]}: is not a field"):
+        resolve_slo(xargs={key: 1}, classes={}, service_tiers={})

@@ -19,10 +19,12 @@ from typing import Any, Final, Literal, TypeAlias, cast
 from vllm_slo.errors import InvalidSLOError
 
 __all__ = [
+    "AGE_KEY",
     "HEADER_FIELDS",
     "SERVICE_TIERS",
     "SLO",
     "STREAM_KEY",
+    "TICKET_KEY",
     "OnUnattainable",
     "Tier",
     "has_slo_key",
@@ -57,6 +59,14 @@ HEADER_FIELDS: Final[Mapping[str, str]] = {
 STREAM_KEY: Final = "slo_stream"
 """Key of `extra_args` by which the HTTP middleware asks the scheduler to put the report of a
 streamed request where the stream shows it. Not the client's: over HTTP it is an unknown key."""
+
+AGE_KEY: Final = "slo_age_ms"
+"""As `STREAM_KEY`: for how long somebody ahead of this server has had the request."""
+
+TICKET_KEY: Final = "slo_ticket"
+"""As `STREAM_KEY`: by which mark somebody ahead of this server knows the request, from 1."""
+
+_INTERNAL_KEYS: Final = (STREAM_KEY, AGE_KEY, TICKET_KEY)
 
 _PREFIX: Final = "slo_"
 _DDL_KEY: Final = "prefill_ddl"
@@ -220,7 +230,7 @@ class SLO:
 
         Args:
             extra: `SamplingParams.extra_args`; keys that are not the SLO's are left alone, and
-                `STREAM_KEY` says nothing about the SLO.
+                `STREAM_KEY`, `AGE_KEY` and `TICKET_KEY` say nothing about the SLO.
             classes: the configured classes; None leaves a named class unapplied.
             arrival_s: when the request arrived, epoch seconds; needed for `prefill_ddl` only.
 
@@ -228,7 +238,7 @@ class SLO:
             InvalidSLOError: a bad value, an unknown ``slo_`` key, an unknown class.
         """
         claims = _Claims()
-        claims.add_xargs(extra, arrival_s, internal=(STREAM_KEY,))
+        claims.add_xargs(extra, arrival_s, internal=_INTERNAL_KEYS)
         return _build(claims.values(), {}, classes)
 
 

@@ -13,24 +13,42 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
-from vllm_slo.slo import STREAM_KEY, is_slo_key
+from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY, is_slo_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["SLOMiddleware", "plan_request"]
+__all__ = ["FORWARDED", "Forwarded", "SLOMiddleware", "plan_request"]
 
 logger = logging.getLogger("vllm_slo.http")
 
 MAX_RESPONSE_BYTES: Final = 64 * 1024 * 1024
+FORWARDED: Final = "vllm_slo.forwarded"
+"""Key of the ASGI scope that holds what a trusted front says of the request it sends."""
+
 _BODY_MARKS: Final = (b'"slo', b"service_tier", b"prefill_ddl")
 _DISCONNECT: Final = {"type": "http.disconnect"}
+
+
+class Forwarded(TypedDict):
+    """What the front of several replicas says of one request.
+
+    Attributes:
+        age_ms: for how long the front has had it already.
+        ticket: its mark at this replica, from 1.
+        hop: refuse it (429) if it cannot be promised; the front goes on elsewhere.
+    """
+
+    age_ms: float
+    ticket: int
+    hop: bool
 
 
 class SLOMiddleware:
@@ -46,6 +64,9 @@ class SLOMiddleware:
     `served_service_tier`), and a declined request becomes 429 with ``Retry-After``. In a stream of
     completions or chat both are in the chunk that ends a choice; only requests with a carrier of
     their own get them there (they are marked with `STREAM_KEY` for the scheduler).
+
+    Behind a front the scope holds `FORWARDED`, and whoever puts it there keeps clients from doing
+    so. The scheduler is then told of it for every request that has an SLO, its own or the default.
 
     Args:
         app: the application behind this middleware.
@@ -84,7 +105,8 @@ class SLOMiddleware:
             vllm_config = getattr(state, "vllm_config", None)
             additional = getattr(vllm_config, "additional_config", None)
             self._policy = Policy.from_config(SLOConfig.from_additional_config(additional))
-        return plan_request(body, scope["headers"], self._policy, self._clock())
+        forwarded = scope.get(FORWARDED)
+        return plan_request(body, scope["headers"], self._policy, self._clock(), forwarded)
 
 
 def _is_generation(scope: Scope) -> bool:
@@ -107,6 +129,7 @@ def plan_request(
     raw_headers: Iterable[tuple[bytes, bytes]],
     policy: Policy,
     arrival_s: float,
+    forwarded: Forwarded | None = None,
 ) -> tuple[bytes, Asked | None]:
     """The body to forward, and what was asked; None when the response is none of our business.
 
@@ -114,14 +137,16 @@ def plan_request(
         body: the request body as received; returned as it is unless it must change.
         raw_headers: ASGI headers, names in lower case.
         policy: classes, service tiers and the default.
-        arrival_s: arrival, epoch seconds.
+        arrival_s: arrival here, epoch seconds.
+        forwarded: what the front says of the request, if it came through one.
 
     Raises:
         InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
     """
     fallback = None if policy.default is None else Asked(policy.default, None)
     headers = slo_headers(raw_headers)
-    if not headers and not any(mark in body for mark in _BODY_MARKS):
+    telling = forwarded is not None and fallback is not None
+    if not headers and not telling and not any(mark in body for mark in _BODY_MARKS):
         return body, fallback
     try:
         request = json.loads(body)
@@ -130,17 +155,41 @@ def plan_request(
     if not isinstance(request, dict):
         return body, None
     carriers = carriers_of(request, headers)
-    if carriers.empty:
+    if carriers.empty and not telling:
         return body, fallback
-    slo = carriers.resolve(policy, arrival_s)
+    before_s = 0.0 if forwarded is None else forwarded["age_ms"] / 1e3
+    slo = carriers.resolve(policy, arrival_s - before_s)
     asked = Asked(policy.default if slo is None else slo, carriers.service_tier)
     flat = {} if slo is None else slo.to_extra_args(resolved=True)
+    if forwarded is not None and asked.slo is not None:
+        wish = _as_forwarded(asked.slo, request, forwarded)
+        asked = replace(asked, slo=wish)
+        flat = wish.to_extra_args(resolved=True)
+        flat |= {AGE_KEY: forwarded["age_ms"], TICKET_KEY: forwarded["ticket"]}
     # A Responses request has `input`, and its stream ends with the whole response.
-    if request.get("stream") and "input" not in request:
+    if request.get("stream") and "input" not in request and not carriers.empty:
         flat[STREAM_KEY] = 1
-    elif slo is None and not carriers.in_body and not carriers.in_xargs:
+    elif not flat and not carriers.in_body and not carriers.in_xargs:
         return body, asked
     return _with_xargs(request, flat), asked
+
+
+def _as_forwarded(slo: SLO, request: Mapping[str, Any], forwarded: Forwarded) -> SLO:
+    """`slo` with the refusal that a front asks for.
+
+    A request of several choices or prompts keeps its own wish: some might be declined beside
+    others that run, and the response could be neither.
+    """
+    if forwarded["hop"] and slo.effective_tier == "guaranteed" and not _is_several(request):
+        return replace(slo, on_unattainable="decline")
+    return slo
+
+
+def _is_several(request: Mapping[str, Any]) -> bool:
+    """Whether the engine serves this as more than one request; a list of ints is one prompt."""
+    prompts = [request.get(key) for key in ("prompt", "prompt_embeds")]
+    listed = [p for p in prompts if isinstance(p, list) and not isinstance(next(iter(p), 0), int)]
+    return request.get("n") not in (None, 1) or sum(map(len, listed)) > 1
 
 
 def _with_xargs(request: dict[str, Any], flat: Mapping[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.clock import Clock, SystemClock
+from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
 from vllm_slo.engine import views
 from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
@@ -188,6 +189,8 @@ class Scheduler(AsyncScheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
         report = self._steering.on_end(request)
+        if not self.requests:
+            self._steering.on_empty()
         if report is not None:
             kv_params = {**(kv_params or {}), REPORT_KEY: report}
         if views.wants_streamed_report(request):
@@ -198,6 +201,10 @@ class Scheduler(AsyncScheduler):
         """Decide at once, between two steps, whether a waiting request can be promised its
         objectives; otherwise the next ``schedule()`` does."""
         return self._steering.promise_now(request_id)
+
+    def state(self) -> ReplicaState:
+        """What a front needs to know to plan with this engine."""
+        return self._steering.state()
 
     def end_request(self, request: Request, stop_reason: str) -> None:
         """Finish a request that never got a token; its client is told ``stop_reason``."""

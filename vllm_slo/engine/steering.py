@@ -15,11 +15,13 @@ from vllm_slo.core import admission
 from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.output_length import OutputLengthPredictor
+from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
 from vllm_slo.core.types import INFINITY, Demand, PrefillView
 from vllm_slo.engine import views
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
+from vllm_slo.engine.state import INTERVAL_S, StatePublisher, state_of
 from vllm_slo.engine.step_clock import StepClock
 from vllm_slo.engine.step_planner import Nudge, StepPlanner
 from vllm_slo.engine.views import Tracked
@@ -43,6 +45,12 @@ class Steering:
         scheduler: whose requests, blocks and limits it reads. It changes none of them.
         clock: time.
         step_time: what is known of step times; None: a profile of this engine, or the prior.
+
+    Attributes:
+        tracked: the live requests that carry an SLO, by id.
+        total_blocks: KV blocks there are.
+        finish_interval_s: observed seconds between two promises that ended.
+        seen: the highest ticket that ever came; see ``views.ticket``.
 
     Raises:
         ConfigError, ProfileError: the configuration cannot be used.
@@ -71,7 +79,7 @@ class Steering:
         self.tracked: dict[str, Tracked] = {}
         self.scheduler = scheduler
         self.max_step_tokens = scheduler.max_num_scheduled_tokens
-        self._total_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        self.total_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self.block_sizes = [
             manager.block_size
             for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -81,7 +89,7 @@ class Steering:
         self._arrived = False
         self._ended_since_plan = 0
         self._last_end_s = self.now_s
-        self._finish_interval_s = 1.0
+        self.finish_interval_s = 1.0
         self._served_s: dict[str, float] = {}
         self._recent = RecentObjectives()
         self.pressure = Pressure(self.config.ageing_s / 2)
@@ -89,7 +97,11 @@ class Steering:
         self._ended: list[Request] = []
         self._refused: list[Request] = []
         self._unordered = False
+        self.seen = 0
+        self._publisher = StatePublisher.from_environment()
         admission.warm_up()
+        if self._publisher is not None:
+            self._publisher.publish(self.state(), self.now_s)
 
     @property
     def active(self) -> bool:
@@ -103,8 +115,10 @@ class Steering:
         params = request.sampling_params
         if params is None:
             return
+        ticket, before_s = views.ticket(request), views.age_before_s(request)
+        self.seen = max(self.seen, ticket)
         try:
-            slo = self._slo_of(params.extra_args, request.arrival_time)
+            slo = self._slo_of(params.extra_args, request.arrival_time - before_s)
         except InvalidSLOError as error:
             logger.warning("request %s refused: %s", request.request_id, error)
             request.stop_reason = f"slo_invalid:{error}"
@@ -113,8 +127,8 @@ class Steering:
         if slo is None:
             return
         now_s = self.clock.monotonic_s()
-        arrival_s = now_s - views.age_s(request, self.clock.epoch_s())
-        tracked = Tracked(request, slo, arrival_s, self.config.tpot_window_tokens)
+        arrival_s = now_s - views.age_s(request, self.clock.epoch_s()) - before_s
+        tracked = Tracked(request, slo, arrival_s, self.config.tpot_window_tokens, ticket)
         self.tracked[request.request_id] = tracked
         self._arrived = True
         self._unpromised += 1
@@ -170,12 +184,17 @@ class Steering:
             self.metrics.publish_soon(**self._gauges())
         return tracked.report(attained)
 
+    def on_empty(self) -> None:
+        """The last live request has ended: no step may follow that says so."""
+        if self._publisher is not None:
+            self._publisher.publish(self.state(), self.now_s)
+
     def _count_finish(self, arrival_s: float) -> None:
         """Count the end of a promise; the time before it arrived is no wait for its end."""
         self._ended_since_plan += 1
         gap_s = self.now_s - max(self._last_end_s, arrival_s)
         self._last_end_s = self.now_s
-        self._finish_interval_s += 0.1 * (gap_s - self._finish_interval_s)
+        self.finish_interval_s += 0.1 * (gap_s - self.finish_interval_s)
 
     def take_ended(self) -> list[Request]:
         """Requests ended by the scheduler itself whose clients have not been told yet."""
@@ -199,6 +218,11 @@ class Steering:
     def on_scheduled(self, shape: BatchShape, begun_s: float) -> None:
         """A step was handed to the engine."""
         self.steps.scheduled(shape, begun_s)
+        if self._publisher is not None:
+            # A long step says nothing while it runs.
+            long = self.steps.next_start_s(begun_s) - begun_s > INTERVAL_S
+            if long or self._publisher.due(begun_s):
+                self._publisher.publish(self.state(), begun_s)
 
     def on_output(self, output: SchedulerOutput) -> None:
         """A step is done: learn from how long it took."""
@@ -219,6 +243,10 @@ class Steering:
             "step_time_margin_ratio": self.steps.margin,
             "step_time_bias_ratio": self.steps.estimator.correction.bias,
         }
+
+    def state(self) -> ReplicaState:
+        """What somebody else needs to know to plan with this engine as it does itself."""
+        return state_of(self)
 
     # Planning.
 
@@ -301,11 +329,11 @@ class Steering:
             decoding,
             model,
             admission.Capacity(
-                blocks=self._total_blocks - blocks,
+                blocks=self.total_blocks - blocks,
                 seats=self.scheduler.max_num_active_reqs - promised,
                 max_step_tokens=self.max_step_tokens,
                 token_share=1.0 - self.kept_share(),
-                finish_interval_s=self._finish_interval_s,
+                finish_interval_s=self.finish_interval_s,
             ),
             decoding_context=context,
         )
@@ -321,7 +349,7 @@ class Steering:
             and not t.wants_promise(start_s)
         }
         if expired:
-            self._settle((), expired, dict.fromkeys(expired, self._finish_interval_s))
+            self._settle((), expired, dict.fromkeys(expired, self.finish_interval_s))
 
     def _settle(
         self, admitted: tuple[str, ...], refused: dict[str, str], retry_after_s: dict[str, float]
@@ -361,8 +389,13 @@ class Steering:
         aged = self.now_s - oldest_s > self.config.ageing_s
         return self.config.best_effort_token_share if aged else 0.0
 
-    def demand(self, tracked: Tracked, start_s: float, model: StepTimeModel) -> Demand:
-        """What serving a request within its objectives asks from now on."""
+    def demand(
+        self, tracked: Tracked, start_s: float, model: StepTimeModel, origin_s: float = 0.0
+    ) -> Demand:
+        """What serving a request within its objectives asks from now on.
+
+        Its deadline is counted from ``origin_s``.
+        """
         request = tracked.request
         length = self.lengths.predict(
             tracked.slo_class,
@@ -370,6 +403,20 @@ class Steering:
             tracked.slo.expected_output_tokens,
             request.num_output_tokens,
         )
+        self._look_up_prefix(tracked)
+        work = admission.work_tokens(model, tracked.remaining_tokens, request.num_computed_tokens)
+        return views.demand(
+            tracked,
+            start_s - origin_s,
+            work,
+            length,
+            self._blocks_of(tracked),
+            origin_s + model.predict_s(0),
+        )
+
+    def _blocks_of(self, tracked: Tracked) -> int:
+        """KV blocks to set aside for a request."""
+        request = tracked.request
         tokens = self.lengths.expected_hold(
             tracked.slo_class,
             request.num_prompt_tokens,
@@ -377,11 +424,7 @@ class Steering:
             tracked.slo.expected_output_tokens,
             request.num_output_tokens,
         )
-        self._look_up_prefix(tracked)
-        work = admission.work_tokens(model, tracked.remaining_tokens, request.num_computed_tokens)
-        return views.demand(
-            tracked, start_s, work, length, self.blocks_for(tokens), model.predict_s(0)
-        )
+        return self.blocks_for(tokens)
 
     def _look_up_prefix(self, tracked: Tracked) -> None:
         """How much of a prompt that has not started the prefix cache holds now."""
@@ -396,25 +439,29 @@ class Steering:
         would run alone is not refused for memory. Bounded caches (sliding window, state) are left
         to vLLM."""
         blocks = sum(-(-tokens // size) for size in self.block_sizes)
-        return min(blocks, self._total_blocks)
+        return min(blocks, self.total_blocks)
 
     def commitments(
-        self, start_s: float, model: StepTimeModel
+        self, start_s: float, model: StepTimeModel, origin_s: float = 0.0
     ) -> tuple[list[Demand], dict[float, int], int, int]:
-        """(promises before their first token, decoding count by TPOT, their KV tokens, blocks)."""
+        """(promises before their first token, decoding count by TPOT, their KV tokens, blocks).
+
+        Deadlines are counted from ``origin_s``.
+        """
         committed: list[Demand] = []
         decoding: dict[float, int] = {}
         context = blocks = 0
         for tracked in self.tracked.values():
             if not tracked.promised:
                 continue
-            demand = self.demand(tracked, start_s, model)
-            blocks += demand.blocks
-            if demand.prefill_tokens:
-                committed.append(demand)
-            else:
+            if tracked.decodes:
+                blocks += self._blocks_of(tracked)
                 decoding[tracked.tpot_s] = decoding.get(tracked.tpot_s, 0) + 1
                 context += tracked.request.num_computed_tokens
+            else:
+                demand = self.demand(tracked, start_s, model, origin_s)
+                blocks += demand.blocks
+                committed.append(demand)
         return committed, decoding, context, blocks
 
     def may_start(self, starting: PrefillView, start_s: float, model: StepTimeModel) -> bool:

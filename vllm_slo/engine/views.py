@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.core.attainment import WindowTPOT
 from vllm_slo.core.output_length import LengthPrediction
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
-from vllm_slo.slo import SLO, STREAM_KEY
+from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY
 
 UNCLASSED = "custom"
 """Metric label of a request whose objectives name no class."""
@@ -28,7 +28,8 @@ class Tracked:
         request: vLLM's own object.
         slo: what it asked for.
         slo_class: its metric label.
-        arrival_s: arrival at the server on the scheduler's clock, queueing included.
+        arrival_s: arrival at the server on the scheduler's clock, queueing included; with a front
+            ahead of it, arrival there.
         deadline_s: when its first token is due; infinite without a TTFT.
         tpot_s: its TPOT; infinite without one.
         promised: whether its objectives are guaranteed now.
@@ -38,6 +39,7 @@ class Tracked:
         first_token_s: when its first token came out, or None.
         cached_tokens: prompt tokens found in the prefix cache when last asked; they count until
             it starts.
+        ticket: mark by which a front knows the request; 0: there is none.
     """
 
     __slots__ = (
@@ -51,14 +53,18 @@ class Tracked:
         "request",
         "slo",
         "slo_class",
+        "ticket",
         "tpot",
         "tpot_s",
         "was_promised",
         "window",
     )
 
-    def __init__(self, request: Request, slo: SLO, arrival_s: float, window: int) -> None:
+    def __init__(
+        self, request: Request, slo: SLO, arrival_s: float, window: int, ticket: int = 0
+    ) -> None:
         self.request = request
+        self.ticket = ticket
         self.slo = slo
         self.slo_class = slo.slo_class or UNCLASSED
         self.arrival_s = arrival_s
@@ -89,6 +95,11 @@ class Tracked:
         request = self.request
         tokens = tokens_to_next_sample(request)
         return max(tokens - (0 if request.num_computed_tokens else self.cached_tokens), 1)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its first token is out and its next step is a decode step."""
+        return self.first_token_s is not None and is_decoding(self.request)
 
     @property
     def missed(self) -> bool:
@@ -135,6 +146,25 @@ def age_s(request: Request, epoch_s: float) -> float:
     return min(max(epoch_s - request.arrival_time, 0.0), _MAX_AGE_S)
 
 
+def age_before_s(request: Request) -> float:
+    """Seconds for which a front had the request before it came here."""
+    age_ms = _internal(request, AGE_KEY)
+    known = isinstance(age_ms, int | float) and age_ms > 0.0
+    return min(age_ms, _MAX_AGE_S * 1e3) / 1e3 if known else 0.0
+
+
+def ticket(request: Request) -> int:
+    """The mark by which a front knows the request; 0: there is none."""
+    mark = _internal(request, TICKET_KEY)
+    return mark if isinstance(mark, int) and mark > 0 else 0
+
+
+def _internal(request: Request, key: str) -> Any:
+    """What the HTTP middleware said beside the SLO, or None."""
+    params = request.sampling_params
+    return None if params is None or not params.extra_args else params.extra_args.get(key)
+
+
 def tokens_to_next_sample(request: Request) -> int:
     """Tokens that must be computed before the request samples again."""
     return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
@@ -150,8 +180,7 @@ def wants_streamed_report(request: Request) -> bool:
 
     An aborted one has nobody to report to, or is declined and says so in its stop reason.
     """
-    params = request.sampling_params
-    if params is None or not params.extra_args or STREAM_KEY not in params.extra_args:
+    if _internal(request, STREAM_KEY) is None:
         return False
     return request.status != RequestStatus.FINISHED_ABORTED
 
@@ -247,7 +276,7 @@ def demand(
     return Demand(
         request.request_id,
         now_s if begun else tracked.deadline_s - guard_s,
-        0 if begun and is_decoding(request) else max(round(work_tokens), 1),
+        0 if tracked.decodes else max(round(work_tokens), 1),
         tracked.tpot_s,
         blocks,
         tracked.slo.value,
