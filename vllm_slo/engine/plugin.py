@@ -19,6 +19,7 @@ from pathlib import Path
 
 import yaml
 
+from vllm_slo.engine import lifeline
 from vllm_slo.errors import IncompatibleVLLMError, VllmSLOError
 
 SUPPORTED_VLLM = "0.32"
@@ -61,6 +62,7 @@ def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once."""
     enable_amx()
     if multiprocessing.parent_process() is not None:
+        lifeline.watch()
         return
     said = with_config_file(sys.argv)
     if _asks_for_us(said):
