@@ -22,6 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm_slo import SLO
 from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.step_time import BatchShape, StepTimeModel
+from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.baselines import PrefillFirst
 from vllm_slo.sim.cluster import Conditions, Offer, Run, Simulation, simulate
 from vllm_slo.sim.errors import SimulationError
@@ -298,43 +299,62 @@ def test_a_request_moves_on_to_a_replica_that_promises() -> None:
         assert ttft_s(result) <= result.job.rounds[0].ttft_s
 
 
+def hopeless() -> list[Job]:
+    """The second one can be promised by nobody."""
+    return [job(0, 0.0, one_round(10, 1)), job(1, 0.5, one_round(500, 5, ttft_s=0.001))]
+
+
 def test_hops_bound_how_many_are_asked() -> None:
-    _, _, third = simulate(crossed(), OURS, HARDWARE, Conditions(replicas=2, hops=1)).results
-    assert third.rounds[0].replica == 0 and not third.rounds[0].promised
-    assert third.rounds[0].finished
+    simulation = Simulation(crossed(), OURS, HARDWARE, Conditions(replicas=2, hops=1), None)
+    simulation.run()
+    # Each asked once: to the third, replica 0, whose turn it was, said no; the emptier one serves.
+    assert simulation.front.asked == 3
+    assert simulation.results()[2].rounds[0].replica == 1
 
     for hops in (1, 2, 3, 4):
         conditions = Conditions(replicas=4, hops=hops)
-        simulation = Simulation(burst(1), OURS, HARDWARE, conditions, None)
-        asked: list[int] = []
-        for number, one in enumerate(simulation.replicas):
-            one.promise = lambda offer, number=number, asked=asked: asked.append(number)
+        simulation = Simulation(hopeless()[1:], OURS, HARDWARE, conditions, None)
         simulation.run()
-        assert asked == list(range(hops if hops > 1 else 0))
-        assert simulation.results()[0].rounds[0].replica == 0
+        assert simulation.front.asked == hops
+        assert simulation.results()[0].rounds[0].finished
 
 
-def test_where_nobody_promises_the_first_one_serves_it_as_best_effort() -> None:
-    jobs = [job(0, 0.0, one_round(10, 1)), job(1, 0.5, one_round(500, 5, ttft_s=0.001))]
-    simulation = Simulation(jobs, OURS, HARDWARE, Conditions(replicas=3), None)
-    asked: list[tuple[int, str]] = []
-    spy(simulation, "promise", lambda number, offer: asked.append((number, offer.name)))
+def test_what_nobody_promises_is_served_as_best_effort() -> None:
+    simulation = Simulation(hopeless(), OURS, HARDWARE, Conditions(replicas=3), None)
     simulation.run()
     one = simulation.results()[1].rounds[0]
-    assert [number for number, name in asked if name == "1.0"] == [1, 2, 0]
-    assert (one.replica, one.promised, one.finished) == (1, False, True)
-    # Those who could not promise have forgotten it.
+    assert simulation.front.asked == 1 + 3
+    assert (one.promised, one.finished) == (False, True)
     assert not any(r.engine.outcomes or r.engine.scheduler.requests for r in simulation.replicas)  # type: ignore[attr-defined]
 
 
-def test_a_round_asks_first_where_its_prefix_is() -> None:
-    jobs = [job(0, 0.0, one_round(10, 1)), job(1, 0.0, one_round(300, 5), one_round(50, 5))]
+def test_a_double_that_is_wrong_costs_a_hop_and_no_promise() -> None:
+    jobs = [job(0, 0.0, one_round(50, 5, ttft_s=5.0))]
     simulation = Simulation(jobs, OURS, HARDWARE, Conditions(replicas=3), None)
-    asked: list[tuple[int, str]] = []
-    spy(simulation, "promise", lambda number, offer: asked.append((number, offer.name)))
+    asked: list[int] = []
+    simulation.replicas[0].promise = lambda *_: asked.append(0)  # type: ignore[assignment, method-assign, func-returns-value]
     simulation.run()
-    (home,) = {one.replica for one in simulation.results()[1].rounds}
-    assert next(number for number, name in asked if name == "1.1") == home
+    one = simulation.results()[0].rounds[0]
+    assert (asked, simulation.front.wrong) == ([0], 1)
+    assert (one.replica, one.promised, one.finished) == (1, True, True)
+
+
+def test_a_round_goes_first_where_its_prefix_is() -> None:
+    jobs = [job(0, 0.0, one_round(10, 1)), job(1, 0.0, one_round(300, 5), one_round(50, 5))]
+    results = simulate(jobs, OURS, HARDWARE, Conditions(replicas=3)).results
+    assert len({one.replica for one in results[1].rounds}) == 1
+
+
+@pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "power_of_two"])
+def test_other_ways_of_routing_ask_nobody(routing: RoutingPolicy) -> None:
+    conditions = Conditions(replicas=3, routing=routing)
+    simulation = Simulation(burst(9, gap_s=0.01), OURS, HARDWARE, conditions, None)
+    simulation.run()
+    assert simulation.front.asked == 0
+    used = [result.rounds[0].replica for result in simulation.results()]
+    assert set(used) == {0, 1, 2}
+    if routing == "round_robin":
+        assert used == [0, 1, 2] * 3
 
 
 def test_baselines_promise_nothing() -> None:
@@ -361,9 +381,11 @@ def test_disaggregated(ratio: str) -> None:
         assert len(engines) == int(ratio.split(":")[kind == "decode"])
         for one in engines:
 
-            def accept(offer: Offer, kind: str = kind, accept: Any = one.accept) -> None:
+            def accept(
+                offer: Offer, ticket: int, kind: str = kind, accept: Any = one.accept
+            ) -> None:
                 served.setdefault(offer.name, []).append((kind, offer))
-                accept(offer)
+                accept(offer, ticket)
 
             one.accept = accept
     simulation.run()
@@ -617,6 +639,7 @@ def test_watch_sees_each_job_as_it_ends_and_can_stop_the_run() -> None:
         ({"noise": -0.1}, r"^noise: must lie between 0 and 1, not -0.1$"),
         ({"noise": 1.1}, r"^noise: "),
         ({"noise": math.nan}, r"^noise: "),
+        ({"routing": "luck"}, r"^routing: must be one of slo, .*, not 'luck'$"),
         ({"overhead": "some"}, r"^overhead: must be one of modelled, measured, none, not 'some'$"),
         ({"overhead": "measured"}, r"^overhead: .* needs exact"),
         ({"drafts": 2}, r"^drafts: the light twin has none; ask for exact too$"),

@@ -18,8 +18,11 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import BatchShape
+from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.errors import SimulationError
+from vllm_slo.sim.front import Front
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult
 from vllm_slo.sim.measure import round_kept
@@ -42,6 +45,7 @@ class Conditions:
         seed: of that noise, and of which drafts are accepted.
         exact: vLLM's whole scheduler object instead of the light twin.
         hops: replicas that are asked for a promise before a request settles for best effort.
+        routing: which replica a request goes to, as ``core.routing`` names it.
         drafts: tokens drafted for each decoding request in a step; needs ``exact``.
         acceptance: application -> probability that a drafted token is accepted.
         overhead: what scheduling is charged on top of a step: ``modelled``, what it was measured to
@@ -55,6 +59,7 @@ class Conditions:
     seed: int = 0
     exact: bool = False
     hops: int = 1 << 30
+    routing: RoutingPolicy = "slo"
     drafts: int = 0
     acceptance: Mapping[str, float] = field(default_factory=dict)
     overhead: Overhead = "modelled"
@@ -68,6 +73,11 @@ class Conditions:
             raise SimulationError(f"bias: must be a positive factor, not {self.bias}")
         if not 0.0 <= self.noise <= 1.0:
             raise SimulationError(f"noise: must lie between 0 and 1, not {self.noise}")
+        if self.routing not in get_args(RoutingPolicy):
+            raise SimulationError(
+                f"routing: must be one of {', '.join(get_args(RoutingPolicy))}, "
+                f"not {self.routing!r}"
+            )
         if self.overhead not in get_args(Overhead):
             raise SimulationError(
                 f"overhead: must be one of {', '.join(get_args(Overhead))}, not {self.overhead!r}"
@@ -181,10 +191,13 @@ class Replica(Protocol):
     def now_s(self) -> float:
         """When it can do something next."""
 
-    def promise(self, offer: Offer) -> bool:
+    def state(self) -> ReplicaState | None:
+        """What a front is told; None from what promises nothing."""
+
+    def promise(self, offer: Offer, ticket: int) -> bool:
         """Take the request if its objectives can be promised here and now."""
 
-    def accept(self, offer: Offer) -> None:
+    def accept(self, offer: Offer, ticket: int) -> None:
         """Take the request."""
 
     def step(self) -> list[str]:
@@ -212,7 +225,12 @@ class Simulation:
         self.watch = watch
         applications = sorted({job.application for job in jobs})
         self.replicas = build_replicas(system, hardware, conditions, applications)
-        self.hops = min(conditions.hops, len(self.replicas))
+        self.front = Front(
+            self.replicas,
+            conditions.routing,
+            min(conditions.hops, len(self.replicas)),
+            conditions.seed,
+        )
         self.acceptance = conditions.acceptance
         self._sends: list[tuple[float, int, int]] = [
             (job.arrival_s, number, 0) for number, job in enumerate(jobs)
@@ -222,22 +240,23 @@ class Simulation:
         self._texts: dict[int, list[int]] = {}
         self._on_course = [True for _ in jobs]
         self._ended: dict[int, JobResult] = {}
-        self._turn = 0
         self.aborted = False
 
     def run(self) -> None:
         """Until every job has ended, or ``watch`` says that it is enough."""
         sends, replicas, frontend_s = self._sends, self.replicas, self.hardware.frontend_s
         while not self.aborted:
-            ready_s, replica = math.inf, None
-            for one in replicas:
+            ready_s, replica, number = math.inf, None, 0
+            for place, one in enumerate(replicas):
                 if one.busy and one.now_s < ready_s:
-                    ready_s, replica = one.now_s, one
+                    ready_s, replica, number = one.now_s, one, place
             if sends and sends[0][0] + frontend_s <= ready_s:
                 self._send(*heapq.heappop(sends))
             elif replica is not None:
-                for name in replica.step():
+                ended = replica.step()
+                for name in ended:
                     self._collect(replica, name)
+                self.front.stepped(number)
             else:
                 return
 
@@ -247,11 +266,9 @@ class Simulation:
         text = self._texts.pop(number, None)
         name = f"{number}.{place}"
         prompt = [*(text or ()), *own_text(name, one.prompt_tokens)]
-        first, self._turn = self._turn, self._turn + 1
-        order = [self.replicas[(first + hop) % len(self.replicas)] for hop in range(self.hops)]
+        cached = {}
         if text is not None:  # the prefix is cached where the round before ran
-            home = self.replicas[self._begun[number][-1].replica]
-            order = [home, *(replica for replica in order if replica is not home)]
+            cached[str(self._begun[number][-1].replica)] = len(text)
         offer = Offer(
             name,
             prompt,
@@ -261,13 +278,12 @@ class Simulation:
             sent_s + self.hardware.frontend_s,
             self.acceptance.get(job.application, 0.0),
         )
-        if len(order) > 1 and any(replica.promise(offer) for replica in order):
-            return
-        order[0].accept(offer)
+        self.front.send(offer, cached)
 
     def _collect(self, replica: Replica, name: str) -> None:
         number, place = map(int, name.split("."))
         job = self.jobs[number]
+        self.front.ended(name)
         result, text = replica.take(name)
         self._begun[number].append(result)
         self._on_course[number] &= round_kept(job.rounds[place], result)

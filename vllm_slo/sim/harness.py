@@ -42,7 +42,7 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.baselines import ShedEDF
 from vllm_slo.sim.text import STOP_TOKEN, own_text
 from vllm_slo.sim.twin import LightOutput, LightScheduler
-from vllm_slo.slo import SLO
+from vllm_slo.slo import SLO, TICKET_KEY
 
 __all__ = [
     "STOP_TOKEN",
@@ -190,13 +190,17 @@ class VirtualEngine:
         priority: int = 0,
         arrival_s: float | None = None,
         acceptance: float = 0.0,
+        ticket: int = 0,
     ) -> Request:
         """Send a request now: a prompt (or its length) and the output length only we know."""
         ids = self._prompt(request_id, prompt) if isinstance(prompt, int) else list(prompt)
+        asked = slo.to_extra_args() if slo else None
+        if asked and ticket:
+            asked[TICKET_KEY] = ticket
         params = SamplingParams(
             max_tokens=max_tokens or output_tokens,
             stop_token_ids=[STOP_TOKEN],
-            extra_args=slo.to_extra_args() if slo else None,
+            extra_args=asked,
         )
         arrival_s = self.clock.now_s if arrival_s is None else arrival_s
         request = Request(

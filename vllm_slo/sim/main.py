@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
+from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.capacity import (
     Case,
     Processes,
@@ -88,6 +89,9 @@ def one_of(option: str, text: str, known: Sequence[str]) -> str:
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that ``simulate`` and ``plan`` share; ``settings_of`` reads their text."""
     add = parser.add_argument
+    add("--routing", default="slo", metavar="POLICY",
+        help=f"which replica gets a request: {', '.join(get_args(RoutingPolicy))} (default: slo, "
+        "asks replica after replica for a promise)")  # fmt: skip
     add("--scenario", default="chatbot", metavar="NAME,...",
         help=f"all, or some of {', '.join(SCENARIOS)} (default: chatbot)")  # fmt: skip
     add("--hardware", default="h100-llama-8b", metavar="NAME|FILE",
@@ -207,6 +211,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
             noise=number("--noise", args.noise, 0, 1),
             exact=args.exact or drafts > 0 or args.overhead == "measured",
             drafts=drafts,
+            routing=one_of("--routing", args.routing, get_args(RoutingPolicy)),  # type: ignore[arg-type]
             overhead=one_of("--overhead", args.overhead, get_args(Overhead)),  # type: ignore[arg-type]
             acceptance=acceptance(args.acceptance, names),
         ),

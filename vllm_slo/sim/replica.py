@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
 from vllm_slo.sim.cluster import Conditions, Offer, Replica
@@ -136,10 +137,14 @@ class Colocated:
     def scheduler_s(self) -> float:
         return self.engine.scheduler_s
 
-    def promise(self, offer: Offer) -> bool:
+    def state(self) -> ReplicaState | None:
+        scheduler = self.engine.scheduler
+        return scheduler.state() if isinstance(scheduler, Scheduler) else None
+
+    def promise(self, offer: Offer, ticket: int) -> bool:
         if not isinstance(self.engine.scheduler, Scheduler):
             return False
-        self.accept(offer)
+        self.accept(offer, ticket)
         if self.engine.scheduler.promise_now(offer.name):
             return True
         self.engine.abort(offer.name)
@@ -147,7 +152,7 @@ class Colocated:
         del self._prompts[offer.name]
         return False
 
-    def accept(self, offer: Offer) -> None:
+    def accept(self, offer: Offer, ticket: int) -> None:
         engine = self.engine
         engine.wait_until(offer.seen_s)
         ttft_ms = offer.slo.ttft_ms
@@ -162,6 +167,7 @@ class Colocated:
             priority=int(deadline_ms) if self._priorities else 0,
             arrival_s=offer.sent_s,
             acceptance=offer.acceptance,
+            ticket=ticket,
         )
 
     def step(self) -> list[str]:
@@ -229,15 +235,18 @@ class Disaggregated:
     def scheduler_s(self) -> float:
         return sum(one.scheduler_s for one in self._engines)
 
-    def promise(self, offer: Offer) -> bool:
+    def state(self) -> ReplicaState | None:
+        return None
+
+    def promise(self, offer: Offer, ticket: int) -> bool:
         return False
 
-    def accept(self, offer: Offer) -> None:
+    def accept(self, offer: Offer, ticket: int) -> None:
         place = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[place] += len(offer.prompt)
         self._home[offer.name] = place
         self._offers[offer.name] = offer
-        self._prefill[place].accept(replace(offer, output_tokens=1))
+        self._prefill[place].accept(replace(offer, output_tokens=1), ticket)
 
     def step(self) -> list[str]:
         self.steps += 1
@@ -273,7 +282,8 @@ class Disaggregated:
                 prompt=[*offer.prompt, *answer_text(2)[:1]],
                 output_tokens=offer.output_tokens - 1,
                 seen_s=now_s,
-            )
+            ),
+            0,
         )
         self._home[name] = len(self._prefill) + self._decode.index(target)
 
