@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_slo.config import ClassConfig, SLOConfig
+from vllm_slo.config import ClassConfig, RoutingConfig, SLOConfig
 from vllm_slo.errors import ConfigError
 from vllm_slo.slo import SLO
 
@@ -54,7 +54,7 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    for model in (ClassConfig, SLOConfig):
+    for model in (ClassConfig, RoutingConfig, SLOConfig):
         assert all(len(spec.description or "") > 60 for spec in model.model_fields.values())
 
 
@@ -75,6 +75,10 @@ def test_from_additional_config(tmp_path: Path) -> None:
     [
         ("clases: {}", 1, "clases: unknown key; did you mean 'classes'?"),
         ("classes:\n  chat:\n    ttft: 3", 3, "did you mean 'ttft_ms'?"),
+        ("routing:\n  max_hop: 3", 2, "routing.max_hop: unknown key; did you mean 'max_hops'?"),
+        ("routing:\n  max_hops: 0", 2, "routing.max_hops: Input should be greater"),
+        ("routing:\n  policy: luck", 2, "routing.policy: Input should be 'slo', 'round_robin'"),
+        ("routing:\n  dead_after_s: 1.0", 1, "dead_after_s (1) is below stale_after_s (2)"),
         ("xyzzy: 3", 1, "known: classes, default_class"),
         ("classes:\n  chat:\n    ttft_ms: -3", 3, "classes.chat.ttft_ms: -3.0 is out of range"),
         ("classes:\n  chat:\n    ttft_ms: '5'", 3, "classes.chat.ttft_ms"),
@@ -126,7 +130,9 @@ def test_unreadable(tmp_path: Path) -> None:
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-keys = st.sampled_from([*SLOConfig.model_fields, *ClassConfig.model_fields, "chat"])
+keys = st.sampled_from(
+    [*SLOConfig.model_fields, *ClassConfig.model_fields, *RoutingConfig.model_fields, "chat"]
+)
 values: st.SearchStrategy[Any] = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys | scalars, inner, max_size=3),
