@@ -124,9 +124,9 @@ def test_a_header_sent_twice_must_agree() -> None:
 
 # --- behind a front ------------------------------------------------------------------------------
 
-SAID = {"age_ms": 250.0, "ticket": 7, "hop": False}
+SAID = {"age_ms": 250.0, "ticket": 7, "on_unattainable": None}
 MARKS = {"slo_age_ms": 250.0, "slo_ticket": 7}
-HOP = {**SAID, "hop": True}
+HOP = {**SAID, "on_unattainable": "decline"}
 
 
 def behind_a_front(said: dict[str, Any], config: Any = CONFIG, **options: Any) -> Server:

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import Demand
+from vllm_slo.errors import ProfileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,18 @@ class ReplicaState:
             ValueError: the line is not such a state.
         """
         try:
-            said = json.loads(line)
+            return cls.from_dict(json.loads(line))
+        except RecursionError as error:
+            raise ValueError(f"not the state of a replica: {error!r}") from error
+
+    @classmethod
+    def from_dict(cls, said: Any) -> ReplicaState:
+        """From what `to_json` says, parsed.
+
+        Raises:
+            ValueError: it is not such a state.
+        """
+        try:
             plain = {name: said[name] for name in _PLAIN}
             for name in ("block_sizes", "tickets"):
                 plain[name] = tuple(plain[name])
@@ -105,7 +117,7 @@ class ReplicaState:
                 decoding={_infinite(tpot): n for tpot, n in said["decoding"]},
                 **plain,
             )
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, ProfileError) as error:
             raise ValueError(f"not the state of a replica: {error!r}") from error
 
 

@@ -20,7 +20,7 @@ from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
-from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY, is_slo_key
+from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY, OnUnattainable, is_slo_key
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,12 +43,13 @@ class Forwarded(TypedDict):
     Attributes:
         age_ms: for how long the front has had it already.
         ticket: its mark at this replica, from 1.
-        hop: refuse it (429) if it cannot be promised; the front goes on elsewhere.
+        on_unattainable: what to do if it cannot be promised, whatever it says itself: refuse it
+            (the front goes on elsewhere) or serve it; None: as it says.
     """
 
     age_ms: float
     ticket: int
-    hop: bool
+    on_unattainable: OnUnattainable | None
 
 
 class SLOMiddleware:
@@ -175,14 +176,17 @@ def plan_request(
 
 
 def _as_forwarded(slo: SLO, request: Mapping[str, Any], forwarded: Forwarded) -> SLO:
-    """`slo` with the refusal that a front asks for.
+    """`slo` with what the front wants if no promise can be made.
 
-    A request of several choices or prompts keeps its own wish: some might be declined beside
-    others that run, and the response could be neither.
+    A request of several choices or prompts is not refused for the front: some might be declined
+    beside others that run, and the response could be neither.
     """
-    if forwarded["hop"] and slo.effective_tier == "guaranteed" and not _is_several(request):
-        return replace(slo, on_unattainable="decline")
-    return slo
+    wish = forwarded["on_unattainable"]
+    if wish is None or slo.effective_tier != "guaranteed":
+        return slo
+    if wish == "decline" and _is_several(request):
+        return slo
+    return replace(slo, on_unattainable=wish)
 
 
 def _is_several(request: Mapping[str, Any]) -> bool:

@@ -1,0 +1,533 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front when things fail: none lost that had not started, none hung, service back by itself."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from front_stack import Fake, FrontProcess, events, eventually, processes
+
+ROUTING = {"stale_after_s": 0.6, "dead_after_s": 1.2, "drain_s": 5.0, "retries": 2}
+MANY = 20
+PROMPTLY_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[tuple[FrontProcess, list[Fake]]]:
+    """Two replicas that last, and a front."""
+    with processes() as keep:
+        yield keep(FrontProcess(ROUTING)), [keep(Fake("a")), keep(Fake("b"))]
+
+
+@pytest.fixture
+def front(started: tuple[FrontProcess, list[Fake]], fakes: list[Fake]) -> FrontProcess:
+    started[0].serve(*fakes)
+    return started[0]
+
+
+@pytest.fixture
+def fakes(started: tuple[FrontProcess, list[Fake]]) -> list[Fake]:
+    for fake in started[1]:
+        fake.reset()
+    return started[1]
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[[Any], Any]]:
+    with processes() as taken:
+        yield taken
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(MANY) as threads:
+        yield threads
+
+
+def asked(stream: bool, max_tokens: int = 4, **more: Any) -> dict[str, Any]:
+    return {"prompt": "x", "max_tokens": max_tokens, "stream": stream, **more}
+
+
+def submit(
+    pool: ThreadPoolExecutor, front: FrontProcess, count: int, **request: Any
+) -> list[Future[httpx.Response]]:
+    """``count`` requests at once, streamed or not in turn unless ``stream`` says."""
+    bodies = [asked(**{"stream": bool(n % 2), **request}) for n in range(count)]
+    return [pool.submit(front.post, json=body) for body in bodies]
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    if "event-stream" not in answer.headers["content-type"]:
+        return str(answer.json()["choices"][0]["text"])
+    parts = events(answer.text)
+    assert parts.pop() == "[DONE]"
+    return "".join(part["choices"][0]["text"] for part in parts)
+
+
+def ends_with_one_error(answer: httpx.Response) -> dict[str, Any]:
+    """Check a stream that was broken off: whole events, one error, [DONE]; the error."""
+    parts = events(answer.text)
+    assert parts.pop() == "[DONE]"
+    error: dict[str, Any] = parts.pop()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert all("choices" in part for part in parts)
+    return error
+
+
+def status_of(front: FrontProcess, name: str) -> str:
+    return str(front.replicas().get(name, {}).get("status"))
+
+
+# --- before the answer begins --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slo", [None, {"ttft_ms": 30_000}])
+def test_requests_that_had_not_started_survive_a_kill(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any, slo: Any
+) -> None:
+    victim = keep(Fake("victim", ttft_s=60.0))
+    front.serve(victim, fakes[0])
+    fakes[0].knobs(ttft_s=0.5)  # none ends before all are sent: both get their share
+    before = front.total("retries_total", reason="connection")
+    more = {} if slo is None else {"slo": slo}
+    answers = submit(pool, front, MANY, **more)
+    eventually(lambda: len(victim.seen()) + len(fakes[0].seen()) == MANY, "all are sent")
+    sent = len(victim.seen())
+    assert sent >= 5
+    victim.signal(signal.SIGKILL)
+    assert [text_of(answer.result(PROMPTLY_S)) for answer in answers] == [" t0 t1 t2 t3"] * MANY
+    assert front.total("retries_total", reason="connection") - before == sent
+    retried = [one["age_ms"] for one in fakes[0].seen()][-sent:]
+    assert min(retried) > 1.0  # the clock of their TTFT went on
+    eventually(front.quiet, "all tickets have ended")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_a_server_error_is_retried(
+    front: FrontProcess, fakes: list[Fake], status: int, stream: bool
+) -> None:
+    for fake in fakes:
+        fake.knobs(status=status)
+    fakes[0].knobs(status_times=1)
+    for _ in range(2):
+        assert front.post(json=asked(stream)).headers["x-vllm-slo-replica"] in "ab"
+    assert [len(fake.seen()) for fake in fakes] in ([1, 2], [2, 1])
+
+
+def test_other_routes_are_retried_too(front: FrontProcess, fakes: list[Fake]) -> None:
+    fakes[0].knobs(status_times=1)
+    assert [front.get("/v1/models").status_code for _ in range(2)] == [200, 200]
+    assert sum(len(fake.seen()) for fake in fakes) == 3
+
+
+def test_a_client_error_is_not_retried(front: FrontProcess, fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.knobs(status=422, status_times=1)
+    assert front.post().status_code == 422
+    assert sum(len(fake.seen()) for fake in fakes) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_an_error_as_first_event_is_retried(
+    front: FrontProcess, fakes: list[Fake], path: str
+) -> None:
+    fakes[0].knobs(error_event_times=1)
+    before = front.total("retries_total", reason="error_event")
+    for _ in range(2):
+        answer = front.post(path, json={**asked(True), "input": "x"})
+        assert answer.status_code == 200
+        assert "error" not in answer.text
+    assert front.total("retries_total", reason="error_event") - before == 1
+
+
+def test_when_all_fail_the_last_word_is_passed_on(front: FrontProcess, fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.knobs(status=500, status_times=1, error_event_times=1)
+    answer = front.post()
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"].endswith("is told to fail")
+    assert {len(fake.seen()) for fake in fakes} == {1}  # never the same one again
+    answer = front.post(json=asked(True))  # nothing has begun, so it need not be a stream
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"].endswith("is dead")
+
+
+def test_retries_are_bounded(fakes: list[Fake], keep: Any) -> None:
+    front = keep(FrontProcess({**ROUTING, "retries": 0}))
+    front.serve(*fakes)
+    for fake in fakes:
+        fake.knobs(cut_after_tokens=0)
+    for stream in (False, True):
+        answer = front.post(json=asked(stream))
+        assert answer.status_code == 502
+        assert answer.json()["error"]["type"] == "BadGatewayError"
+    assert sum(len(fake.seen()) for fake in fakes) == 2
+
+
+def test_a_cut_answer_is_retried_while_it_is_not_a_stream(
+    front: FrontProcess, fakes: list[Fake]
+) -> None:
+    fakes[0].knobs(cut_after_tokens=3)
+    assert [text_of(front.post(json=asked(False))) for _ in range(2)] == [" t0 t1 t2 t3"] * 2
+    fakes[1].knobs(cut_after_tokens=0)
+    answer = front.post(json=asked(False))  # nobody is left to ask
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+
+
+# --- after it has begun --------------------------------------------------------------------------
+
+
+def test_streams_end_with_one_error_when_their_replica_is_killed(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any
+) -> None:
+    victim = keep(Fake("victim", token_s=0.02))
+    fakes[0].knobs(token_s=0.02)
+    front.serve(victim, fakes[0])
+    before = front.total("in_band_errors_total")
+    answers = submit(pool, front, MANY, stream=True, max_tokens=100)
+    eventually(
+        lambda: sum(one["tokens"] > 2 for f in (victim, fakes[0]) for one in f.seen()) == MANY,
+        "all have begun",
+    )
+    sent = len(victim.seen())
+    assert sent >= 5
+    victim.signal(signal.SIGKILL)
+    broken = 0
+    for answer in answers:
+        said = answer.result(10)
+        if said.headers["x-vllm-slo-replica"] == "victim":
+            assert ends_with_one_error(said)["code"] == 502
+            broken += 1
+        else:
+            assert len(text_of(said).split()) == 100
+    assert broken == sent
+    assert front.total("in_band_errors_total") - before == sent
+    eventually(front.quiet, "all tickets have ended")
+
+
+def test_a_stream_breaks_off_promptly_and_the_openai_client_says_so(
+    front: FrontProcess, keep: Any
+) -> None:
+    victim = keep(Fake("victim", token_s=0.02))
+    front.serve(victim)
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0) as client:
+        stream = client.completions.create(
+            model="fake", prompt="x", max_tokens=10_000, stream=True, timeout=10
+        )
+        next(iter(stream))
+        victim.signal(signal.SIGKILL)
+        killed_s = time.monotonic()
+        with pytest.raises(openai.APIError, match="failed"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - killed_s < 1.0
+
+
+def test_half_an_event_is_not_passed_on(front: FrontProcess, fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.knobs(cut_after_tokens=3)
+    answer = front.post(json=asked(True))
+    assert "failed" in ends_with_one_error(answer)["message"]
+    assert [part["choices"][0]["text"] for part in events(answer.text)[:-2]] == [
+        " t0",
+        " t1",
+        " t2",
+    ]
+
+
+def test_the_engines_own_error_is_not_repeated(front: FrontProcess, fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.knobs(error_after_tokens=2)
+    before = front.total("in_band_errors_total")
+    error = ends_with_one_error(front.post(json=asked(True)))
+    assert error["message"].startswith("the engine of")
+    assert front.total("in_band_errors_total") == before
+
+
+def test_a_stream_that_has_said_done_is_complete(front: FrontProcess, fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.knobs(cut_at_end=True)
+    assert text_of(front.post(json=asked(True))) == " t0 t1 t2 t3"
+
+
+# --- silence -------------------------------------------------------------------------------------
+
+
+def test_a_stopped_replica_is_left_and_taken_back(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any
+) -> None:
+    victim = keep(Fake("victim", token_s=0.05))
+    slow = keep(Fake("slow", ttft_s=60.0))
+    front.serve(victim, slow)
+    slow.knobs(ttft_s=60.0, state={"backlog_tokens": 10**6})
+    eventually(lambda: front.replicas()["slow"]["load_tokens"] == 10**6, "the load is known")
+    streams = submit(pool, front, 5, stream=True, max_tokens=10_000)
+    eventually(lambda: [one["tokens"] > 1 for one in victim.seen()] == [True] * 5, "all began")
+    slow.knobs(state={})
+    victim.knobs(ttft_s=60.0)
+    waiting = submit(pool, front, 8)
+    eventually(lambda: len(victim.seen()) + len(slow.seen()) == 13, "all are sent")
+    front.tell([victim, slow, fakes[0]])
+    eventually(lambda: status_of(front, "a") == "ready", "a is ready")
+    stopped = [one for one in (victim, slow) if one.seen()]
+    for one in stopped:
+        one.signal(signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    eventually(lambda: status_of(front, "victim") == "stale", "it is stale")
+    assert front.post().headers["x-vllm-slo-replica"] == "a"  # no new requests
+    for answer in streams:
+        assert "silent" in ends_with_one_error(answer.result(5))["message"]
+    for answer in waiting:
+        assert text_of(answer.result(5)) == " t0 t1 t2 t3"
+        assert answer.result().headers["x-vllm-slo-replica"] == "a"
+    assert 1.0 < time.monotonic() - stopped_s < PROMPTLY_S
+    assert status_of(front, "victim") == "dead"
+    for one in stopped:
+        one.signal(signal.SIGCONT)
+    eventually(lambda: status_of(front, "victim") == "ready", "it is taken back")
+    # Its aborted requests have been noticed there.
+    eventually(lambda: all(one["ended"] for one in victim.seen()), "they were aborted")
+
+
+def test_a_silent_replica_gets_nothing_new_and_keeps_what_it_has(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor
+) -> None:
+    for fake in fakes:
+        fake.knobs(token_s=0.05)
+    (running,) = submit(pool, front, 1, stream=True, max_tokens=18)
+    eventually(lambda: any(fake.seen() for fake in fakes), "it is sent")
+    one, other = sorted(fakes, key=lambda fake: -len(fake.seen()))
+    one.knobs(heartbeats=False)
+    eventually(lambda: status_of(front, one.name) == "stale", "it is stale")
+    assert front.post().headers["x-vllm-slo-replica"] == other.name
+    one.knobs(heartbeats=True)
+    assert len(text_of(running.result(5)).split()) == 18
+    eventually(lambda: status_of(front, one.name) == "ready", "it is taken back")
+
+
+def test_a_lost_state_stream_is_opened_again(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor
+) -> None:
+    for fake in fakes:
+        fake.knobs(token_s=0.05)
+    running = submit(pool, front, 4, stream=True, max_tokens=20)
+    eventually(lambda: sum(len(fake.seen()) for fake in fakes) == 4, "they are sent")
+    for fake in fakes:
+        fake.knobs(close_streams=True)
+    eventually(lambda: front.get("/health").status_code == 503, "no replica is ready")
+    for fake in fakes:
+        fake.knobs(close_streams=False)
+    eventually(lambda: front.get("/health").status_code == 200, "they are back")
+    assert {len(text_of(one.result(5)).split()) for one in running} == {20}
+
+
+def test_a_state_that_is_not_understood_does_not_matter(
+    front: FrontProcess, fakes: list[Fake]
+) -> None:
+    for fake in fakes:
+        fake.knobs(null_state=True)
+    time.sleep(0.4)
+    assert front.post(json=asked(False, slo={"ttft_ms": 1000})).status_code == 200
+
+
+def test_a_front_that_was_held_up_does_not_blame_its_replicas(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor
+) -> None:
+    for fake in fakes:
+        fake.knobs(token_s=0.05)
+    running = submit(pool, front, 4, stream=True, max_tokens=60)
+    eventually(lambda: all(fake.seen() for fake in fakes), "they are sent")
+    front.signal(signal.SIGSTOP)
+    late = submit(pool, front, 4)  # the first thing it finds when it goes on
+    time.sleep(2.0)
+    front.signal(signal.SIGCONT)
+    assert {len(text_of(one.result(10)).split()) for one in late} == {4}
+    assert {len(text_of(one.result(10)).split()) for one in running} == {60}
+
+
+# --- the set of replicas -------------------------------------------------------------------------
+
+
+def test_without_replicas_it_says_so(front: FrontProcess, fakes: list[Fake]) -> None:
+    front.tell([])
+    eventually(lambda: not front.replicas(), "there are none")
+    for answer in (front.post(), front.get("/v1/models")):
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == 503
+    assert front.get("/health").status_code == 503
+    front.serve(*fakes)
+    assert front.post().status_code == front.get("/health").status_code == 200
+
+
+def test_a_replica_that_leaves_the_set_ends_its_work(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor
+) -> None:
+    for fake in fakes:
+        fake.knobs(token_s=0.05)
+    (running,) = submit(pool, front, 1, stream=True, max_tokens=15)
+    eventually(lambda: any(fake.seen() for fake in fakes), "it is sent")
+    one, other = sorted(fakes, key=lambda fake: -len(fake.seen()))
+    front.tell([other])
+    eventually(lambda: status_of(front, one.name) == "draining", "it leaves")
+    assert {front.post().headers["x-vllm-slo-replica"] for _ in range(3)} == {other.name}
+    assert len(text_of(running.result(5)).split()) == 15
+    eventually(lambda: one.name not in front.replicas(), "it is gone")
+
+
+def test_a_draining_replica_gets_nothing_new(
+    front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any
+) -> None:
+    leaver = keep(Fake("leaver", token_s=0.05))
+    front.serve(leaver)
+    (running,) = submit(pool, front, 1, stream=True, max_tokens=20)
+    eventually(leaver.seen, "it is sent")
+    front.tell([leaver, fakes[0]])
+    eventually(lambda: status_of(front, "a") == "ready", "a is ready")
+    leaver.signal(signal.SIGTERM)
+    eventually(lambda: status_of(front, "leaver") == "draining", "it drains")
+    assert {front.post().headers["x-vllm-slo-replica"] for _ in range(3)} == {"a"}
+    assert len(text_of(running.result(5)).split()) == 20
+    assert leaver.process.wait(5) == 0
+
+
+def test_a_restarted_replica_has_another_address(
+    front: FrontProcess, fakes: list[Fake], keep: Any
+) -> None:
+    first = keep(Fake("same"))
+    front.serve(first)
+    assert front.post().status_code == 200
+    first.signal(signal.SIGKILL)
+    second = keep(Fake("same"))
+    front.serve(second)
+    assert front.post().status_code == 200
+    assert len(second.seen()) == 1
+
+
+def test_nonsense_on_stdin_changes_nothing(front: FrontProcess) -> None:
+    assert front.process.stdin is not None
+    for line in (b"nonsense", b"[]", b'{"replicas": [{"name": "x"}]}', b'{"replicas": [5]}', b""):
+        front.process.stdin.write(line + b"\n")
+    front.process.stdin.flush()
+    time.sleep(0.2)
+    assert set(front.replicas()) == {"a", "b"}
+    assert front.post().status_code == 200
+
+
+# --- clients that leave --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(
+    front: FrontProcess, fakes: list[Fake], stream: bool, begun: bool
+) -> None:
+    for fake in fakes:
+        fake.knobs(**({"token_s": 0.02} if begun else {"ttft_s": 60.0}))
+    before = front.total("client_gone_total")
+    body = json.dumps(asked(stream, 10_000)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", front.port), 10) as client:
+        client.sendall(head.encode() + body)
+        seen = eventually(lambda: fakes[0].seen() + fakes[1].seen(), "it is sent")
+        if stream and begun:
+            assert client.recv(12) == b"HTTP/1.1 200"
+    assert len(seen) == 1
+    left_s = time.monotonic()
+    eventually(
+        lambda: [one["ended"] for fake in fakes for one in fake.seen()] == ["aborted"],
+        "it is aborted",
+    )
+    assert time.monotonic() - left_s < 2.0
+    eventually(front.quiet, "its ticket has ended")
+    eventually(lambda: front.total("client_gone_total") == before + 1, "it is counted")
+    assert front.total("in_flight") == 0
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stdin"])
+def test_a_drain_lets_requests_end(
+    fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any, how: str
+) -> None:
+    front = keep(FrontProcess(ROUTING))
+    front.serve(*fakes)
+    for fake in fakes:
+        fake.knobs(token_s=0.05)
+    answers = submit(pool, front, 4, max_tokens=20)
+    eventually(lambda: sum(len(fake.seen()) for fake in fakes) == 4, "they are sent")
+    kept = http.client.HTTPConnection("127.0.0.1", front.port, timeout=5)
+    kept.request("GET", "/health")
+    assert kept.getresponse().read() == b""
+    if how == "stdin":
+        front.close_stdin()
+    else:
+        front.signal(getattr(signal, how))
+    eventually(lambda: not _connects(front.port), "it accepts nobody")
+    kept.request("GET", "/health")
+    assert kept.getresponse().status == 503
+    kept.close()
+    assert {len(text_of(answer.result(5)).split()) for answer in answers} == {20}
+    assert front.process.wait(5) == 0
+
+
+def _connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def test_a_drain_does_not_take_for_ever(
+    fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any
+) -> None:
+    front = keep(FrontProcess({**ROUTING, "drain_s": 0.3}))
+    front.serve(*fakes)
+    for fake in fakes:
+        fake.knobs(token_s=0.05)
+    answers = submit(pool, front, 4, max_tokens=10_000)
+    eventually(lambda: sum(len(fake.seen()) for fake in fakes) == 4, "they are sent")
+    eventually(lambda: all(o["tokens"] for f in fakes for o in f.seen()), "they have begun")
+    front.signal(signal.SIGTERM)
+    for number, answer in enumerate(answers):
+        said = answer.result(5)
+        if number % 2:
+            assert "stopping" in ends_with_one_error(said)["message"]
+        else:
+            assert said.status_code == 503
+    assert front.process.wait(5) == 0
+
+
+def test_the_parent_is_told_what_is_wanted_and_ready(fakes: list[Fake], keep: Any) -> None:
+    front = keep(FrontProcess(ROUTING))
+    assert front.line("listening") == {"listening": front.url}
+    assert front.line("ready") == {"wanted": 1, "ready": 0}
+    front.serve(*fakes)
+    eventually(lambda: front.line("ready")["ready"] == 2, "two are ready")
+    for fake in fakes:
+        fake.knobs(state={"seats": 0})
+    eventually(lambda: _is_refused(front), "promises are refused")
+    eventually(lambda: front.line("wanted")["wanted"] > 2, "more are wanted")
+    assert front.total("wanted_replicas") > 2
+    assert all(set(line) <= {"listening", "wanted", "ready"} for line in front.lines)
+    assert len(front.lines) < 8
+
+
+def _is_refused(front: FrontProcess) -> bool:
+    slo = {"ttft_ms": 2000, "on_unattainable": "decline"}
+    return front.post(json=asked(False, slo=slo)).status_code == 429

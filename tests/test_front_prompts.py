@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates about prompts: how long, and where their beginning has been seen."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from vllm_slo.router.prompts import (
+    CHUNK_BYTES,
+    CHUNK_IDS,
+    MAX_CHUNKS,
+    MEDIA_TOKENS,
+    PrefixIndex,
+    Prompt,
+    TokenRatio,
+    read_max_tokens,
+    read_prompt,
+)
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 100
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text} for text in texts]}
+
+
+def test_token_ids_are_exact() -> None:
+    ratio = TokenRatio()
+    assert ratio.tokens(read_prompt({"prompt": [5] * 1000})) == 1000
+    assert ratio.tokens(read_prompt({"prompt": [[5] * 10, [6] * 7]})) == 17
+
+
+@pytest.mark.parametrize("text", ["x" * 3500, "\u00fc" * 1750])
+def test_text_is_estimated_by_its_bytes(text: str) -> None:
+    ratio = TokenRatio(3.5)
+    assert ratio.tokens(read_prompt({"prompt": text})) == 1000
+    assert ratio.tokens(read_prompt({"prompt": [text, text]})) == 2000
+    assert 1000 < ratio.tokens(read_prompt(chat(text))) < 1020
+    assert 1000 < ratio.tokens(read_prompt({"input": text})) < 1020
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}
+    assert 1000 < ratio.tokens(read_prompt(parts)) < 1020
+
+
+def test_an_empty_prompt_has_a_token() -> None:
+    for request in ({}, {"prompt": ""}, {"prompt": []}, {"messages": []}, {"prompt": 5}):
+        assert TokenRatio().tokens(read_prompt(request)) >= 1
+
+
+def test_media_and_tools_count_and_teach_nothing() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 1_000_000}}
+    seen = {"messages": [{"role": "user", "content": [image, {"text": "x"}]}]}
+    prompt = read_prompt(seen)
+    assert MEDIA_TOKENS < TokenRatio().tokens(prompt) < MEDIA_TOKENS + 100
+    assert not prompt.is_plain
+    assert not read_prompt({**chat("x"), "tools": [{"a": "b" * 1000}]}).is_plain
+    ratio = TokenRatio()
+    ratio.learn(Prompt(1000, 0, is_plain=False), 1000)
+    assert ratio.bytes_per_token == 3.5
+
+
+def test_the_ratio_is_learnt_and_estimates_stay_long() -> None:
+    ratio, prompt = TokenRatio(), Prompt(1000, 8)
+    for number in range(400):
+        ratio.learn(prompt, 8 + (200 if number % 2 else 250))  # 5 and 4 bytes a token
+    assert 3.5 < ratio.bytes_per_token < 4.4
+    assert ratio.tokens(prompt) > 8 + 225
+    # On the short side where it is a cache that saves.
+    assert ratio.chunk_tokens(prompt) < CHUNK_BYTES / 4.5
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 10**9])
+def test_nonsense_is_bounded(tokens: int) -> None:
+    ratio = TokenRatio()
+    for _ in range(100):
+        ratio.learn(Prompt(1000, 8), tokens)
+        ratio.learn(Prompt(10), 10)
+    assert 0.5 <= ratio.bytes_per_token <= 16
+
+
+@pytest.mark.parametrize(
+    ("request_", "most"),
+    [
+        ({"prompt": "x"}, 16),
+        ({"prompt": "x", "max_tokens": None}, None),
+        ({"prompt": "x", "max_tokens": 5}, 5),
+        ({"messages": []}, None),
+        ({"messages": [], "max_completion_tokens": 7, "max_tokens": 9}, 7),
+        ({"messages": [], "max_tokens": 9}, 9),
+        ({"input": "x", "max_output_tokens": 3}, 3),
+        ({"messages": [], "max_tokens": True}, None),
+        ({"messages": [], "max_tokens": -1}, None),
+    ],
+)
+def test_the_most_tokens_of_an_answer(request_: dict[str, Any], most: int | None) -> None:
+    assert read_max_tokens(request_) == most
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "each"),
+    [
+        ({"prompt": LONG}, {"prompt": LONG + "more"}, CHUNK_BYTES),
+        (chat(LONG), chat(LONG, "an answer", "a question"), CHUNK_BYTES),
+        ({"prompt": list(range(640))}, {"prompt": list(range(700))}, CHUNK_IDS),
+    ],
+)
+def test_a_beginning_is_recognised(
+    first: dict[str, Any], second: dict[str, Any], each: int
+) -> None:
+    index = PrefixIndex()
+    assert index.matched(read_prompt(first).chunks) == 0
+    index.add(read_prompt(first).chunks)
+    known = len(read_prompt(first).chunks)
+    assert known == (10 if each == CHUNK_IDS else len(LONG) // CHUNK_BYTES)
+    assert index.matched(read_prompt(second).chunks) == known
+    for other in ({"model": "other"}, {"cache_salt": "s"}):
+        assert index.matched(read_prompt({**second, **other}).chunks) == 0
+    index.clear()
+    assert index.matched(read_prompt(second).chunks) == 0
+
+
+def test_a_difference_at_the_start_is_seen() -> None:
+    index = PrefixIndex()
+    index.add(read_prompt({"prompt": LONG}).chunks)
+    assert index.matched(read_prompt({"prompt": "x" + LONG}).chunks) == 0
+    changed = LONG[: 3 * CHUNK_BYTES] + "x" + LONG[3 * CHUNK_BYTES + 1 :]
+    assert index.matched(read_prompt({"prompt": changed}).chunks) == 3
+
+
+def test_one_chunk_means_nothing() -> None:
+    index = PrefixIndex()
+    index.add(read_prompt({"prompt": LONG}).chunks)
+    assert index.matched(read_prompt({"prompt": LONG[: 2 * CHUNK_BYTES - 1]}).chunks) == 0
+    assert index.matched(read_prompt({"prompt": LONG[: 2 * CHUNK_BYTES]}).chunks) == 2
+
+
+def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
+    index = PrefixIndex(100)
+    prompts = [read_prompt({"prompt": str(n) * CHUNK_BYTES * 30}).chunks for n in range(5)]
+    for chunks in prompts:
+        index.add(chunks)
+        index.add(prompts[0])
+    assert len(index) <= 100
+    assert index.matched(prompts[0]) == index.matched(prompts[4]) == 30
+    assert index.matched(prompts[1]) == 0
+    assert 2 <= index.matched(prompts[3]) < 31
+    huge = read_prompt({"prompt": LONG * 1000}).chunks
+    assert len(huge) == MAX_CHUNKS
+
+
+def test_reading_is_cheap() -> None:
+    request, index = chat(LONG[:4096]), PrefixIndex()
+    index.add(read_prompt(request).chunks)
+    best_s = 1.0
+    for _ in range(200):
+        before_s = time.perf_counter()
+        index.matched(read_prompt(request).chunks)
+        best_s = min(best_s, time.perf_counter() - before_s)
+    assert best_s < 50e-6

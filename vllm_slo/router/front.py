@@ -1,0 +1,666 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front: the one public port before several replicas.
+
+`python -m vllm_slo.router.front --host H --port P --config JSON`, started and fed by a parent:
+
+- stdin: JSON lines, each the whole set of replicas; its end means that the parent is gone.
+- stdout: JSON lines: ``{"listening": url}`` once, then ``{"wanted": n, "ready": m}`` on change.
+- SIGTERM, or the end of stdin: requests that run are given `RoutingConfig.drain_s` to end.
+
+Exit status: 0 after a drain, 2 when it cannot start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import json
+import logging
+import math
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from random import Random
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from vllm_slo.config import CONFIG_KEY, SLOConfig
+from vllm_slo.core.replica_state import ReplicaState
+from vllm_slo.core.routing import RoutedRequest, VirtualReplica, route
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.types import Demand
+from vllm_slo.errors import ConfigError, InvalidSLOError
+from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
+from vllm_slo.router.cluster import Cluster
+from vllm_slo.router.front_metrics import FrontMetrics
+from vllm_slo.router.openai_errors import (
+    SERVER_HEADER,
+    error_response,
+    json_response,
+    retry_headers,
+)
+from vllm_slo.router.prompts import Prompt, TokenRatio, read_max_tokens, read_prompt
+from vllm_slo.router.relay import REQUEST_ID, Exchange, Relay, Wire, forwarded_headers
+from vllm_slo.router.upstream import TOKEN_HEADER, ReplicaSpec, Upstream
+from vllm_slo.slo import SLO
+
+__all__ = ["Front", "FrontConfig", "main"]
+
+logger = logging.getLogger("vllm_slo.front")
+
+MAX_LINE_BYTES: Final = 8_190
+MAX_FIELD_BYTES: Final = 16_384
+MAX_HEADERS: Final = 128
+BODY_PATIENCE_S: Final = 30.0
+"""Longest pause between two pieces of a body."""
+IDLE_S: Final = 75.0
+TICK_S: Final = 0.1
+REPORT_S: Final = 1.0
+LAST_WORDS_S: Final = 2.0
+"""How long clients are given to take the error that ends their stream when a drain is over."""
+MAX_STDIN_LINE_BYTES: Final = 16 * 1024 * 1024
+PROXIED: Final = frozenset({"/tokenize", "/detokenize", "/version"})
+PROXIED_METHODS: Final = frozenset({"GET", "POST", "OPTIONS", "DELETE"})
+_NOT_HERE: Final[Mapping[str, str]] = {
+    "/v1/load_lora_adapter": "start the replicas with --lora-modules",
+    "/v1/unload_lora_adapter": "restart the replicas without the adapter",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrontConfig:
+    """What the front is told on its command line.
+
+    Attributes:
+        slo: the operator's configuration.
+        served_model_names: for operators; vLLM checks the names itself.
+        api_keys: SHA-256 of each accepted key; empty: no key is asked for.
+    """
+
+    slo: SLOConfig
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[bytes, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> FrontConfig:
+        """Read the argument of ``--config``.
+
+        Raises:
+            ConfigError: it cannot be used; one line that says why.
+        """
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--config is not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise ConfigError('--config: expected an object such as {"slo_config": null}')
+        slo = SLOConfig.from_additional_config({CONFIG_KEY: given.get("slo_config")})
+        try:
+            names = tuple(str(name) for name in given.get("served_model_names") or ())
+            keys = tuple(bytes.fromhex(key) for key in given.get("api_key_sha256") or ())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--config: {error}") from error
+        if any(len(key) != hashlib.sha256().digest_size for key in keys):
+            raise ConfigError("--config: api_key_sha256 holds something that is no SHA-256")
+        return cls(slo, names, keys)
+
+
+class _Refusal(Exception):  # noqa: N818  # an answer, not an error of ours
+    """The request is answered by the front itself."""
+
+    def __init__(self, response: web.Response) -> None:
+        self.response = response
+
+
+class _Connection(web.RequestHandler):
+    """One client connection; what the HTTP parser refuses is answered in OpenAI's shape."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun")
+        if isinstance(exc, LineTooLong):
+            text = f"the request line or a header is longer than {MAX_FIELD_BYTES} bytes"
+            response = error_response(431, "BadRequestError", text)
+        elif status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            response = error_response(400, "BadRequestError", "this is not a valid HTTP request")
+        else:
+            logger.error("a request failed in the front", exc_info=exc)
+            response = error_response(500, "InternalServerError", "the front failed")
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    """aiohttp's low-level server with our connections."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class Front:
+    """Routes and drains; see the module's docstring for the protocol around it.
+
+    Args:
+        report: called with each line for the parent.
+        epoch: epoch seconds, for `prefill_ddl`.
+    """
+
+    def __init__(
+        self,
+        config: FrontConfig,
+        report: Callable[[Mapping[str, Any]], None],
+        epoch: Callable[[], float] = time.time,
+    ) -> None:
+        self.cluster = Cluster(config.slo.routing)
+        self.metrics = FrontMetrics()
+        self.draining = False
+        self.stop = asyncio.Event()
+        self._config = config
+        self._policy = Policy.from_config(config.slo)
+        self._epoch = epoch
+        self._report = report
+        self._relay = Relay(self.cluster, self.metrics, TokenRatio())
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def run(self, host: str, port: int) -> None:
+        """Serve until `stop` is set, then drain.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        server = _Server(
+            self.handle,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_FIELD_BYTES,
+            max_headers=MAX_HEADERS,
+        )
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(
+            server, host or None, port, backlog=1024, start_serving=False
+        )
+        if self.cluster.routing.policy == "slo":
+            warm_up()
+        gc.freeze()
+        await listener.start_serving()
+        bound = listener.sockets[0].getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host or "0.0.0.0"
+        self._report({"listening": f"http://{shown}:{bound}"})
+        ticking = asyncio.create_task(self._tick())
+        try:
+            await self.stop.wait()
+            self.draining = True
+            listener.close()
+            await self._drain()
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+            server.pre_shutdown()  # idle connections have nothing to wait for
+            await server.shutdown(LAST_WORDS_S)
+            await self.cluster.close("the server is stopping")
+
+    async def _drain(self) -> None:
+        drain_s = self.cluster.routing.drain_s
+        logger.info("draining: %d requests run, at most %g s", self._in_flight, drain_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await self._idle.wait()
+            return
+        self.cluster.abort("the server is stopping")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._idle.wait()
+
+    async def _tick(self) -> None:
+        before_s = reported_s = time.monotonic()
+        said: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            late_s = now_s - before_s - TICK_S
+            before_s = now_s
+            await self.cluster.tick(now_s, late_s if late_s > TICK_S else 0.0)
+            ready = len(self.cluster.ready())
+            wanted = self.cluster.demand.wanted(ready, now_s)
+            self.metrics.wanted.set(wanted)
+            news = {"wanted": wanted, "ready": ready}
+            if news != said and (not said or now_s - reported_s >= REPORT_S):
+                said, reported_s = news, now_s
+                self._report(news)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request.
+
+        Raises:
+            ConnectionError: the client left.
+        """
+        arrival_s = time.monotonic()
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            response = await self._answer(request, arrival_s)
+            if self.draining and not response.prepared:
+                response.force_close()
+            # Written here, so that a drain does not end before the answer is out.
+            await response.prepare(request)
+            await response.write_eof()
+            return response
+        except (ConnectionError, asyncio.CancelledError):
+            self.metrics.client_gone.inc()
+            raise
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def _answer(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        path = request.rel_url.raw_path
+        try:
+            if path.startswith("/v1/") or path in PROXIED:
+                with self.metrics.in_flight.track_inprogress():
+                    return await self._forward(request, path, arrival_s)
+            return await self._own_page(request, path)
+        except _Refusal as refusal:
+            return refusal.response
+
+    async def _forward(
+        self, request: web.BaseRequest, path: str, arrival_s: float
+    ) -> web.StreamResponse:
+        self._check(request, path)
+        is_generation = path in ROUTES and request.method == "POST"
+        body = await _read_body(request)
+        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        query = request.rel_url.raw_query_string
+        wire = Wire(
+            request,
+            f"{path}?{query}" if query else path,
+            forwarded_headers(request.headers, request_id),
+            body,
+            request_id,
+            arrival_s,
+        )
+        if not is_generation:
+            return await Exchange(self._relay, wire).answer()
+        try:
+            routed, prompt, label = self._read(request, body, arrival_s)
+        except InvalidSLOError as error:
+            self.metrics.requests.labels("invalid").inc()
+            return error_response(400, "BadRequestError", str(error), error.field)
+        return await Exchange(self._relay, wire, routed, prompt, label).answer()
+
+    def _check(self, request: web.BaseRequest, path: str) -> None:
+        """Refuse what needs no look at the body.
+
+        Raises:
+            _Refusal: the request is answered.
+        """
+        method = request.method
+        if method not in PROXIED_METHODS:
+            text = f"{method} is not allowed here"
+            raise _Refusal(error_response(405, "BadRequestError", text))
+        if path.startswith("/v1/") and method != "OPTIONS" and not self._lets_in(request):
+            raise _Refusal(json_response(b'{"error":"Unauthorized"}', 401))
+        query = request.rel_url.raw_query_string
+        if not (path.isascii() and query.isascii() and _is_text(request.headers)):
+            text = "the path is not ASCII, or a header is not UTF-8"
+            raise _Refusal(error_response(400, "BadRequestError", text))
+        if "/../" in f"{path}/" or "/./" in f"{path}/" or "//" in path:
+            raise _Refusal(_not_found(path))
+        if path in _NOT_HERE:
+            text = f"{path} would reach one replica only: {_NOT_HERE[path]}"
+            raise _Refusal(error_response(501, "NotImplementedError", text))
+        if path.startswith("/v1/responses/"):
+            text = "the replicas do not share stored responses: send the whole conversation instead"
+            raise _Refusal(error_response(501, "NotImplementedError", text))
+        if self.draining:
+            text = "the server is stopping"
+            headers = retry_headers(1_000)
+            raise _Refusal(error_response(503, "ServiceUnavailableError", text, None, headers))
+        if (length := request.content_length) is not None and length > MAX_BODY_BYTES:
+            raise _Refusal(_too_large())
+
+    def _lets_in(self, request: web.BaseRequest) -> bool:
+        """Whether the key is one of those configured; as vLLM reads it, in constant time."""
+        if not self._config.api_keys:
+            return True
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        given = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+        # All are compared: the time must not tell which one it was.
+        matches = [secrets.compare_digest(given, known) for known in self._config.api_keys]
+        return any(matches)
+
+    def _read(
+        self, request: web.BaseRequest, body: bytes, arrival_s: float
+    ) -> tuple[RoutedRequest, Prompt, str]:
+        """What a generation request asks for, and how it counts if it gets no promise.
+
+        Raises:
+            InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
+        """
+        asked = _parsed(request, body)
+        if asked is None:
+            return RoutedRequest(1), Prompt(), "no_slo"
+        carriers = carriers_of(asked, slo_headers(request.raw_headers))
+        slo = None if carriers.empty else carriers.resolve(self._policy, self._epoch())
+        slo = self._policy.default if slo is None else slo
+        try:
+            prompt = read_prompt(asked)
+        except RecursionError:
+            prompt = Prompt()
+        routed = self._routed(asked, prompt, slo, arrival_s)
+        return routed, prompt, "no_slo" if slo is None else "best_effort"
+
+    def _routed(
+        self, asked: Mapping[str, Any], prompt: Prompt, slo: SLO | None, arrival_s: float
+    ) -> RoutedRequest:
+        ratio = self._relay.ratio
+        cached = _cached_tokens(self.cluster.ready(), prompt, ratio) if prompt.chunks else {}
+        tokens, most = ratio.tokens(prompt), read_max_tokens(asked)
+        if slo is None:
+            return RoutedRequest(tokens, most, cached_tokens=cached)
+        guaranteed = slo.effective_tier == "guaranteed" and slo.has_objective
+        return RoutedRequest(
+            tokens,
+            most,
+            math.inf if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1000,
+            math.inf if slo.tpot_ms is None else slo.tpot_ms / 1000,
+            guaranteed,
+            slo.on_unattainable == "decline",
+            slo.slo_class or "custom",
+            slo.expected_output_tokens,
+            slo.value,
+            cached,
+        )
+
+    # --- pages of the front's own ----------------------------------------------------------------
+
+    async def _own_page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        if path.startswith("/metrics/replicas/") and request.method == "GET":
+            return await self._replica_metrics(path.removeprefix("/metrics/replicas/"))
+        page = {
+            "/health": self._health,
+            "/metrics": self._metrics_page,
+            "/metrics/targets": self._targets,
+            "/replicas": self._replicas,
+        }.get(path)
+        if page is None:
+            return _not_found(path)
+        if request.method not in ("GET", "HEAD"):
+            return error_response(405, "BadRequestError", f"{request.method} is not allowed here")
+        return page(request)
+
+    def _health(self, request: web.BaseRequest) -> web.Response:
+        healthy = bool(self.cluster.ready()) and not self.draining
+        return web.Response(status=200 if healthy else 503, headers={"Server": SERVER_HEADER})
+
+    def _metrics_page(self, request: web.BaseRequest) -> web.Response:
+        body = self.metrics.page(self.cluster.listed.values(), time.monotonic())
+        headers = {"Content-Type": CONTENT_TYPE_LATEST, "Server": SERVER_HEADER}
+        return web.Response(body=body, headers=headers)
+
+    def _targets(self, request: web.BaseRequest) -> web.Response:
+        """Prometheus's HTTP service discovery: each replica's page, through this port."""
+        host = request.headers.get("Host", "")
+        targets = [
+            {
+                "targets": [host],
+                "labels": {"__metrics_path__": f"/metrics/replicas/{name}", "replica": name},
+            }
+            for name in self.cluster.listed
+        ]
+        return json_response(json.dumps(targets).encode())
+
+    def _replicas(self, request: web.BaseRequest) -> web.Response:
+        now_s = time.monotonic()
+        return json_response(
+            json.dumps([_shown(one, now_s) for one in self.cluster.all()]).encode()
+        )
+
+    async def _replica_metrics(self, name: str) -> web.StreamResponse:
+        upstream = self.cluster.listed.get(name)
+        if upstream is None:
+            return error_response(404, "NotFoundError", "there is no replica of that name")
+        try:
+            async with (
+                asyncio.timeout(10.0),
+                upstream.request(
+                    "GET", "/metrics", {TOKEN_HEADER: upstream.spec.token}, None
+                ) as answer,
+            ):
+                body, kind = await answer.read(), answer.headers.get("Content-Type", "text/plain")
+        except OSError as error:
+            text = f"the replica does not answer ({type(error).__name__})"
+            return error_response(503, "ServiceUnavailableError", text)
+        headers = {"Content-Type": kind, "Server": SERVER_HEADER}
+        return web.Response(status=answer.status, body=body, headers=headers)
+
+
+def _shown(one: Upstream, now_s: float) -> dict[str, Any]:
+    """A replica as operators see it."""
+    state, age_s = one.virtual.state, one.age_s(now_s)
+    return {
+        "name": one.name,
+        "status": one.status,
+        "running": None if state is None else state.running,
+        "waiting": None if state is None else state.waiting,
+        "outstanding": one.virtual.outstanding,
+        "promised": 0 if state is None else len(state.committed) + sum(state.decoding.values()),
+        "load_tokens": one.virtual.load_tokens,
+        "state_age_s": None if age_s is None else round(age_s, 3),
+    }
+
+
+def _parsed(request: web.BaseRequest, body: bytes) -> dict[str, Any] | None:
+    """The body as an object; None when it is none: the replica has its own answer to that."""
+    if not request.headers.get("Content-Type", "").lower().startswith("application/json"):
+        return None
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return asked if isinstance(asked, dict) else None
+
+
+def _cached_tokens(
+    upstreams: Sequence[Upstream], prompt: Prompt, ratio: TokenRatio
+) -> dict[str, int]:
+    """Replica -> prompt tokens that its prefix cache is believed to hold; without zeros."""
+    each = ratio.chunk_tokens(prompt)
+    matched = ((one.name, one.prefixes.matched(prompt.chunks)) for one in upstreams)
+    return {name: int(count * each) for name, count in matched if count}
+
+
+async def _read_body(request: web.BaseRequest) -> bytes:
+    """The request's body.
+
+    Raises:
+        _Refusal: it is too large, too slow, or broken.
+    """
+    content = request.content
+    if content.at_eof():
+        return b""
+    if content.is_eof():
+        data = content.read_nowait(-1)
+        if len(data) > MAX_BODY_BYTES:
+            raise _Refusal(_too_large())
+        return data
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_PATIENCE_S) as patience:
+            while part := await content.readany():
+                patience.reschedule(asyncio.get_running_loop().time() + BODY_PATIENCE_S)
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise _Refusal(_too_large())
+                parts.append(part)
+    except TimeoutError:
+        text = f"nothing of the body came for {BODY_PATIENCE_S:g} s"
+        raise _Refusal(_closing(error_response(408, "BadRequestError", text))) from None
+    except (web.RequestPayloadError, HttpProcessingError):
+        text = "the body is not what its headers say"
+        raise _Refusal(_closing(error_response(400, "BadRequestError", text))) from None
+    return b"".join(parts)
+
+
+def _is_text(headers: Mapping[str, str]) -> bool:
+    """Whether no header holds bytes that are not UTF-8: they could not be passed on."""
+    return not any(
+        "\udc80" <= char <= "\udcff"
+        for value in headers.values()
+        if not value.isascii()
+        for char in value
+    )
+
+
+def _closing(response: web.Response) -> web.Response:
+    response.force_close()
+    return response
+
+
+def _too_large() -> web.Response:
+    text = f"the body is larger than {MAX_BODY_BYTES} bytes"
+    return _closing(error_response(413, "BadRequestError", text))
+
+
+def _not_found(path: str) -> web.Response:
+    return error_response(404, "NotFoundError", f"{path[:200]} is not served here")
+
+
+def warm_up() -> None:
+    """Load what judges promises (compiled code, about a second) before anybody waits for it."""
+    demand = Demand("", math.inf, 1, 0.1, 1)
+    state = ReplicaState(
+        StepTimeModel.prior(),
+        committed=(demand,),
+        decoding={0.1: 1},
+        free_blocks=100.0,
+        total_blocks=100,
+        block_sizes=(16,),
+        seats=8,
+        max_step_tokens=512,
+        max_model_len=1024,
+    )
+    double = VirtualReplica("")
+    double.update(state, 0.0)
+    for ttft_s in (1e-6, 10.0):
+        asked = RoutedRequest(64, 16, ttft_s, 0.1, wants_promise=True)
+        route(asked, [double], 0.0, rng=Random(0))
+
+
+def _report_line(message: Mapping[str, Any]) -> None:
+    """One line on stdout; lost rather than waited for when the parent does not read."""
+    with suppress(OSError):
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def _read_stdin(loop: asyncio.AbstractEventLoop, front: Front) -> None:
+    """Thread: hand every line of stdin to the loop; its end stops the front."""
+    held = b""
+    with suppress(OSError):
+        while chunk := os.read(0, 65_536):
+            *lines, held = (held + chunk).split(b"\n")
+            if len(held) > MAX_STDIN_LINE_BYTES:
+                break
+            for line in lines:
+                loop.call_soon_threadsafe(_take_replicas, front, line)
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(front.stop.set)
+
+
+def _take_replicas(front: Front, line: bytes) -> None:
+    try:
+        given = json.loads(line)["replicas"]
+        specs = [ReplicaSpec.from_json(one) for one in given]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        logger.error("a line on stdin is not understood: %s", type(error).__name__)
+        return
+    if front.cluster.is_open:
+        front.cluster.replace(specs)
+
+
+async def _serve(config: FrontConfig, host: str, port: int) -> None:
+    front = Front(config, _report_line)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, front.stop.set)
+    threading.Thread(target=_read_stdin, args=(loop, front), daemon=True).start()
+    await front.run(host, port)
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run on uvloop where it can be imported."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of the front."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_slo.router.front")
+    parser.add_argument("--host", default="")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--config", default="{}")
+    given = parser.parse_args(argv)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = FrontConfig.from_json(given.config)
+        with suppress(OSError):
+            os.set_blocking(1, False)
+        _run(_serve(config, given.host, given.port))
+    except (ConfigError, OSError, OverflowError) as error:
+        sys.stderr.write(f"vllm-slo: error: {_one_line(error, given)}\n")
+        return 2
+    return 0
+
+
+def _one_line(error: BaseException, given: argparse.Namespace) -> str:
+    if isinstance(error, OSError | OverflowError):
+        reason = getattr(error, "strerror", None) or error
+        return f"cannot listen on {given.host or '*'}:{given.port}: {reason}; choose another --port"
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

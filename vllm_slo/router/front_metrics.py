@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus series of the front, on its own ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from vllm_slo.router.upstream import Upstream
+
+__all__ = ["FrontMetrics"]
+
+_HOPS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)
+_DECISION_S = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 20e-3)
+_FIRST_BYTE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class FrontMetrics:
+    """The series of one front. Labels: outcomes, reasons, and the names of the replicas."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "vllm_slo:front_requests",
+            "Generation requests by what became of them: promised, best_effort, no_slo, declined, "
+            "invalid, unavailable.",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("promised", "best_effort", "no_slo", "declined", "invalid", "unavailable"):
+            self.requests.labels(result)
+        self.retries = Counter(
+            "vllm_slo:front_retries",
+            "Tries that failed before the answer began, by reason: connection, silence, status, "
+            "error_event.",
+            ["reason"],
+            registry=registry,
+        )
+        self.refused_after_promise = Counter(
+            "vllm_slo:front_refused_after_promise",
+            "Refusals by replicas whose double had promised: the picture was wrong.",
+            registry=registry,
+        )
+        self.in_band_errors = Counter(
+            "vllm_slo:front_in_band_errors",
+            "Streams that ended with an error event because their replica failed.",
+            registry=registry,
+        )
+        self.client_gone = Counter(
+            "vllm_slo:front_client_gone",
+            "Exchanges whose client left before the end.",
+            registry=registry,
+        )
+        self.hops = Histogram(
+            "vllm_slo:front_hops",
+            "Replicas asked for a promise, by requests that want one.",
+            buckets=_HOPS,
+            registry=registry,
+        )
+        self.decision = Histogram(
+            "vllm_slo:front_decision_seconds",
+            "Time of one routing decision.",
+            buckets=_DECISION_S,
+            registry=registry,
+        )
+        self.first_byte = Histogram(
+            "vllm_slo:front_time_to_first_byte_seconds",
+            "Time from a request's arrival to the first byte of its answer, retries included.",
+            buckets=_FIRST_BYTE_S,
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "vllm_slo:front_in_flight", "Requests being served now.", registry=registry
+        )
+        self.wanted = Gauge(
+            "vllm_slo:front_wanted_replicas",
+            "Replicas wanted by the demand of late, refused promises included.",
+            registry=registry,
+        )
+        self._ready = Gauge(
+            "vllm_slo:front_replica_ready",
+            "1 when a replica may get new requests.",
+            ["replica"],
+            registry=registry,
+        )
+        self._outstanding = Gauge(
+            "vllm_slo:front_replica_outstanding",
+            "Requests sent to a replica that have not ended.",
+            ["replica"],
+            registry=registry,
+        )
+        self._age = Gauge(
+            "vllm_slo:front_replica_state_age_seconds",
+            "Time since the last word of a replica.",
+            ["replica"],
+            registry=registry,
+        )
+
+    def page(self, upstreams: Iterable[Upstream], now_s: float) -> bytes:
+        """The page, in Prometheus's text format."""
+        for gauge in (self._ready, self._outstanding, self._age):
+            gauge.clear()
+        for one in upstreams:
+            self._ready.labels(one.name).set(one.ready)
+            self._outstanding.labels(one.name).set(one.virtual.outstanding)
+            if (age_s := one.age_s(now_s)) is not None:
+                self._age.labels(one.name).set(age_s)
+        return generate_latest(self._registry)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One replica as the front sees it: its connections, its word of itself, its virtual double."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+from yarl import URL
+
+from vllm_slo.core.replica_state import ReplicaState
+from vllm_slo.core.routing import VirtualReplica
+from vllm_slo.router.prompts import PrefixIndex
+
+__all__ = ["STATE_PATH", "ReplicaSpec", "Upstream"]
+
+logger = logging.getLogger("vllm_slo.front")
+
+STATE_PATH: Final = "/vllm-slo/state"
+TOKEN_HEADER: Final = "x-vllm-slo-token"
+CONNECT_S: Final = 2.0
+KEEPALIVE_S: Final = 3.0
+"""Idle connections are dropped well before the replica's server would (uvicorn: 5 s), so that no
+request is sent on one that is just being closed."""
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 1.0
+MAX_LINE_BYTES: Final = 64 * 1024 * 1024
+MAX_URLS: Final = 256
+_SKIPPED: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """Where a replica is: its name, the URL of its private port, and the token it demands."""
+
+    name: str
+    url: str
+    token: str
+
+    @classmethod
+    def from_json(cls, given: Any) -> ReplicaSpec:
+        """One entry of the parent's list.
+
+        Raises:
+            ValueError: it is not such an entry.
+        """
+        try:
+            spec = cls(given["name"], given["url"].rstrip("/"), given["token"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a replica: {error!r}") from error
+        if not all(isinstance(one, str) and one for one in (spec.name, spec.url, spec.token)):
+            raise ValueError("not a replica: name, url and token are text")
+        return spec
+
+    def __repr__(self) -> str:
+        return f"ReplicaSpec({self.name!r}, {self.url!r})"  # without the token
+
+
+class Upstream:
+    """One replica: HTTP client, reader of its state stream, running exchanges.
+
+    Invariant: `ready` is true only while the state stream is connected, the last line is younger
+    than ``stale_after_s`` and the replica neither drains nor is dead. Silence is noticed by `tick`,
+    so that a front that was itself held up does not take its replicas for dead.
+
+    Args:
+        stale_after_s, dead_after_s: as in `RoutingConfig`.
+    """
+
+    def __init__(self, spec: ReplicaSpec, stale_after_s: float, dead_after_s: float) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.virtual = VirtualReplica(spec.name)
+        self.prefixes = PrefixIndex()
+        self.listed = True
+        self.draining = False
+        self.engine_dead = False
+        self.connected = False
+        self.running = 0
+        self.abort_reason = ""
+        self._stale_after_s = stale_after_s
+        self._dead_after_s = dead_after_s
+        self._heard_s: float | None = None
+        self._silent = True
+        self._aborted = False
+        # Grows over restarts of the front too, since a replica remembers the highest it saw.
+        self._ticket = time.time_ns() // 1_000
+        self._scopes: set[asyncio.Timeout] = set()
+        self._urls: dict[str, URL] = {}
+        self._unreadable = False
+        self._listening: asyncio.Timeout | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open the client and begin to listen to the replica."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=_SKIPPED,
+            max_line_size=65_536,
+            max_field_size=65_536,
+        )
+        self._watcher = asyncio.create_task(self._watch(), name=f"state of {self.name}")
+
+    async def close(self) -> None:
+        """Stop listening and drop every connection."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    # --- what is known ---------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may get new requests."""
+        return self.connected and self.listed and not self._silent and self.is_serving
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether its last word was that it takes requests."""
+        return not (self.draining or self.engine_dead)
+
+    @property
+    def status(self) -> str:
+        """One word for operators."""
+        if self.engine_dead or self._aborted:
+            return "dead"
+        if self._heard_s is None:
+            return "starting"
+        if self.draining or not self.listed:
+            return "draining"
+        return "ready" if self.ready else "stale"
+
+    def age_s(self, now_s: float) -> float | None:
+        """Seconds since its last word; None before the first."""
+        return None if self._heard_s is None else max(now_s - self._heard_s, 0.0)
+
+    def tick(self, now_s: float, held_up_s: float) -> None:
+        """Look for silence.
+
+        Args:
+            held_up_s: seconds for which this process itself could not listen.
+        """
+        if self._heard_s is None:
+            return
+        self._heard_s += held_up_s
+        silence_s = now_s - self._heard_s
+        self._silent = silence_s > self._stale_after_s
+        if silence_s > self._dead_after_s and not self._aborted:
+            self._aborted = True
+            logger.warning("replica %s: no word for %.1f s, taken for dead", self.name, silence_s)
+            self.prefixes.clear()
+            self.abort("the replica that worked on this request fell silent")
+            if self._listening is not None:
+                self._listening.reschedule(0.0)  # another connection may be better
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def next_ticket(self) -> int:
+        """The mark of the next request sent here."""
+        self._ticket += 1
+        return self._ticket
+
+    @asynccontextmanager
+    async def exchange(self) -> AsyncIterator[None]:
+        """A part of an exchange with this replica.
+
+        Raises:
+            TimeoutError: `abort` was called inside.
+        """
+        async with asyncio.timeout(None) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+
+    def abort(self, reason: str) -> None:
+        """End the running exchanges: each sees a TimeoutError."""
+        self.abort_reason = reason
+        for scope in self._scopes:
+            scope.reschedule(0.0)
+        self._scopes.clear()
+
+    def request(
+        self, method: str, target: str, headers: Any, body: Any
+    ) -> Any:  # aiohttp's awaitable context manager
+        """Send a request; ``target`` is path and query exactly as they are to be sent."""
+        assert self._session is not None
+        url = self._urls.get(target)
+        if url is None:
+            url = URL(self.spec.url + target, encoded=True)
+            if len(self._urls) < MAX_URLS:
+                self._urls[target] = url
+        return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+
+    # --- state stream ----------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            before = self._heard_s
+            try:
+                await self._follow()
+                reason = "it ended"
+            except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            if self.connected:
+                logger.warning("replica %s: state stream lost: %s", self.name, reason)
+            self.connected = False
+            pause_s = (
+                min(pause_s * 2, LONGEST_PAUSE_S) if self._heard_s == before else FIRST_PAUSE_S
+            )
+            await asyncio.sleep(pause_s)
+
+    async def _follow(self) -> None:
+        """Read the state stream until it ends.
+
+        Raises:
+            aiohttp.ClientError, OSError, ValueError: it broke, fell silent, or is no state stream.
+        """
+        headers = {TOKEN_HEADER: self.spec.token}
+        async with (
+            asyncio.timeout(self._dead_after_s) as listening,
+            self.request("GET", STATE_PATH, headers, None) as answer,
+        ):
+            if answer.status != 200:
+                raise ValueError(f"the state stream answers {answer.status}")
+            try:
+                await self._listen(answer.content, listening)
+            finally:
+                self._listening = None
+
+    async def _listen(self, content: aiohttp.StreamReader, listening: asyncio.Timeout) -> None:
+        held = b""
+        async for chunk in content.iter_any():
+            lines, newline, held = (held + chunk).rpartition(b"\n")
+            if len(held) > MAX_LINE_BYTES:
+                raise ValueError("a line of the state stream does not end")
+            if newline:
+                # Only the newest matters; the others were overtaken on their way.
+                self.hear(lines.rpartition(b"\n")[2], time.monotonic())
+                if self._listening is None:
+                    # From here on `tick` looks after it.
+                    listening.reschedule(None)
+                    self._listening = listening
+
+    def hear(self, line: bytes, now_s: float) -> None:
+        """Take in one line of the state stream.
+
+        Raises:
+            ValueError: it is not JSON.
+        """
+        said = json.loads(line)
+        if not isinstance(said, Mapping):
+            raise ValueError("a line of the state stream is not an object")
+        self._heard_s, self._silent, self._aborted = now_s, False, False
+        self.connected = True
+        self.draining = bool(said.get("draining"))
+        self.engine_dead = bool(said.get("dead"))
+        if (inner := said.get("state")) is not None:
+            self._update(inner, now_s - float(said.get("age_s") or 0.0))
+
+    def _update(self, inner: Any, taken_s: float) -> None:
+        try:
+            self.virtual.update(ReplicaState.from_dict(inner), taken_s)
+        except ValueError as error:
+            if not self._unreadable:
+                logger.warning("replica %s: its state is not understood: %s", self.name, error)
+            self._unreadable = True
