@@ -33,13 +33,22 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.yaml_nodes": set(),
     "vllm_slo.house_style": set(),
     "vllm_slo.profiles": {"vllm_slo.core", "vllm_slo.errors"},
+    "vllm_slo.serve_args": {"vllm_slo.tiny"},
     "vllm_slo.tiny": {"vllm_slo.errors"},
     "vllm_slo.bench": POLICY | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.tiny"},
-    "vllm_slo.engine": POLICY | {"vllm_slo.http_slo", "vllm_slo.profiles", "vllm_slo.tiny"},
+    "vllm_slo.engine": POLICY
+    | {"vllm_slo.http_slo", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine.cpu_alias": set(),
-    "vllm_slo.router": POLICY | {"vllm_slo.http_slo", "vllm_slo.tiny"},
+    "vllm_slo.router": POLICY | {"vllm_slo.http_slo", "vllm_slo.serve_args"},
     "vllm_slo.router.replica": POLICY
-    | {"vllm_slo.router", "vllm_slo.engine.cpu_alias", "vllm_slo.engine.plugin"},
+    | {
+        "vllm_slo.router",
+        "vllm_slo.engine.cpu_alias",
+        "vllm_slo.engine.http",
+        "vllm_slo.engine.lifeline",
+        "vllm_slo.engine.plugin",
+        "vllm_slo.engine.state",
+    },
     "vllm_slo.sim": POLICY
     | {
         "vllm_slo.profiles",
@@ -78,6 +87,7 @@ CLOSED: dict[str, set[str]] = {
     "vllm_slo.config": {"pydantic", "yaml"},
     "vllm_slo.profiles": {"numpy"},
     "vllm_slo.http_slo": set(),
+    "vllm_slo.serve_args": set(),
     "vllm_slo.yaml_nodes": {"yaml"},
     "vllm_slo.house_style": {"rich"},
     "vllm_slo.engine.cpu_alias": set(),

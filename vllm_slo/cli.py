@@ -21,6 +21,9 @@ COMMANDS = {
 }
 """Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""
 
+REPLICAS = "vllm_slo.router.serve"
+"""What ``serve`` becomes with ``--replicas`` and its like."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. An error of ours is one line, not a traceback."""
@@ -35,11 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name == next((word for word in argv if not word.startswith("-")), None):
             import_module(COMMANDS[name][0]).add_arguments(command)
+            if name == "serve":
+                import_module(REPLICAS).add_arguments(command)
     args, rest = parser.parse_known_args(argv)
     module = import_module(COMMANDS[args.command][0])
     try:
         if args.command == "serve":
-            return int(module.run(args, rest))
+            replicas = import_module(REPLICAS)
+            return int((replicas if replicas.asked_for(args) else module).run(args, rest))
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return int(module.run(args))

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_slo import tiny
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine import cpu_alias
-from vllm_slo.engine.plugin import MIDDLEWARE, SCHEDULER, check_vllm
+from vllm_slo.engine.plugin import check_vllm
 from vllm_slo.errors import ConfigError
+from vllm_slo.serve_args import serve_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,23 +48,7 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     if args.slo_config is not None:
         additional["slo_config"] = args.slo_config
     SLOConfig.from_additional_config(additional)
-    model, names = args.model, []
-    if model == "tiny":
-        model = str(tiny.path("target"))
-        if "--served-model-name" not in " ".join(rest):
-            names = ["--served-model-name", "tiny"]
-    return [
-        "vllm",
-        "serve",
-        model,
-        *names,
-        "--scheduler-cls",
-        SCHEDULER,
-        "--middleware",
-        MIDDLEWARE,
-        *(["--additional-config", json.dumps(additional)] if additional else []),
-        *rest,
-    ]
+    return ["vllm", "serve", *serve_arguments(args.model, rest, additional)]
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

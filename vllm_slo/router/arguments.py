@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several replicas are started with: checked before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from vllm_slo.config import CONFIG_KEY, SLOConfig
+from vllm_slo.errors import ConfigError
+
+__all__ = ["AppArgs", "Flags", "api_key_digest", "api_keys_in", "embedded_config", "resources"]
+
+API_KEY_ENV: Final = "VLLM_API_KEY"
+HEAD_NODE: Final = "node:__internal_head__"
+"""A resource that Ray gives to the head node and to no other."""
+
+_ALIASES: Final = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-asc": "--api-server-count",
+    "-n": "--nnodes",
+}
+_REFUSED: Final = {
+    "--data-parallel-size": "each replica is one engine; use --replicas (replicas: in YAML)",
+    "--api-server-count": "the front is the only API server; remove the flag",
+    "--nnodes": "a replica lives on one node; use fewer GPUs for each",
+    "--distributed-executor-backend": "Ray places whole replicas here; remove the flag",
+    "--headless": "a replica needs its API; remove the flag",
+    "--grpc": "the front speaks HTTP alone; remove the flag",
+    "--uds": "replicas are reached over the network; remove the flag",
+    "--root-path": "strip the prefix in the proxy before the front; remove the flag",
+    "--ssl-keyfile": "TLS is ended before the front, in a proxy; remove the flag",
+    "--ssl-certfile": "TLS is ended before the front, in a proxy; remove the flag",
+    "--ssl-ca-certs": "TLS is ended before the front, in a proxy; remove the flag",
+    "--ssl-cert-reqs": "TLS is ended before the front, in a proxy; remove the flag",
+}
+_REFUSED_ABOVE_ONE: Final = ("--data-parallel-size", "--api-server-count", "--nnodes")
+_KNOWN: Final = (
+    *_REFUSED,
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--served-model-name",
+    "--additional-config",
+    "--api-key",
+    "--config",
+    "--host",
+    "--port",
+)
+_SHORTEST_PREFIX: Final = len("--xxx")
+
+
+class Flags:
+    """A vLLM command line, read as vLLM reads it: underscores, ``=``, aliases, abbreviations.
+
+    Only flags that matter here are known by name; all others pass.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+
+    def values(self, flag: str) -> list[str] | None:
+        """All values given to a flag; None without it, empty for a switch."""
+        found: list[str] | None = None
+        for name, values, _, _ in self._scan():
+            if name == flag:
+                found = [*(found or []), *values]
+        return found
+
+    def last(self, flag: str) -> str | None:
+        """The value that vLLM would use for a flag with one value; None without it."""
+        values = self.values(flag)
+        return values[-1] if values else None
+
+    def without(self, flag: str) -> Flags:
+        """The same command line without a flag and its values."""
+        dropped = {
+            index
+            for name, _, start, stop in self._scan()
+            if name == flag
+            for index in range(start, stop)
+        }
+        return Flags([word for index, word in enumerate(self.words) if index not in dropped])
+
+    def with_config_file(self) -> Flags:
+        """What vLLM's ``--config`` file says, too; the command line wins. For questions only."""
+        path = self.last("--config")
+        if path is None:
+            return self
+        try:
+            said = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return self  # vLLM says what is wrong with it
+        words: list[str] = []
+        for key, value in said.items() if isinstance(said, dict) else ():
+            if value is False:
+                continue
+            listed = value if isinstance(value, list) else [value]
+            words += [f"--{key}", *(str(one) for one in listed if not isinstance(one, bool))]
+        return Flags([*words, *self.words])
+
+    def _scan(self) -> list[tuple[str, list[str], int, int]]:
+        """(flag, values, first word, word after the last) of every known flag."""
+        found: list[tuple[str, list[str], int, int]] = []
+        start = 0
+        while start < len(self.words):
+            stop = start + 1
+            if _is_flag(self.words[start]):
+                while stop < len(self.words) and not _is_flag(self.words[stop]):
+                    stop += 1
+                name, equals, value = self.words[start].partition("=")
+                values = [*([value] if equals else []), *self.words[start + 1 : stop]]
+                found.append((_full_name(name), values, start, stop))
+            start = stop
+        return found
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word[0] == "-" and (word[1] == "-" or word[1].isalpha())
+
+
+def _full_name(given: str) -> str:
+    name = _ALIASES.get(given, given.replace("_", "-"))
+    if name in _KNOWN or len(name) < _SHORTEST_PREFIX:
+        return name
+    longer = [known for known in _KNOWN if known.startswith(name)]
+    return longer[0] if len(longer) == 1 else name
+
+
+class AppArgs(BaseModel):
+    """Arguments of the Serve application, as in ``args:`` of a Serve config file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        min_length=1,
+        description="Name or folder of the model; 'tiny' is the built-in one. Scope: all replicas. "
+        "A model that cannot be loaded fails the deployment.",
+    )
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Replicas, 1 to 10000; unset: min_replicas to max_replicas, or 1. More than "
+        "the cluster has room for: the rest waits for nodes.",
+    )
+    min_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Fewest replicas under autoscaling, 1 to 10000. Too low: the first burst waits "
+        "for a model to load.",
+    )
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Most replicas under autoscaling, 1 to 10000. Too low: objectives are missed; "
+        "too high: a burst of hopeless requests rents a cluster.",
+    )
+    upscale_delay_s: float = Field(
+        default=10.0,
+        ge=0.0,
+        le=86_400.0,
+        description="Seconds that more replicas must be wanted before they are started, 0 to "
+        "86400. Scope: autoscaling. Too low: replicas come and go.",
+    )
+    downscale_delay_s: float = Field(
+        default=300.0,
+        ge=0.0,
+        le=86_400.0,
+        description="Seconds that fewer replicas must do before they are stopped, 0 to 86400. "
+        "Scope: autoscaling. Too low: the next burst waits for a model to load.",
+    )
+    host: str = Field(
+        default="0.0.0.0",
+        min_length=1,
+        description="Address of the public port, on the node of the front. 127.0.0.1 admits "
+        "clients of that node alone.",
+    )
+    port: int = Field(
+        default=8000,
+        ge=1,
+        le=65_535,
+        description="The public port, 1 to 65535, the only one for clients. In use already: the "
+        "deployment fails.",
+    )
+    private_host: str | None = Field(
+        default=None,
+        description="Address that replicas listen on; unset: the address of their node in Ray. It "
+        "must be reachable from the front and be the same word on every node.",
+    )
+    slo_config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="Path of the SLO configuration, read where the application is built, or the "
+        "mapping itself. Scope: front and all replicas.",
+    )
+    vllm_args: tuple[str, ...] = Field(
+        default=(),
+        description="Flags of 'vllm serve', a list or one string. Scope: all replicas. A flag that "
+        "vLLM does not know fails the deployment.",
+    )
+    api_key_env: str = Field(
+        default=API_KEY_ENV,
+        min_length=1,
+        description="Environment variable that holds the API key (a variable of another name: "
+        "several, with commas) on the node of the front or where the application is built. Unset "
+        "there: no key is asked for; under another name the deployment fails instead.",
+    )
+    api_key_sha256: tuple[str, ...] = Field(
+        default=(),
+        description="SHA-256 (hex) of the API keys, instead of the variable. A client whose key is "
+        "not among them gets 401.",
+    )
+    gpus_per_replica: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1_024.0,
+        description="GPUs of each replica; unset: tensor times pipeline parallel size if the "
+        "cluster has GPUs now. Set it where nodes with GPUs come later.",
+    )
+    cpus_per_replica: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=4_096.0,
+        description="CPU cores that Ray sets aside for each replica, and on CPU the threads of its "
+        "engine; unset: next to none are set aside and the cores of the node are shared out. "
+        "More than a node has: the replicas wait for ever.",
+    )
+    front_resources: dict[str, float] = Field(
+        default_factory=lambda: {HEAD_NODE: 0.001},
+        description="Ray resources that say where the front may run; default: the head node. "
+        "Resources that no node has: the deployment waits for ever.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of the replica processes, besides those of the node. "
+        "They are visible in Ray's state; nothing secret belongs here.",
+    )
+    replica_module: str = Field(
+        default="vllm_slo.router.replica",
+        description="Python module that is run as a replica process. For tests.",
+    )
+    front_module: str = Field(
+        default="vllm_slo.router.front",
+        description="Python module that is run as the front process. For tests.",
+    )
+
+    @field_validator("vllm_args", mode="before")
+    @classmethod
+    def _split_words(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return tuple(shlex.split(given))
+        if isinstance(given, list | tuple):  # YAML reads a number as a number
+            return tuple(str(one) if isinstance(one, int | float) else one for one in given)
+        return given
+
+    @field_validator("front_resources", "env", mode="before")
+    @classmethod
+    def _parse_json(cls, given: Any) -> Any:
+        return json.loads(given) if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _check(self) -> AppArgs:
+        scaled = self.min_replicas is not None or self.max_replicas is not None
+        if self.replicas is not None and scaled:
+            raise ValueError("replicas: cannot be combined with min_replicas and max_replicas")
+        if self.min_replicas is not None and self.max_replicas is None:
+            raise ValueError("max_replicas: is needed with min_replicas")
+        if scaled and self.fewest > self.most:
+            raise ValueError(f"max_replicas: {self.most} is below min_replicas ({self.fewest})")
+        if any(len(key) != 64 or set(key) - set("0123456789abcdef") for key in self.api_key_sha256):
+            raise ValueError("api_key_sha256: not 64 lower-case hexadecimal digits")
+        return self
+
+    @classmethod
+    def checked(cls, args: Mapping[str, Any]) -> AppArgs:
+        """Validate, the vLLM flags included.
+
+        API keys among the flags become digests.
+
+        Raises:
+            ConfigError: one line that names the argument or flag and the fix.
+        """
+        try:
+            parsed = cls.model_validate(dict(args))
+        except ValidationError as error:
+            raise ConfigError(_first_mistake(error, cls.model_fields)) from None
+        flags = Flags(parsed.vllm_args)
+        _refuse(flags.with_config_file())
+        for flag in ("--host", "--port"):
+            if flags.values(flag) is not None:
+                raise ConfigError(f"vllm_args: {flag} is an argument of its own here ({flag[2:]}:)")
+        update: dict[str, Any] = {}
+        if (keys := flags.values("--api-key")) is not None:
+            update["api_key_sha256"] = (*parsed.api_key_sha256, *map(api_key_digest, keys))
+            update["vllm_args"] = tuple(flags.without("--api-key").words)
+        parsed = parsed.model_copy(update=update)
+        parsed.additional_config()
+        _ = parsed.parallel_size
+        return parsed
+
+    @property
+    def fewest(self) -> int:
+        """Replicas at the start, and the fewest ever."""
+        return self.replicas or self.min_replicas or 1
+
+    @property
+    def most(self) -> int:
+        """The most replicas there will be."""
+        return self.replicas or self.max_replicas or 1
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of replicas follows demand."""
+        return self.max_replicas is not None
+
+    @property
+    def parallel_size(self) -> int:
+        """Devices that one engine uses.
+
+        Raises:
+            ConfigError: a parallel size is not a whole number above zero.
+        """
+        flags, size = Flags(self.vllm_args).with_config_file(), 1
+        for flag in ("--tensor-parallel-size", "--pipeline-parallel-size"):
+            given = flags.last(flag)
+            if given is not None and (not given.isdecimal() or int(given) < 1):
+                raise ConfigError(f"{flag} {given}: not a whole number above zero")
+            size *= int(given or 1)
+        return size
+
+    @property
+    def served_model_names(self) -> list[str]:
+        """The names by which clients ask for the model."""
+        given = Flags(self.vllm_args).with_config_file().values("--served-model-name")
+        return given or [self.model]
+
+    def additional_config(self) -> dict[str, Any]:
+        """vLLM's additional_config with the SLO configuration itself in it, not its path.
+
+        Raises:
+            ConfigError: it cannot be read or used.
+        """
+        return embedded_config(self.slo_config, Flags(self.vllm_args).last("--additional-config"))
+
+    def slo(self) -> SLOConfig:
+        """The SLO configuration.
+
+        Raises:
+            ConfigError: it cannot be read or used.
+        """
+        return SLOConfig.from_additional_config(self.additional_config())
+
+
+def embedded_config(slo_config: Any, additional_json: str | None) -> dict[str, Any]:
+    """vLLM's additional_config for processes that may run where our files are not.
+
+    Raises:
+        ConfigError: the JSON or the SLO configuration cannot be used.
+    """
+    try:
+        additional: Any = json.loads(additional_json or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--additional-config: not JSON ({error})") from None
+    if not isinstance(additional, dict):
+        raise ConfigError("--additional-config: not a JSON object")
+    if slo_config is not None:
+        additional[CONFIG_KEY] = slo_config
+    if additional.get(CONFIG_KEY) is None:
+        return additional
+    said = SLOConfig.from_additional_config(additional).model_dump(exclude_unset=True)
+    if said.get("profile") and Path(said["profile"]).exists():
+        said["profile"] = str(Path(said["profile"]).resolve())
+    return {**additional, CONFIG_KEY: said}
+
+
+def api_keys_in(environment: Mapping[str, str], variable: str) -> list[str]:
+    """API keys that a variable holds; vLLM's own variable holds one, any other several."""
+    said = environment.get(variable, "")
+    keys = [said] if variable == API_KEY_ENV else said.split(",")
+    return [key for key in keys if key]
+
+
+def api_key_digest(key: str) -> str:
+    """What the front knows of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _refuse(flags: Flags) -> None:
+    for flag, reason in _REFUSED.items():
+        values = flags.values(flag)
+        if values is None:
+            continue
+        if flag in _REFUSED_ABOVE_ONE and values and values[-1] in ("0", "1"):
+            continue
+        if flag == "--distributed-executor-backend" and values and values[-1] in ("mp", "uni"):
+            continue
+        raise ConfigError(f"{' '.join([flag, *values])}: {reason}")
+
+
+def _first_mistake(error: ValidationError, fields: Mapping[str, Any]) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"][:1])
+    if first["type"] == "extra_forbidden":
+        return f"args: {key}: unknown key; known: {', '.join(fields)}"
+    if first["type"] == "missing":
+        return f"args: {key}: is needed"
+    if first["type"] == "value_error" and not key:
+        return f"args: {first['ctx']['error']}"
+    return f"args: {key}: {first['msg']}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What Ray sets aside for one replica."""
+
+    cpus: float
+    gpus: float
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The one bundle of a replica's placement group: all its devices on one node."""
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
+
+
+TOKEN_CPUS: Final = 0.1
+"""CPU resource of a replica that was not given any: Ray counts them, it does not enforce them."""
+
+
+def resources(args: AppArgs, *, cluster_has_gpus: bool) -> Resources:
+    """What each replica is given."""
+    gpus = args.gpus_per_replica
+    if gpus is None:
+        gpus = float(args.parallel_size) if cluster_has_gpus else 0.0
+    return Resources(args.cpus_per_replica or TOKEN_CPUS, gpus)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-slo serve MODEL --replicas N``: starts or joins a Ray cluster and serves until stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from types import FrameType
+from typing import Any, Final
+
+from vllm_slo.errors import ConfigError, VllmSLOError
+from vllm_slo.router.arguments import HEAD_NODE, AppArgs, Flags, embedded_config
+
+__all__ = ["add_arguments", "asked_for", "run"]
+
+DEFAULT_HOST: Final = "0.0.0.0"
+DEFAULT_PORT: Final = 8000
+CONNECT_S: Final = 10.0
+POLL_S: Final = 0.2
+STATUS_EVERY_S: Final = 2.0
+OBJECT_STORE_BYTES: Final = 128 * 1024**2
+"""Nothing but small messages passes through Ray."""
+_PASSED_ON: Final = ("VLLM_", "HF_", "OMP_", "CUDA_", "TORCH")
+_SECRET: Final = ("TOKEN", "KEY", "SECRET")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our own flags of several replicas; all others are vLLM's."""
+    group = parser.add_argument_group("several replicas behind one port (vllm-slo[ray])")
+
+    def add(flag: str, kind: Callable[[str], Any], text: str) -> None:
+        # vLLM takes underscores for dashes in its flags, so ours do too.
+        group.add_argument(flag, f"--{flag[2:].replace('-', '_')}", type=kind, help=text)
+
+    group.add_argument("--replicas", type=int, help="number of replicas")
+    add("--min-replicas", int, "fewest replicas, when their number follows demand")
+    add("--max-replicas", int, "most replicas, when their number follows demand")
+    add("--ray-address", str, "Ray cluster to run on; default: one of its own on this machine")
+    add("--gpus-per-replica", float, "default: tensor times pipeline parallel size")
+    add("--cpus-per-replica", float, "cores that each replica sets aside")
+    add("--replica-module", str, argparse.SUPPRESS)  # for tests: the processes without vLLM
+    add("--front-module", str, argparse.SUPPRESS)
+
+
+def asked_for(args: argparse.Namespace) -> bool:
+    """Whether the command line asks for this module, and not for a single server."""
+    flags = ("replicas", "min_replicas", "max_replicas", "ray_address")
+    return any(getattr(args, flag, None) is not None for flag in flags)
+
+
+def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
+    """Arguments of the Serve application for a command line.
+
+    Raises:
+        ConfigError: one line that names the flag and the fix.
+    """
+    flags = Flags(rest)
+    port = flags.last("--port") or str(DEFAULT_PORT)
+    if not port.isdecimal():
+        raise ConfigError(f"--port {port}: not a number")
+    additional = embedded_config(args.slo_config, args.additional_config)
+    given = {
+        "model": args.model,
+        "replicas": args.replicas,
+        "min_replicas": args.min_replicas,
+        "max_replicas": args.max_replicas,
+        "gpus_per_replica": args.gpus_per_replica,
+        "cpus_per_replica": args.cpus_per_replica,
+        "replica_module": args.replica_module,
+        "front_module": args.front_module,
+        "host": flags.last("--host") or DEFAULT_HOST,
+        "port": int(port),
+        "slo_config": additional.pop("slo_config", None),
+    }
+    rest = flags.without("--host").without("--port").words
+    if additional:
+        rest = [*rest, "--additional-config", json.dumps(additional)]
+    given["vllm_args"] = rest
+    checked = AppArgs.checked({key: value for key, value in given.items() if value is not None})
+    return checked.model_dump(exclude_unset=True)
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Serve until SIGINT or SIGTERM; a second signal ends at once.
+
+    Raises:
+        VllmSLOError: a flag, the port or the configuration cannot be used, or a replica does not
+            start; one line.
+    """
+    given = app_args(args, rest)
+    if args.ray_address is None:
+        _require_port(given["host"], given["port"])
+        given["private_host"] = "127.0.0.1"
+    else:
+        _require_cluster(args.ray_address)
+        given["env"] = passed_on(os.environ)
+    _import_ray()
+    with _interruptible(), _cluster(args.ray_address, AppArgs.checked(given)):
+        _Deployment(given, args.ray_address).serve()
+    return 1 if _hurried else 0
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of this environment the replicas on other machines are given.
+
+    Secrets are not: other tenants of a cluster can read the environment of an application. Which
+    devices a replica sees is up to Ray.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_PASSED_ON)
+        and not any(word in name for word in _SECRET)
+        and name != "CUDA_VISIBLE_DEVICES"
+    }
+
+
+class _Deployment:
+    """The application on a cluster that is connected already."""
+
+    def __init__(self, given: Mapping[str, Any], ray_address: str | None) -> None:
+        import ray
+        from ray import serve
+
+        self._serve = serve
+        self._args = AppArgs.checked(given)
+        self._given = dict(given)
+        self._name = f"vllm-slo-{self._args.port}"
+        self._serve_ran = _serve_runs()
+        self._ends_serve = ray_address is not None and not self._serve_ran
+        if ray_address is not None and not ray_address.startswith("ray://"):
+            here = ray.util.get_node_ip_address()
+            self._given["front_resources"] = {f"node:{here}": 0.001}
+        elif ray_address is not None:
+            self._given["front_resources"] = {HEAD_NODE: 0.001}
+        self._handle: Any = None
+        self._local = ray_address is None
+        self._ran = False
+
+    def serve(self) -> None:
+        """Deploy, say so, wait for a signal, drain; or say why it cannot be done.
+
+        Raises:
+            VllmSLOError: a replica or the front does not start.
+        """
+        from vllm_slo.router.app import build
+
+        if self._serve_ran and self._name in self._serve.status().applications:
+            raise ConfigError(
+                f"--port {self._args.port}: an application {self._name} runs on this cluster "
+                "already; choose another port or delete it"
+            )
+        try:
+            self._serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+            target = self._serve.RunTarget(build(self._given), name=self._name, route_prefix=None)
+            self._handle = self._serve.run_many([target], wait_for_applications_running=False)[0]
+            self._await_ready()
+            self._watch()
+        except KeyboardInterrupt:
+            _say("stopping; once more to stop at once")
+            self._drain()
+        finally:
+            # A local cluster ends anyway; only what ran well is waited for there.
+            self._delete(wait=_signals < 2 and (self._ran or not self._local))
+
+    def _await_ready(self) -> None:
+        """Until the application runs and the front has all its replicas."""
+        told = ""
+        while True:
+            status = self._serve.status().applications.get(self._name)
+            for name, deployment in status.deployments.items() if status else ():
+                message = deployment.message
+                if "failed to start" in message or status.status == "DEPLOY_FAILED":
+                    raise VllmSLOError(f"{_reason(message or status.message)}; logs: {_logs()}")
+                if message and message != told:
+                    told = message
+                    _say(f"{name}: {message.splitlines()[0]}")
+            if status and status.status == "RUNNING" and self._ready() >= self._args.fewest:
+                break
+            time.sleep(POLL_S)
+        self._ran = True
+        count, names = self._ready(), " ".join(self._args.served_model_names)
+        replicas = "1 replica" if count == 1 else f"{count} replicas"
+        host = f"[{self._args.host}]" if ":" in self._args.host else self._args.host
+        print(  # noqa: T201 (the one line that scripts wait for)
+            f"vllm-slo: {replicas} of {names} behind http://{host}:{self._args.port}", flush=True
+        )
+
+    def _watch(self) -> None:
+        """Until a signal; tells when the number of replicas changes."""
+        known = self._ready()
+        while True:
+            time.sleep(STATUS_EVERY_S)
+            ready = self._ready()
+            if ready != known:
+                _say(f"{ready} of {self._args.fewest} replicas ready")
+                known = ready
+
+    def _ready(self) -> int:
+        from ray.exceptions import RayError
+
+        try:
+            return int(self._handle.status.remote().result(timeout_s=10)["ready"])
+        except (RayError, TimeoutError):  # the front is being started, or started anew
+            return 0
+
+    def _drain(self) -> None:
+        from ray.exceptions import RayError
+
+        with suppress(RayError, TimeoutError):
+            if self._handle is not None:
+                patience_s = self._args.slo().routing.drain_s + 15
+                self._handle.drain.remote().result(timeout_s=patience_s)
+
+    def _delete(self, *, wait: bool) -> None:
+        from ray.exceptions import RayError
+
+        with suppress(RayError, TimeoutError):
+            self._serve.delete(self._name, _blocking=wait)
+            if self._ends_serve and wait:
+                self._serve.shutdown()
+
+
+@contextmanager
+def _cluster(address: str | None, args: AppArgs) -> Iterator[None]:
+    """A connection to a cluster; without an address, to one that ends with this process."""
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        quiet |= {
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "num_cpus": max(cores, int((args.cpus_per_replica or 0) * args.most) + 1),
+        }
+    try:
+        ray.init(address=address or "local", **quiet)
+    except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+        where = f"--ray-address {address}" if address else "Ray"
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
+    _install_handler()  # Ray puts its own in place
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+_signals = 0
+_hurried = False
+
+
+def _install_handler() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _on_signal)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _signals, _hurried
+    _signals += 1
+    _hurried = _signals > 1
+    if _signals > 2:
+        os._exit(128 + number)
+    raise KeyboardInterrupt  # the one exception that a wait inside Ray lets through
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """The first signal ends the block, the second what the block does to end, the third all."""
+    global _signals, _hurried
+    _signals, _hurried = 0, False
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _install_handler()
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if _signals:
+            _signals = 2  # this process is about to end; one more signal is the last
+        else:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _import_ray() -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A replica without GPUs of its own keeps what its node says of devices.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        for module in ("aiohttp", "ray.serve"):
+            import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"--replicas needs Ray Serve ({error}): pip install 'vllm-slo[ray]'"
+        ) from None
+
+
+def _serve_runs() -> bool:
+    import ray
+
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def _require_cluster(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # "auto", or something that Ray refuses itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--ray-address {address}: {error}") from None
+
+
+def _require_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {host}: {error.strerror}") from None
+
+
+def _reason(message: str) -> str:
+    """The line of a Serve message that says why an actor did not start."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith(("RuntimeError: the ", "vllm_slo.errors."))]
+    line = (ours or lines or ["the deployment failed"])[-1]
+    return line.split(": ", 1)[-1] if ours else line
+
+
+def _logs() -> str:
+    import ray
+
+    with suppress(AttributeError, RuntimeError):
+        return str(ray._private.worker._global_node.get_logs_dir_path())
+    return "in the cluster"
+
+
+def _say(text: str) -> None:
+    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201
