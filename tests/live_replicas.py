@@ -251,3 +251,18 @@ async def volley(
         killed_s = time.monotonic()
         async with asyncio.timeout(HANG_S):
             return Volley(await asyncio.gather(*streams), await asyncio.gather(*waiting), killed_s)
+
+
+def sigkill(process: psutil.Process) -> int:
+    os.kill(process.pid, signal.SIGKILL)
+    return int(process.pid)
+
+
+def await_whole(live: LiveReplicas, before: set[str], kept: int, within_s: float) -> set[str]:
+    """Until two replicas are ready, so many of those from before among them; their names."""
+
+    def whole() -> set[str] | None:
+        ready = live.ready()
+        return ready if len(ready) == 2 and len(ready & before) == kept else None
+
+    return set(eventually(whole, f"two replicas, {kept} of {before}", within_s))

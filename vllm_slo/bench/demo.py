@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-slo demo``: the same arrivals to stock vLLM and to vllm-slo, one server after the other.
 
+With ``--replicas N`` instead to N replicas of vllm-slo, once for each way of routing.
+
 The model is the built-in one as a costlier twin: the same answers at the price of a larger model,
 so that steps take as long as they do where it matters, and not a few milliseconds of Python.
 """
@@ -8,6 +10,7 @@ so that steps take as long as they do where it matters, and not a few millisecon
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -17,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +33,7 @@ from vllm_slo.bench.main import WorkloadOptions, bench_server, build_workload, f
 from vllm_slo.bench.report import BenchReport
 from vllm_slo.bench.workload import DEFAULT_CLASSES, Workload
 from vllm_slo.bench.zero_load import ZeroLoad
+from vllm_slo.core.types import RoutingPolicy
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 MAX_CONTEXT = 1024
 MAX_SEQS = 64
 START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 40.0
 VOCABULARY = 2048
 SERVER_ARGS = (
     "--host=127.0.0.1",
@@ -63,28 +67,65 @@ CLASSES = tuple(
 """The bench's classes with TPOTs of three and six lone steps, as SLOs-Serve's 50 and 100 ms are."""
 
 
+OURS = ("-m", "vllm_slo.cli", "serve")
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One server of the demo: its name, and the arguments after ``python``."""
+    """One server of the demo: its name, the arguments after ``python``, how it is configured.
+
+    ``routing``: the policy of the front of ``replicas``; None for a single server.
+    """
 
     name: str
     command: tuple[str, ...]
-    send_slo: bool
+    send_slo: bool = True
+    replicas: int = 1
+    routing: RoutingPolicy | None = None
+
+    def arguments(self, out: Path) -> list[str]:
+        """Further arguments; what they name is written into ``out``."""
+        if self.routing is None:
+            return []
+        path = out / f"{self.routing}.yaml"
+        path.write_text(f"routing:\n  policy: {self.routing}\n", encoding="utf-8")
+        return [f"--replicas={self.replicas}", f"--slo-config={path}"]
 
 
 CANDIDATES = (
     Candidate("stock vLLM", ("-m", "vllm.entrypoints.cli.main", "serve"), send_slo=False),
-    Candidate("vllm-slo", ("-m", "vllm_slo.cli", "serve"), send_slo=True),
+    Candidate("vllm-slo", OURS),
 )
+
+
+def candidates(replicas: int) -> tuple[Candidate, ...]:
+    """What is compared on so many replicas: the ways of routing, the engines being the same."""
+    if replicas == 1:
+        return CANDIDATES
+    ways: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "slo")
+    return tuple(
+        Candidate(f"{way.replace('_', '-')} routing", OURS, replicas=replicas, routing=way)
+        for way in ways
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``vllm-slo demo``."""
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for results")
-    parser.add_argument("--parameters", type=float, default=100e6, help="size of the twin")
-    parser.add_argument("--load", type=float, default=0.4, help="offered tokens over capacity")
+    parser.add_argument(
+        "--parameters", type=float, help="size of the twin (default: 100e6; with replicas 200e6)"
+    )
+    parser.add_argument(
+        "--load", type=float, help="offered tokens over capacity (default: 0.4; with replicas 0.3)"
+    )
     parser.add_argument("--duration", type=float, default=45.0, help="seconds of arrivals")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        help="2 or more: compare ways of routing over so many replicas (vllm-slo[ray])",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,19 +153,23 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchError("--out", f"cannot write {args.out}: {error.strerror}") from error
-    model = twin(args.parameters, console)
+    if args.replicas < 1:
+        raise BenchError("--replicas", f"{args.replicas} is out of range; give 1 or more")
+    several = args.replicas > 1
+    model = twin(args.parameters or (200e6 if several else 100e6), console)
+    load = args.load or (0.3 if several else 0.4)
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
     zero: ZeroLoad | None = None
     workload: Workload | None = None
     runs: list[ServerRun] = []
-    for candidate in CANDIDATES:
+    for candidate in candidates(args.replicas):
         with server(candidate, model, args.out, console) as url:
             target = ServerTarget(candidate.name, url, send_slo=candidate.send_slo)
             if zero is None or workload is None:
                 console.print("measuring the latency of a lone request ...")
                 zero = measure_zero_load(target, MAX_CONTEXT, client)
                 options = WorkloadOptions(
-                    rate=rate_at(args.load, zero),
+                    rate=args.replicas * rate_at(load, zero),
                     duration_s=args.duration,
                     seed=args.seed,
                     arrivals="square",
@@ -132,14 +177,16 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
                     burst_factor=3.0,
                     max_context=MAX_CONTEXT,
                     classes=CLASSES,
+                    slo_scale=float(args.replicas),  # a lone request had their cores to itself
                 )
                 workload = build_workload(options, zero)
                 console.print(f"{len(workload.requests)} requests, {options.rate:.2f} a second")
-            with own_core():
+            with nullcontext() if several else own_core():
                 runs.append(bench_server(target, workload, client, console))
     assert zero is not None
     assert workload is not None
-    report = BenchReport(workload, zero, tuple(runs), command="make demo")
+    command = "make demo" if args.replicas == 1 else f"vllm-slo demo --replicas {args.replicas}"
+    report = BenchReport(workload, zero, tuple(runs), command=command)
     finish(report, console, args.out / "demo.json", args.out / "demo.png")
     return report
 
@@ -188,6 +235,7 @@ def server(candidate: Candidate, model: Path, out: Path, console: Console) -> It
         *candidate.command,
         str(model),
         *SERVER_ARGS,
+        *candidate.arguments(out),
         f"--port={port}",
         "--served-model-name=tiny",
     ]
@@ -201,8 +249,9 @@ def server(candidate: Candidate, model: Path, out: Path, console: Console) -> It
             start_new_session=True,
         )
         try:
-            _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
-            yield f"http://127.0.0.1:{port}"
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url, candidate.replicas, process, log)
+            yield url
         finally:
             _stop(process)
 
@@ -213,30 +262,32 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             break
         try:
-            with urllib.request.urlopen(url, timeout=2):
+            if replicas == 1:
+                urllib.request.urlopen(f"{url}/health", timeout=2).close()
                 return
+            with urllib.request.urlopen(f"{url}/replicas", timeout=2) as page:
+                if sum(one["status"] == "ready" for one in json.load(page)) >= replicas:
+                    return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
+            pass
+        time.sleep(0.5)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
     raise BenchError("demo", f"the server did not start; the end of {log}:\n{tail}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and the engine it started, gently first."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(STOP_TIMEOUT_S)
-        except (ProcessLookupError, PermissionError):
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    """End the server, which ends what it started; if it does not, end them all."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -411,6 +411,7 @@ class Front:
             return await self._replica_metrics(path.removeprefix("/metrics/replicas/"))
         page = {
             "/health": self._health,
+            "/-/healthz": self._health,  # what KubeRay asks the port that clients use
             "/metrics": self._metrics_page,
             "/metrics/targets": self._targets,
             "/replicas": self._replicas,

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-slo serve tiny --replicas 2`` with real engines: served, routed, killed, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+import httpx
+import openai
+import pytest
+
+pytest.importorskip("ray")
+
+from live_replicas import LiveReplicas, await_whole, running, sigkill, volley
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENGINES = [
+    *("--replicas", "2", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "10"),
+    *("--dtype", "float32", "--gpu-memory-utilization", "0.2"),
+]
+EASY = {"ttft_ms": 60_000, "tpot_ms": 5_000}
+NEVER = {"ttft_ms": 0.01, "on_unattainable": "decline"}
+MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [
+    {"role": "user", "content": "import os"}
+]
+START_S = 300.0
+PROMPT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveReplicas]:
+    with running(*ENGINES, within_s=START_S) as live:
+        assert "2 replicas of tiny behind http://127.0.0.1:" in live.lines[0]
+        yield live
+
+
+@pytest.fixture
+def client(live: LiveReplicas) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="-", max_retries=0) as client:
+        yield client
+
+
+def total(live: LiveReplicas, series: str, page: str = "/metrics") -> float:
+    text = httpx.get(f"{live.url}{page}", timeout=30).text
+    families = list(text_string_to_metric_families(text))
+    return sum(s.value for family in families for s in family.samples if s.name == series)
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**asked, extra_body={"slo": EASY})
+    report = whole.model_extra["slo"]
+    assert (report["promised"], report["attained"]) == (True, True)
+    assert whole.service_tier == "default"
+    parts = list(client.completions.create(**asked, stream=True, extra_body={"slo": EASY}))
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert parts[-1].model_extra["slo"]["attained"] is True
+    plain = client.completions.create(**asked)
+    assert plain.choices[0].text == whole.choices[0].text
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    headers = {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "5000"}
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**asked, extra_headers=headers)
+    assert whole.model_extra["slo"]["promised"] is True
+    parts = list(client.chat.completions.create(**asked, stream=True, extra_headers=headers))
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == whole.choices[0].message.content
+    assert parts[-1].model_extra["slo"]["promised"] is True
+
+
+def test_requests_take_turns_and_say_who_served(live: LiveReplicas) -> None:
+    served = [
+        httpx.post(
+            f"{live.url}/v1/completions",
+            json={"model": "tiny", "prompt": f"{turn} = ", "max_tokens": 2, "slo": EASY},
+            timeout=60,
+        ).headers["x-vllm-slo-replica"]
+        for turn in range(4)
+    ]
+    assert set(served) == live.ready()
+    pages = httpx.get(f"{live.url}/metrics/targets", timeout=30).json()
+    assert {one["labels"]["replica"] for one in pages} == live.ready()
+    for one in pages:
+        page = one["labels"]["__metrics_path__"]
+        assert total(live, "vllm_slo:requests_finished_total", page) > 0
+    assert total(live, "vllm_slo:front_requests_total") >= 4
+
+
+def test_what_nobody_can_keep_is_declined(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.RateLimitError) as refusal:
+        client.completions.create(model="tiny", prompt="x", extra_body={"slo": NEVER})
+    assert int(refusal.value.response.headers["retry-after"]) >= 1
+    assert refusal.value.response.json()["error"]["type"] == "slo_unattainable"
+
+
+def test_a_mistake_is_a_400_that_names_the_field(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="ttft_ms"):
+        client.completions.create(model="tiny", prompt="x", extra_body={"slo": {"ttft_ms": -1}})
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_a_replicas_port_is_closed_without_its_token(live: LiveReplicas) -> None:
+    found = 0
+    for child in live.children("Replica"):
+        for one in child.net_connections("tcp"):
+            if one.status == "LISTEN" and one.laddr.ip == "127.0.0.1":
+                answer = httpx.get(f"http://127.0.0.1:{one.laddr.port}/v1/models", timeout=10)
+                assert answer.status_code == 401
+                found += 1
+    assert found == 2
+
+
+@pytest.mark.parametrize("part", ["engine", "child", "actor", "front"])
+def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
+    """20 streams take all seats, so that 20 more wait in the engines; then a part is killed."""
+    before = await_whole(live, set(), 0, START_S)
+    victims = {
+        "engine": live.engines,
+        "child": lambda: live.children("Replica"),
+        "actor": lambda: live.actors("Replica"),
+        "front": lambda: live.children("Front"),
+    }[part]()
+    kill = partial(sigkill, victims[0])
+    retries = 6 if part == "front" else 0
+    seen = asyncio.run(volley(live, kill, retries=retries, stream_tokens=400))
+    assert [one.error for one in seen.waiting] == [None] * 20
+    failed = [one for one in seen.streaming if one.error is not None]
+    assert 1 <= len(failed) <= (20 if part == "front" else 19)
+    assert max(one.ended_s for one in failed) - seen.killed_s < PROMPT_S
+    assert all(one.whole for one in seen.waiting)
+    assert all(one.whole or one.error for one in seen.streaming)
+    await_whole(live, before, 2 if part == "front" else 1, START_S)
