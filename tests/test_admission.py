@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from vllm_slo.core.admission import (
     Capacity,
-    Outlook,
     can_start_early,
     plan_admission,
     work_tokens,
 )
+from vllm_slo.core.outlook import Outlook
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import Demand
 

@@ -419,7 +419,8 @@ def test_keys(started: dict[str, Any], fakes: list[Fake]) -> None:
     assert front.post(headers=good).status_code == 200
     assert front.get("/v1/models", headers=good).status_code == 200
     assert {one["headers"]["authorization"] for one in everything_seen(fakes)} == {f"bearer {KEY}"}
-    assert front.get("/health").status_code == front.get("/metrics").status_code == 200
+    pages = ("/health", "/-/healthz", "/metrics")
+    assert [front.get(page).status_code for page in pages] == [200] * 3
 
 
 # --- routing by SLO ------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ A deadline that leaves less than a step to spare is charged for the step that mu
 and so is the beginning, where running decodes are due at times of their own.
 Promises already given are forced in. Of all such sets the one of greatest value is chosen.
 
+Compiled functions that call each other stay in this file: numba's cache on disk notices a change of
+the file that a function is in, and of no other.
+
 The table is kept as labels (pb, memory, n_1..n_L, value): for one vector n only labels that no
 other beats in value, budget and memory survive, so memory needs no discretisation and values need
 not be equal. The result is exact while a stage holds at most ``MAX_LABELS`` labels; beyond that the
@@ -24,7 +27,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +39,10 @@ from vllm_slo.core.types import AdmissionPlan, Demand
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
-Tiers: TypeAlias = tuple[Ints, Floats, Ints, Floats, Ints]
-"""(tier of each committed request, TPOTs, decoding, KV tokens, requests by tier)."""
 
 MAX_LABELS = 256
 MAX_NEW = 63
 MAX_TIERS = 5
-MAX_KNOWN_TPOTS = 256
 SHORTEST_STEP_S = 1e-9
 EPS = 1e-6
 
@@ -193,7 +193,7 @@ def _prune(
 
 
 @jit
-def _solve(  # noqa: C901  # one compiled loop: numba would not see through objects
+def solve(  # noqa: C901  # one compiled loop: numba would not see through objects
     deadline: Floats,
     prefill: Floats,
     tier: Ints,
@@ -303,7 +303,7 @@ def _solve(  # noqa: C901  # one compiled loop: numba would not see through obje
 
 
 @jit
-def _prefill_wait(
+def prefill_wait(
     backlog: float, counts: Ints, tpots: Floats, weights: Floats, engine: Floats
 ) -> float:
     """Seconds until ``backlog`` tokens are computed beside ``counts`` decoding.
@@ -317,7 +317,7 @@ def _prefill_wait(
 
 
 @jit
-def _judge(
+def judge_one(
     now_s: float,
     deadline: Floats,
     prefill: Floats,
@@ -333,9 +333,9 @@ def _judge(
     new_tier: int,
     new_context: float,
 ) -> float:
-    """`_solve` for one new request, memory and seats apart: NaN if it is admitted.
+    """`solve` for one new request, memory and seats apart: NaN if it is admitted.
 
-    Otherwise `_prefill_wait` of it. ``deadline`` (N,) is absolute and ascending; ``counts`` and
+    Otherwise `prefill_wait` of it. ``deadline`` (N,) is absolute and ascending; ``counts`` and
     ``contexts`` (L,) are the requests of a tier, committed and decoding, and their KV tokens.
     """
     size = len(deadline)
@@ -360,14 +360,12 @@ def _judge(
         weights[t] = 1.0 + kv_per_token * read / max(everyone[t], 1)
     nothing = np.zeros(size + 1)
     worth = np.ones(size + 1)
-    if _solve(
-        due, work, tiers, nothing, worth, forced, tpots, weights, decoding, engine, 0.0, 1, 2
-    ):
+    if solve(due, work, tiers, nothing, worth, forced, tpots, weights, decoding, engine, 0.0, 1, 2):
         return np.nan
-    return _prefill_wait(work.sum(), everyone, tpots, weights, engine)
+    return prefill_wait(work.sum(), everyone, tpots, weights, engine)
 
 
-def _tiers(tpots: Sequence[float]) -> list[float]:
+def tiers_of(tpots: Sequence[float]) -> list[float]:
     """At most ``MAX_TIERS`` TPOT values, each standing for those from itself up to the next."""
     distinct = sorted(set(tpots))
     if len(distinct) <= MAX_TIERS:
@@ -382,7 +380,7 @@ def _tiers(tpots: Sequence[float]) -> list[float]:
     return merged + ([math.inf] if len(finite) < len(distinct) else [])
 
 
-def _tier_of(tpot_s: float, tiers: Sequence[float]) -> int:
+def tier_of(tpot_s: float, tiers: Sequence[float]) -> int:
     """The loosest of the ascending ``tiers`` that is not looser than ``tpot_s``."""
     return max(bisect_right(tiers, tpot_s) - 1, 0)
 
@@ -427,17 +425,17 @@ class _Instance:
         )
         demands = [row[3] for row in ranked]
         self.new = [row[3] for row in ranked if row[1]]
-        self.tiers = _tiers([d.tpot_s for d in demands] + list(decoding)) or [math.inf]
+        self.tiers = tiers_of([d.tpot_s for d in demands] + list(decoding)) or [math.inf]
         self.tpots = np.array(self.tiers)
         self.deadline = np.array([max(d.deadline_s - now_s, 0.0) for d in demands])
         self.prefill = np.array([float(d.prefill_tokens) for d in demands])
-        self.tier = np.array([_tier_of(d.tpot_s, self.tiers) for d in demands], dtype=np.int64)
+        self.tier = np.array([tier_of(d.tpot_s, self.tiers) for d in demands], dtype=np.int64)
         self.blocks = np.array([float(d.blocks) for d in demands])
         self.values = np.array([d.value for d in demands])
         self.forced = np.array([row[1] == 0 for row in ranked], dtype=np.bool_)
         self.decoding = np.zeros(len(self.tiers), dtype=np.int64)
         for tpot, count in decoding.items():
-            self.decoding[_tier_of(tpot, self.tiers)] += count
+            self.decoding[tier_of(tpot, self.tiers)] += count
         (k1, _, b1), (k2, _, b2) = model.terms
         limit = min(model.max_tokens, capacity.max_step_tokens)
         self.weights = self._weights(demands, decoding_context, model, limit)
@@ -465,7 +463,7 @@ class _Instance:
         """The admitted requests in deadline order."""
         if not self.new:
             return []
-        bits = _solve(
+        bits = solve(
             self.deadline,
             self.prefill,
             self.tier,
@@ -496,10 +494,10 @@ class _Instance:
                 counts[place] += 1
                 backlog += prefill
         for other in admitted:
-            counts[_tier_of(other.tpot_s, self.tiers)] += 1
+            counts[tier_of(other.tpot_s, self.tiers)] += 1
             backlog += other.prefill_tokens
-        counts[_tier_of(demand.tpot_s, self.tiers)] += 1
-        wait_s = _prefill_wait(backlog, counts, self.tpots, self.weights, self.engine)
+        counts[tier_of(demand.tpot_s, self.tiers)] += 1
+        wait_s = prefill_wait(backlog, counts, self.tpots, self.weights, self.engine)
         if wait_s < 0.0:
             return "decode", wait
         return "prefill", wait_s or wait
@@ -580,98 +578,9 @@ def can_start_early(
     return bool(plan.admitted)
 
 
-class Verdict(NamedTuple):
-    """Whether one request can be promised; if not, what binds and when to ask again."""
-
-    promised: bool
-    reason: str | None = None
-    retry_after_s: float = 0.0
-
-
-class Outlook:
-    """What is promised already, prepared so that one request after another is judged quickly.
-
-    ``judge`` says what `plan_admission` would say of that request alone.
-
-    Args:
-        committed, decoding, model, capacity, decoding_context: as `plan_admission` takes them.
-    """
-
-    def __init__(
-        self,
-        committed: Sequence[Demand],
-        decoding: Mapping[float, int],
-        model: StepTimeModel,
-        capacity: Capacity,
-        *,
-        decoding_context: int = 0,
-    ) -> None:
-        ranked = sorted(committed, key=lambda d: (d.deadline_s, d.request_id))
-        self._capacity = capacity
-        self._committed = ranked
-        self._running = dict(decoding)
-        self._context = decoding_context
-        self._deadline = np.array([d.deadline_s for d in ranked], dtype=np.float64)
-        self._prefill = np.array([d.prefill_tokens for d in ranked], dtype=np.float64)
-        limit = min(model.max_tokens, capacity.max_step_tokens)
-        (k1, _, b1), (k2, _, b2) = model.terms
-        self._engine = np.array([k1, b1, k2, b2, limit, capacity.token_share])
-        self._kv_per_token = kv_per_token(model, limit)
-        self._by_tpot: dict[float, tuple[int, Tiers]] = {}
-
-    def judge(self, demand: Demand, now_s: float) -> Verdict:
-        """Whether ``demand`` can be promised beside everything that is, from ``now_s`` on."""
-        capacity, wait_s = self._capacity, max(self._capacity.finish_interval_s, 0.0)
-        if demand.blocks > capacity.blocks + EPS:
-            return Verdict(False, "memory", wait_s)
-        if capacity.seats < 1:
-            return Verdict(False, "seats", wait_s)
-        tier, arrays = self._by_tpot.get(demand.tpot_s) or self.prepare(demand.tpot_s)
-        said = _judge(
-            now_s,
-            self._deadline,
-            self._prefill,
-            *arrays,
-            self._engine,
-            self._kv_per_token,
-            demand.deadline_s,
-            float(demand.prefill_tokens),
-            tier,
-            float(demand.context_tokens),
-        )
-        if said != said:  # NaN
-            return Verdict(True)
-        return Verdict(False, "decode", wait_s) if said < 0.0 else _refused(said, wait_s)
-
-    def prepare(self, tpot_s: float) -> tuple[int, Tiers]:
-        """Be ready for requests of this TPOT; (its tier, the arrays that depend on the tiers)."""
-        tiers = _tiers([*(d.tpot_s for d in self._committed), *self._running, tpot_s])
-        places = np.array([_tier_of(d.tpot_s, tiers) for d in self._committed], dtype=np.int64)
-        decoding = np.zeros(len(tiers), dtype=np.int64)
-        for tpot, count in self._running.items():
-            decoding[_tier_of(tpot, tiers)] += count
-        each = self._context / max(int(decoding.sum()), 1)
-        contexts = np.array(decoding * each, dtype=np.float64)
-        counts: Ints = decoding.copy()
-        for place, demand in zip(places, self._committed, strict=True):
-            contexts[place] += demand.context_tokens
-            counts[place] += 1
-        tpots = np.array(tiers, dtype=np.float64)
-        known = (_tier_of(tpot_s, tiers), (places, tpots, decoding, contexts, counts))
-        if len(self._by_tpot) < MAX_KNOWN_TPOTS:
-            self._by_tpot[tpot_s] = known
-        return known
-
-
-def _refused(wait_s: float, otherwise_s: float) -> Verdict:
-    return Verdict(False, "prefill", wait_s or otherwise_s)
-
-
 def warm_up() -> None:
     """Compile the hot loops now instead of at the first request."""
     model = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.005)))
     demands = [Demand(str(i), 1.0 + i, 10, 0.05, 1) for i in range(3)]
     capacity = Capacity(10.0, 10, 128)
-    committed = [Demand("c", 1.0, 10, 0.05, 1)]
-    plan_admission(0.0, demands, committed, {0.1: 1}, model, capacity)
-    Outlook(committed, {0.1: 1}, model, capacity).judge(demands[0], 0.0)
+    plan_admission(0.0, demands, [Demand("c", 1.0, 10, 0.05, 1)], {0.1: 1}, model, capacity)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
-from vllm_slo.core.admission import Capacity, Outlook, Verdict, work_tokens
+from vllm_slo.core.admission import Capacity, work_tokens
+from vllm_slo.core.outlook import Outlook, Verdict
 from vllm_slo.core.output_length import hold_of, length_of
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.types import INFINITY, Backup, Demand, RoutingPolicy
