@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capacity per replica from 1 to 64 replicas, simulated, and what the way of routing is worth.
 
-    python benchmarks/replica_scaling.py            both tables and the picture
-    python benchmarks/replica_scaling.py --quick    1 to 4 replicas, a few jobs: writes nothing
-
 Every number of replicas gets windows of equal length: as many jobs for each replica. Arrivals are
-Azure's timestamps, rescaled. Routing is the front's own code (`core.routing`), which knows of a
-replica what it said after its last step and what was sent there since.
+Azure's timestamps, rescaled, or Poisson's where the name of the scenario ends so. Routing is the
+front's own code (`core.routing`), which knows of a replica what it said after its last step and
+what was sent there since.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ COMPARED = 8
 class Plan:
     """How much of it is done. ``jobs``: for each replica and window."""
 
-    scenarios: Sequence[str] = ("chatbot", "coder")
+    scenarios: Sequence[str]
     sizes: Sequence[int] = SIZES
     jobs: int = 100
     compared: int = COMPARED
@@ -55,7 +53,10 @@ def capacity(
     plan: Plan, scenario: str, conditions: Conditions, start: float | None, workers: Workers
 ) -> Capacity:
     """Of one size and policy, jobs/s per GPU."""
-    setting = Setting(scenario, load_hardware(HARDWARE), conditions, jobs=plan.jobs)
+    name, _, arrivals = scenario.partition("-")
+    setting = Setting(
+        name, load_hardware(HARDWARE), conditions, jobs=plan.jobs, arrivals=arrivals or None
+    )
     began_s = time.monotonic()
     ((found,),) = find_capacities(
         [Case(setting, OURS)],
@@ -100,6 +101,13 @@ def routing(
     return found
 
 
+def shown(one: Capacity) -> str:
+    """With its interval, or with both windows where there are only two."""
+    if len(one.windows) > 2 or one.rate is None:
+        return one.text
+    return f"{one.rate:.3g} ({', '.join(f'{window.kept or 0.0:.3g}' for window in one.windows)})"
+
+
 def against(one: Capacity, base: Capacity) -> str:
     """A ratio of means; the windows of two sizes are not the same jobs."""
     return f"{one.rate / base.rate:.2f}x" if one.rate and base.rate else "-"
@@ -116,8 +124,9 @@ def draw(found: Mapping[str, Mapping[int, Capacity]], path: Path) -> None:
             axes = figure.add_subplot(1, len(found), place + 1)
             numbers = [n for n, one in sizes.items() if one.rate]
             rates = [sizes[n].rate or 0.0 for n in numbers]
-            error = [sizes[n].half_width or 0.0 for n in numbers]
-            axes.errorbar(numbers, rates, error, marker="o", capsize=3, label="vllm-slo")
+            # An interval from two windows says nothing.
+            error = [(sizes[n].half_width or 0.0) * (len(sizes[n].windows) > 2) for n in numbers]
+            axes.errorbar(numbers, rates, error, marker="o", capsize=3)
             axes.axhline(rates[0], linestyle=":", linewidth=0.9, color=house_style.MUTED)
             axes.set_xscale("log", base=2)
             axes.set_xticks(numbers, [str(n) for n in numbers])
@@ -135,23 +144,27 @@ def draw(found: Mapping[str, Mapping[int, Capacity]], path: Path) -> None:
 def main() -> None:
     """Search, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="shows that it runs; writes nothing")
     parser.add_argument("--processes", type=int)
+    parser.add_argument("--scenarios", default="chatbot,coder", help="e.g. coder-poisson")
+    parser.add_argument("--name", default="replica_scaling", help="of the result and the picture")
     args = parser.parse_args()
-    plan = Plan(("chatbot",), (1, 2, 4), 20, 4, 0.3) if args.quick else Plan()
+    plan = Plan(("chatbot",), (1, 2, 4), 20, 4, 0.3)
+    if not args.quick:
+        plan = Plan(args.scenarios.split(","))
     began_s = time.monotonic()
     with Workers(args.processes) as workers:
         found = scaling(plan, workers)
         policies = routing(plan, found, workers)
     rows = [
-        [scenario, replicas, len(plan.seeds(replicas)), one.text, against(one, sizes[1])]
+        [scenario, replicas, len(one.windows), shown(one), against(one, sizes[1])]
         for scenario, sizes in found.items()
         for replicas, one in sizes.items()
     ]
     head = ["scenario", "replicas", "windows", "capacity, jobs/s per GPU", "per GPU against one"]
     table = markdown(head, rows)
     rows = [
-        [scenario, policy, one.text, against(one, by_policy["slo"])]
+        [scenario, policy, shown(one), against(one, by_policy["slo"])]
         for scenario, by_policy in policies.items()
         for policy, one in by_policy.items()
     ]
@@ -161,15 +174,16 @@ def main() -> None:
     if args.quick:
         sys.stdout.write(table + "\n")
         return
-    draw(found, RESULTS / "replica_scaling.png")
+    draw(found, RESULTS / f"{args.name}.png")
     sources = " and ".join(read_trace(kind).source for kind in ("azure-conv", "azure-code"))
     note = (
-        f"Arrivals: {sources}. Intervals: 95%, over the windows. The replicas are the same engine "
+        f"Traces: {sources}. Intervals: 95%; in brackets: the windows, where there are two. "
+        "The replicas are the same engine "
         f"under every policy ({OURS.name}); only where a request goes differs. "
         f"{(time.monotonic() - began_s) / 60:.0f} min.\n\n"
-        "![Capacity per GPU by number of replicas](replica_scaling.png)"
+        f"![Capacity per GPU by number of replicas]({args.name}.png)"
     )
-    write_result("replica_scaling", __doc__.replace("    python", "python"), table, note=note)
+    write_result(args.name, __doc__, table, note=note)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,15 @@ class LiveServer:
         wanted = set(labels.items())
         return sum(v for (n, have), v in self.metrics().items() if n == series and wanted <= have)
 
+    def settled_total(self, series: str, **labels: str) -> float:
+        """The sum, once it has stood still for longer than it takes to be written."""
+        seen = self.total(series, **labels)
+        while True:
+            time.sleep(1.5)
+            before, seen = seen, self.total(series, **labels)
+            if seen == before:
+                return seen
+
     def await_total(self, expected: float, series: str, **labels: str) -> None:
         """Poll until the sum is the expected one; metrics are written with a delay."""
         seen, end = None, time.monotonic() + 60

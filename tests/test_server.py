@@ -340,7 +340,7 @@ def test_metrics_stand_beside_those_of_vllm(server: LiveServer) -> None:
 
 @apis
 def test_a_client_that_leaves_frees_its_request(server: LiveServer, api: str) -> None:
-    finished = server.total("vllm_slo:requests_finished_total", slo_class="chat")
+    finished = server.settled_total("vllm_slo:requests_finished_total", slo_class="chat")
     extra = {"slo": {"class": "chat"}, "max_tokens": 960, "ignore_eos": True, "stream": True}
     path = "chat/completions" if api == "chat" else "completions"
     body = request_body(server, api, extra)

@@ -104,8 +104,7 @@ def candidates(replicas: int) -> tuple[Candidate, ...]:
         return CANDIDATES
     ways: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "slo")
     return tuple(
-        Candidate(f"{way.replace('_', '-')} routing", OURS, replicas=replicas, routing=way)
-        for way in ways
+        Candidate(way.replace("_", " "), OURS, replicas=replicas, routing=way) for way in ways
     )
 
 

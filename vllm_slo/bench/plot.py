@@ -200,7 +200,8 @@ def _title(report: BenchReport) -> str:
         share = report.summaries(run)[TOTAL].attainment
         kept.append(f"{run.target.name} {'-' if share is None else format(share, '.0%')}")
     return (
-        f"Requests that kept their SLO: {', '.join(kept)} (higher is better)\n"
+        "Requests that kept their SLO (higher is better)\n"
+        f"{', '.join(kept)}\n"
         f"{workload.name} workload, the same {len(workload.requests)} requests "
         f"({workload.rate:.2g}/s) to each server"
     )
