@@ -315,6 +315,8 @@ def test_the_command_line_of_a_replica_and_its_environment(monkeypatch: pytest.M
     spec = bound({"model": "m", "replicas": 9, "cpus_per_replica": 2})[1].init_args[0]
     monkeypatch.setattr(app, "_environment_at_start", frozenset)
     assert spec.environment(node_cores=4)["OMP_NUM_THREADS"] == "2"
+    spec = bound({"model": "m", "replicas": 2, "vllm_args": ["-tp", "2"]})[1].init_args[0]
+    assert spec.environment(node_cores=16)["OMP_NUM_THREADS"] == "4"  # for each of its workers
 
 
 def test_a_variable_with_keys_that_is_not_set_fails_the_front(

@@ -84,6 +84,7 @@ class ReplicaSpec:
     private_host: str | None
     drain_s: float
     most: int
+    workers: int
     gpus: float
     cpus: float | None
     env: tuple[tuple[str, str], ...]
@@ -108,8 +109,8 @@ class ReplicaSpec:
             env.pop("OMP_NUM_THREADS", None)  # Ray's own choice, made for the actor
         if not self.gpus:
             # Left alone, the engines of one node would all bind to its first cores.
-            threads = int(self.cpus) if self.cpus else node_cores // self.most
-            env.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+            cores = int(self.cpus) if self.cpus else node_cores // self.most
+            env.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.workers)))
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         return {**env, **dict(self.env)}
 
@@ -417,6 +418,7 @@ def build(args: Mapping[str, Any]) -> Application:
                 private_host=parsed.private_host,
                 drain_s=drain_s,
                 most=parsed.most,
+                workers=parsed.parallel_size,
                 gpus=set_aside.gpus,
                 cpus=parsed.cpus_per_replica,
                 env=tuple(sorted(parsed.env.items())),
