@@ -135,7 +135,7 @@ def draw(found: Mapping[str, Mapping[int, Capacity]], path: Path) -> None:
             axes.set_xlabel("replicas")
             axes.set_ylabel("jobs/s per GPU")
         figure.suptitle(
-            "Capacity at 90% per GPU, by number of replicas\n(dotted: one replica)",
+            "Capacity at 90% per GPU\nby number of replicas (dotted: one)",
             fontsize=12, fontweight="bold", x=0.01, ha="left",
         )  # fmt: skip
         figure.savefig(path, dpi=130)
