@@ -25,6 +25,7 @@ import numpy as np
 from common import markdown, write_result
 
 from vllm_slo.router.child import Child
+from vllm_slo.router.protocol import TOKEN_HEADER
 from vllm_slo.serve_args import TINY, serve_arguments
 
 TOKENS = 32
@@ -102,7 +103,7 @@ async def ways() -> AsyncIterator[tuple[Way, Way]]:
         front.write({"replicas": [{"name": "r", "url": told["url"], "token": told["token"]}]})
         while (await front.read() or {}).get("ready") != 1:
             pass
-        secret = {"x-vllm-slo-token": told["token"]}
+        secret = {TOKEN_HEADER: told["token"]}
         async with (
             aiohttp.ClientSession(headers=secret) as private,
             aiohttp.ClientSession() as public,

@@ -36,7 +36,8 @@ from vllm_slo.engine import lifeline
 from vllm_slo.engine.http import FORWARDED
 from vllm_slo.engine.state import StatePublisher
 from vllm_slo.router import replica
-from vllm_slo.router.replica import STATE_PATH, Guard, StateFeed
+from vllm_slo.router.protocol import STATE_PATH
+from vllm_slo.router.replica import Guard, StateFeed
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
 

@@ -45,7 +45,6 @@ class RoutedRequest:
         declines: whether its owner prefers a refusal over best effort.
         slo_class: the name by which output lengths are learnt.
         expected_output_tokens: what its owner expects, or None.
-        value: what keeping the promise is worth.
         cached_tokens: replica -> prompt tokens that its prefix cache is believed to hold.
     """
 
@@ -57,7 +56,6 @@ class RoutedRequest:
     declines: bool = False
     slo_class: str = "none"
     expected_output_tokens: int | None = None
-    value: float = 1.0
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -166,8 +164,7 @@ class VirtualReplica:
             max(round(work_tokens(state.model, tokens, cached)), 1),
             request.tpot_s,
             min(blocks, state.total_blocks),
-            request.value,
-            request.prompt_tokens + length_of(points, most, declared) // 2,
+            context_tokens=request.prompt_tokens + length_of(points, most, declared) // 2,
         )
 
     def judge(self, request: RoutedRequest, now_s: float) -> Verdict:

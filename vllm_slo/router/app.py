@@ -38,6 +38,7 @@ from vllm_slo.router.arguments import (
     resources,
 )
 from vllm_slo.router.child import Child
+from vllm_slo.router.protocol import TOKEN_HEADER
 from vllm_slo.serve_args import serve_arguments
 
 if TYPE_CHECKING:
@@ -496,7 +497,7 @@ def require_answer(url: str, token: str, within_s: float = ANSWER_S) -> None:
     Raises:
         OSError: there is none.
     """
-    request = urllib.request.Request(f"{url}/health", headers={"x-vllm-slo-token": token})
+    request = urllib.request.Request(f"{url}/health", headers={TOKEN_HEADER: token})
     with contextlib.suppress(urllib.error.HTTPError):
         urllib.request.urlopen(request, timeout=within_s).close()
 

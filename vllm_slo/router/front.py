@@ -53,8 +53,9 @@ from vllm_slo.router.openai_errors import (
     retry_headers,
 )
 from vllm_slo.router.prompts import Prompt, TokenRatio, read_max_tokens, read_prompt
+from vllm_slo.router.protocol import TOKEN_HEADER
 from vllm_slo.router.relay import REQUEST_ID, Exchange, Relay, Wire, forwarded_headers
-from vllm_slo.router.upstream import TOKEN_HEADER, ReplicaSpec, Upstream
+from vllm_slo.router.upstream import ReplicaSpec, Upstream
 from vllm_slo.slo import SLO
 
 __all__ = ["Front", "FrontConfig", "main"]
@@ -400,7 +401,6 @@ class Front:
             slo.on_unattainable == "decline",
             slo.slo_class or "custom",
             slo.expected_output_tokens,
-            slo.value,
             cached,
         )
 

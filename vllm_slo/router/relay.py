@@ -33,13 +33,19 @@ from vllm_slo.router.openai_errors import (
     retry_headers,
 )
 from vllm_slo.router.prompts import Prompt, TokenRatio
-from vllm_slo.router.upstream import TOKEN_HEADER, Upstream
+from vllm_slo.router.protocol import (
+    AGE_HEADER,
+    OWN_PREFIX,
+    TICKET_HEADER,
+    TOKEN_HEADER,
+    UNATTAINABLE_HEADER,
+)
+from vllm_slo.router.upstream import Upstream
 
 __all__ = ["Exchange", "Failed", "Refused", "Relay", "Wire"]
 
 logger = logging.getLogger("vllm_slo.front")
 
-OWN_PREFIX: Final = "x-vllm-slo-"
 REPLICA_HEADER: Final = "x-vllm-slo-replica"
 REQUEST_ID: Final = "X-Request-Id"
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
@@ -256,12 +262,12 @@ class Exchange:
         ticket = upstream.next_ticket()
         headers = self._wire.headers.copy()
         headers[TOKEN_HEADER] = upstream.spec.token
-        headers["x-vllm-slo-age-ms"] = f"{(now_s - self._wire.arrival_s) * 1000:.3f}"
+        headers[AGE_HEADER] = f"{(now_s - self._wire.arrival_s) * 1000:.3f}"
         if routed is not None and route is not None:
-            headers["x-vllm-slo-ticket"] = str(ticket)
+            headers[TICKET_HEADER] = str(ticket)
             upstream.virtual.sent(ticket, routed, now_s, promised=route.promised)
         if choice.on_unattainable is not None:
-            headers["x-vllm-slo-unattainable"] = choice.on_unattainable
+            headers[UNATTAINABLE_HEADER] = choice.on_unattainable
         upstream.running += 1
         answer: aiohttp.ClientResponse | None = None
         try:

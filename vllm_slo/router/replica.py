@@ -35,16 +35,23 @@ from vllm_slo.engine.http import FORWARDED, Forwarded
 from vllm_slo.engine.plugin import check_vllm
 from vllm_slo.engine.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE, unpack
 from vllm_slo.errors import VllmSLOError
+from vllm_slo.router.protocol import (
+    AGE_HEADER,
+    OWN_PREFIX,
+    STATE_PATH,
+    TICKET_HEADER,
+    TOKEN_HEADER,
+    UNATTAINABLE_HEADER,
+)
 from vllm_slo.slo import OnUnattainable
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["STATE_PATH", "TOKEN_HEADER", "Guard", "StateFeed", "main"]
+__all__ = ["Guard", "StateFeed", "main"]
 
-STATE_PATH: Final = "/vllm-slo/state"
-TOKEN_HEADER: Final = b"x-vllm-slo-token"
-_OURS: Final = b"x-vllm-slo-"
+_OURS: Final = OWN_PREFIX.encode()
+_TOKEN: Final = TOKEN_HEADER.encode()
 _MAX_TICKET: Final = 2**63 - 1
 _WISHES: Final[Mapping[bytes, OnUnattainable | None]] = {
     b"": None,
@@ -183,12 +190,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         ours = [(n, v) for n, v in scope["headers"] if n.startswith(_OURS)]
-        tokens = [value for name, value in ours if name == TOKEN_HEADER]
+        tokens = [value for name, value in ours if name == _TOKEN]
         if len(tokens) != 1 or not secrets.compare_digest(tokens[0], self._token):
             await _refuse(scope, send, 401, "this port is the front's alone")
             return
         try:
-            said = _forwarded({name: value for name, value in ours if name != TOKEN_HEADER})
+            said = _forwarded({name: value for name, value in ours if name != _TOKEN})
         except (ValueError, KeyError) as error:
             await _refuse(scope, send, 400, f"a header of the front is broken: {error}")
             return
@@ -214,11 +221,11 @@ def _forwarded(headers: dict[bytes, bytes]) -> Forwarded | None:
     """
     if not headers:
         return None
-    age_ms = float(headers.get(b"x-vllm-slo-age-ms", b"0"))
-    ticket = int(headers.get(b"x-vllm-slo-ticket", b"0"))
+    age_ms = float(headers.get(AGE_HEADER.encode(), b"0"))
+    ticket = int(headers.get(TICKET_HEADER.encode(), b"0"))
     if not (math.isfinite(age_ms) and age_ms >= 0.0 and 0 <= ticket <= _MAX_TICKET):
         raise ValueError(f"age {age_ms} ms, ticket {ticket}")
-    wish = _WISHES[headers.get(b"x-vllm-slo-unattainable", b"")]
+    wish = _WISHES[headers.get(UNATTAINABLE_HEADER.encode(), b"")]
     return Forwarded(age_ms=age_ms, ticket=ticket, on_unattainable=wish)
 
 

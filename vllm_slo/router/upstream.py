@@ -18,13 +18,12 @@ from yarl import URL
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.routing import VirtualReplica
 from vllm_slo.router.prompts import PrefixIndex
+from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER
 
-__all__ = ["STATE_PATH", "ReplicaSpec", "Upstream"]
+__all__ = ["ReplicaSpec", "Upstream"]
 
 logger = logging.getLogger("vllm_slo.front")
 
-STATE_PATH: Final = "/vllm-slo/state"
-TOKEN_HEADER: Final = "x-vllm-slo-token"
 CONNECT_S: Final = 2.0
 KEEPALIVE_S: Final = 3.0
 """Idle connections are dropped well before the replica's server would (uvicorn: 5 s), so that no

@@ -137,6 +137,5 @@ def routed(offer: Offer, cached: dict[str, int]) -> RoutedRequest:
         tpot_s=INFINITY if slo.tpot_ms is None else slo.tpot_ms / 1e3,
         wants_promise=slo.effective_tier == "guaranteed",
         slo_class=slo.slo_class or "custom",
-        value=slo.value,
         cached_tokens=cached,
     )

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What front and replicas call the same thing: the private path and the headers between them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+STATE_PATH: Final = "/vllm-slo/state"
+OWN_PREFIX: Final = "x-vllm-slo-"
+"""Headers that clients cannot send: the front drops them."""
+TOKEN_HEADER: Final = "x-vllm-slo-token"
+AGE_HEADER: Final = "x-vllm-slo-age-ms"
+TICKET_HEADER: Final = "x-vllm-slo-ticket"
+UNATTAINABLE_HEADER: Final = "x-vllm-slo-unattainable"
