@@ -278,6 +278,7 @@ def test_a_stopped_replica_is_left_and_taken_back(
     streams = submit(pool, front, 5, stream=True, max_tokens=10_000)
     eventually(lambda: [one["tokens"] > 1 for one in victim.seen()] == [True] * 5, "all began")
     slow.knobs(state={})
+    eventually(lambda: front.replicas()["slow"]["load_tokens"] == 0, "the load is gone")
     victim.knobs(ttft_s=60.0)
     waiting = submit(pool, front, 8)
     eventually(lambda: len(victim.seen()) + len(slow.seen()) == 13, "all are sent")
