@@ -157,7 +157,7 @@ def running(
             stderr=stderr,
             text=True,
             env=env,
-            start_new_session=True,
+            process_group=0,
         )
     live = LiveReplicas(process, port, folder)
     try:

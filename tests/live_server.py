@@ -102,7 +102,7 @@ def running(arguments: list[str], model: str, folder: Path) -> Iterator[LiveServ
             stderr=subprocess.STDOUT,
             cwd=folder,
             env=environment(),
-            start_new_session=True,
+            process_group=0,
         )
     server = LiveServer(f"http://127.0.0.1:{port}", model, log, process)
     try:

@@ -257,7 +257,7 @@ LONG = {"max_tokens": 900, "ignore_eos": True}
 
 @dataclass
 class Live:
-    """A replica in a session of its own; ``said`` is its one line."""
+    """A replica in a process group of its own; ``said`` is its one line."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -287,11 +287,11 @@ class Live:
             yield answer
 
     def alive(self) -> list[str]:
-        """Processes of this replica's session that have not ended."""
+        """Processes of this replica's group that have not ended."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):
-                here = os.getsid(process.pid) == self.process.pid
+                here = os.getpgid(process.pid) == self.process.pid
                 if here and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"{process.pid} {' '.join(process.cmdline())[:60]}")
         return found
@@ -368,7 +368,7 @@ def starting(folder: Path, *ours: str) -> Iterator[Live]:
             stderr=err,
             cwd=folder,
             env=env,
-            start_new_session=True,
+            process_group=0,
         )
     assert process.stdin is not None and process.stdout is not None
     live = Live(process, log)

@@ -455,7 +455,7 @@ def started(*words: str, port: int = 0) -> Iterator[LiveReplicas]:
             stderr=subprocess.PIPE,
             text=True,
             env={**environment(), **ray_env, **SLOW, "PYTHONPATH": str(TESTS)},
-            start_new_session=True,
+            process_group=0,
         )
         live = LiveReplicas(process, port, Path(folder))
         try:

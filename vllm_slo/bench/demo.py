@@ -242,10 +242,11 @@ def server(candidate: Candidate, model: Path, out: Path, console: Console) -> It
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
+            stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
             env={**os.environ, **SERVER_ENV},
-            start_new_session=True,
+            process_group=0,
         )
         try:
             url = f"http://127.0.0.1:{port}"

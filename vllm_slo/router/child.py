@@ -33,7 +33,10 @@ _TELLING: Final = re.compile(
 
 
 class Child:
-    """One child process in a session of its own.
+    """One child process in a group of its own, in the session of its supervisor.
+
+    Not in a session of its own: Linux with autogroup shares the processors out by session, and on
+    two cores clients of an engine in another session were seen to wait for seconds to run.
 
     The child's stdin stays open for as long as this process lives, so a child that watches it knows
     when to leave. If it does not leave then, or leaves something behind, a guard process ends the
@@ -69,7 +72,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=self._env,
-            start_new_session=True,
+            process_group=0,
         )
         self._ended = loop.create_future()
         self._lifeline = _start_guard(process.pid, self._patience_s)
