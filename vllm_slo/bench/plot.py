@@ -121,7 +121,7 @@ def _draw_cdf(axes: Axes, report: BenchReport, slo_class: str, which: str) -> bo
     axes.set_ylim(0, 104)
     axes.axvspan(0, 1, color=_GOOD, zorder=0)
     axes.axvline(1, color=INK, linewidth=1.0, linestyle="--")
-    axes.set_title(f"{slo_class}: {which}, asked {_objective(report, slo_class, which)}")
+    axes.set_title(f"{slo_class}: {which} {_objective(report, slo_class, which)}")
     axes.set_xlabel(f"{which} / objective")
     return True
 
