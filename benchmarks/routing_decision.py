@@ -16,7 +16,6 @@ from collections.abc import Callable
 import numpy as np
 from common import markdown, write_result
 
-from vllm_slo.core import admission
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.routing import Route, RoutedRequest, VirtualReplica, route
 from vllm_slo.core.step_time import StepTimeModel
@@ -103,7 +102,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=2_000)
     repeats = parser.parse_args().repeats
-    admission.warm_up()
     rows = [row for count in REACH for row in decisions(count, repeats)]
     line = state(0).to_json()
     double = VirtualReplica("one")

@@ -239,6 +239,27 @@ def test_the_verdict_is_one_line_for_each_server() -> None:
     assert not demo.finished(bad)
 
 
+@pytest.mark.parametrize("flag", ["load", "duration", "parameters", "replicas"])
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_an_impossible_demo_is_refused_before_a_server_starts(
+    flag: str, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", f"--{flag}", number, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert f"--{flag}: {number} is out of range" in said.err
+    assert said.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_tells_the_command_that_repeats_it() -> None:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    asked = parser.parse_args(["--replicas", "2", "--load", "0.6"])
+    said = demo.command_line(asked)
+    assert said == "vllm-slo demo --load 0.6 --duration 45.0 --seed 0 --replicas 2"
+    assert parser.parse_args(said.split()[2:]) == asked
+
+
 def test_a_free_port_can_be_bound() -> None:
     port = demo._free_port()
     with socket.socket() as server:
@@ -279,6 +300,35 @@ def quiet() -> Console:
 def listens(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+TOLD_TO_END = """
+import argparse, pathlib, sys, time
+from vllm_slo.bench import demo
+fake, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+def held(args, console):
+    with demo.server(demo.Candidate("a fake", ("-c", fake)), folder, folder, console):
+        print("up", flush=True)
+        time.sleep(60)
+demo.demo = held
+demo.run(argparse.Namespace())
+"""
+
+
+def test_a_demo_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TOLD_TO_END, HEALTHY, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "up" not in (line := process.stdout.readline()):
+            assert line
+        port = int((tmp_path / "child-port").read_text())
+        assert listens(port)
+        process.terminate()
+        assert process.wait(30) == 143
+    deadline_s = time.monotonic() + 10
+    while listens(port) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not listens(port)
 
 
 def test_a_server_is_stopped_with_all_its_children(tmp_path: Path) -> None:

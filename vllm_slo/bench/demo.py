@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import socket
@@ -132,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers end with us
     try:
         report = demo(args, console)
     except BenchError as error:
@@ -142,21 +144,33 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(finished(run) for run in report.runs) else 1
 
 
+def check(args: argparse.Namespace) -> None:
+    """BenchError for what is wrong with the arguments, before any server is started."""
+    if args.replicas < 1:
+        raise BenchError("--replicas", f"{args.replicas} is out of range; give 1 or more")
+    if args.seed < 0:
+        raise BenchError("--seed", f"{args.seed} is out of range; give 0 or more")
+    for name in ("parameters", "load", "duration"):
+        number = getattr(args, name)
+        if number is not None and not 0.0 < number < math.inf:
+            raise BenchError(f"--{name}", f"{number:g} is out of range; give a number above 0")
+
+
 def demo(args: argparse.Namespace, console: Console) -> BenchReport:
     """Start each server in turn, send it the workload, write table, JSON and picture.
 
     Raises:
-        BenchError: a server does not start, or nothing could be measured.
+        BenchError: a bad argument, a server does not start, or nothing could be measured.
     """
+    check(args)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchError("--out", f"cannot write {args.out}: {error.strerror}") from error
-    if args.replicas < 1:
-        raise BenchError("--replicas", f"{args.replicas} is out of range; give 1 or more")
     several = args.replicas > 1
-    model = twin(args.parameters or (200e6 if several else 100e6), console)
-    load = args.load or (0.3 if several else 0.4)
+    parameters = (200e6 if several else 100e6) if args.parameters is None else args.parameters
+    load = (0.3 if several else 0.4) if args.load is None else args.load
+    model = twin(parameters, console)
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
     zero: ZeroLoad | None = None
     workload: Workload | None = None
@@ -184,10 +198,16 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
                 runs.append(bench_server(target, workload, client, console))
     assert zero is not None
     assert workload is not None
-    command = "make demo" if args.replicas == 1 else f"vllm-slo demo --replicas {args.replicas}"
-    report = BenchReport(workload, zero, tuple(runs), command=command)
+    report = BenchReport(workload, zero, tuple(runs), command=command_line(args))
     finish(report, console, args.out / "demo.json", args.out / "demo.png")
     return report
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command that repeats a run, whatever its folder was."""
+    names = ("parameters", "load", "duration", "seed", "replicas")
+    given = [f"--{name} {getattr(args, name)}" for name in names if getattr(args, name) is not None]
+    return " ".join(["vllm-slo demo", *given])
 
 
 def rate_at(load: float, zero: ZeroLoad) -> float:

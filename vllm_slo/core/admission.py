@@ -405,6 +405,13 @@ def kv_per_token(model: StepTimeModel, limit: int) -> float:
     return model.kv_s / slope
 
 
+def engine_array(model: StepTimeModel, capacity: Capacity) -> Floats:
+    """(6,) what `solve` takes for the engine: (k1, b1, k2, b2, max_tokens, share)."""
+    (k1, _, b1), (k2, _, b2) = model.terms
+    limit = min(model.max_tokens, capacity.max_step_tokens)
+    return np.array([k1, b1, k2, b2, limit, capacity.token_share])
+
+
 class _Instance:
     """One problem in arrays, in deadline order; running promises before new requests on a tie."""
 
@@ -436,10 +443,8 @@ class _Instance:
         self.decoding = np.zeros(len(self.tiers), dtype=np.int64)
         for tpot, count in decoding.items():
             self.decoding[tier_of(tpot, self.tiers)] += count
-        (k1, _, b1), (k2, _, b2) = model.terms
-        limit = min(model.max_tokens, capacity.max_step_tokens)
-        self.weights = self._weights(demands, decoding_context, model, limit)
-        self.engine = np.array([k1, b1, k2, b2, limit, capacity.token_share])
+        self.engine = engine_array(model, capacity)
+        self.weights = self._weights(demands, decoding_context, model, int(self.engine[4]))
         self.capacity = capacity
 
     def _weights(

@@ -16,6 +16,7 @@ from vllm_slo.core.admission import (
     Capacity,
     Floats,
     Ints,
+    engine_array,
     judge_one,
     kv_per_token,
     tier_of,
@@ -63,10 +64,8 @@ class Outlook:
         self._context = decoding_context
         self._deadline = np.array([d.deadline_s for d in ranked], dtype=np.float64)
         self._prefill = np.array([d.prefill_tokens for d in ranked], dtype=np.float64)
-        limit = min(model.max_tokens, capacity.max_step_tokens)
-        (k1, _, b1), (k2, _, b2) = model.terms
-        self._engine = np.array([k1, b1, k2, b2, limit, capacity.token_share])
-        self._kv_per_token = kv_per_token(model, limit)
+        self._engine = engine_array(model, capacity)
+        self._kv_per_token = kv_per_token(model, int(self._engine[4]))
         self._by_tpot: dict[float, tuple[int, Tiers]] = {}
 
     def judge(self, demand: Demand, now_s: float) -> Verdict:
@@ -91,7 +90,9 @@ class Outlook:
         )
         if said != said:  # NaN
             return Verdict(True)
-        return Verdict(False, "decode", wait_s) if said < 0.0 else _refused(said, wait_s)
+        if said < 0.0:
+            return Verdict(False, "decode", wait_s)
+        return Verdict(False, "prefill", said or wait_s)
 
     def prepare(self, tpot_s: float) -> tuple[int, Tiers]:
         """Be ready for requests of this TPOT; (its tier, the arrays that depend on the tiers)."""
@@ -111,7 +112,3 @@ class Outlook:
         if len(self._by_tpot) < MAX_KNOWN_TPOTS:
             self._by_tpot[tpot_s] = known
         return known
-
-
-def _refused(wait_s: float, otherwise_s: float) -> Verdict:
-    return Verdict(False, "prefill", wait_s or otherwise_s)
