@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft's probabilities are worth: how often the target accepts a node, by what was said.
+
+AdaServe approximates a node's path probability by the draft's own (equation 7), which is as good as
+the draft is honest; one that is over-confident makes long trees look cheap. Here the share of
+accepted nodes, given that the parent was accepted, is learnt for each depth and draft probability.
+
+For each depth the draft's probabilities q are sorted into bins of equal width in logit(q). The
+bins' mean q and accepted share, made monotone, are the knots of a line in logit(q) and logit(share)
+that goes on with slope 1 beyond the outermost. A bin begins with a few observations that say what
+the depth above says of it, and the first depth with such as say q: nothing is changed before there
+is data, and a depth that was hardly seen borrows from the one above.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vllm_slo.core.jit import jit
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+SMALLEST_Q = 1e-9
+"""Draft probabilities are kept this far from 0 and 1; NaN counts as 0."""
+OUTER_LOGIT = math.log(999.0)
+"""The inner edges of the bins spread over q = 0.001 .. 0.999; the outermost bins have no end."""
+
+COUNT, SAID, FORETOLD, ACCEPTED = 0, 1, 2, 3
+"""Sums of a bin: observations, their q, what the calibration made of it, how many were accepted."""
+
+
+class Reliability(NamedTuple):
+    """One point of a reliability plot.
+
+    Attributes:
+        depth: of the nodes; the deepest also stands for those below it.
+        said: mean draft probability.
+        accepted: share of them that the target accepted, their parents being accepted.
+        observations: how many they are, those long past counting less.
+    """
+
+    depth: int
+    said: float
+    accepted: float
+    observations: float
+
+
+class CalibrationError(NamedTuple):
+    """Expected calibration error: mean |probability - accepted share| over bins by count.
+
+    Attributes:
+        before: of the draft's probabilities.
+        after: of the calibrated ones, each as given before its outcome was known.
+    """
+
+    before: float
+    after: float
+
+
+def _logits(q: Floats) -> Floats:
+    """log(q / (1 - q)), finite for any ``q``."""
+    kept = np.minimum(np.fmax(q, SMALLEST_Q), 1.0 - SMALLEST_Q)
+    result: Floats = np.log(kept / (1.0 - kept))
+    return result
+
+
+def _sigmoid(x: Floats) -> Floats:
+    """The inverse of `_logits`."""
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+@jit
+def _bin(x: float, bins: int) -> int:
+    """The bin of a logit."""
+    place = int(np.floor((x + OUTER_LOGIT) * (bins / (2.0 * OUTER_LOGIT))))
+    return min(max(place, 0), bins - 1)
+
+
+@jit
+def _map(knots: Floats, depth: Ints, x: Floats) -> Floats:
+    """Calibrated logits of the logits ``x``; knot i of a depth lies within bin i."""
+    last = knots.shape[2] - 1
+    result = np.empty(len(x))
+    for node in range(len(x)):
+        d = min(max(depth[node], 1), knots.shape[1]) - 1
+        knot, value = knots[0, d], knots[1, d]
+        i = _bin(x[node], last + 1)
+        if x[node] < knot[i]:
+            i -= 1
+        if i < 0:
+            result[node] = value[0] + (x[node] - knot[0])
+        elif i == last:
+            result[node] = value[last] + (x[node] - knot[last])
+        else:
+            slope = (value[i + 1] - value[i]) / (knot[i + 1] - knot[i])
+            result[node] = value[i] + (x[node] - knot[i]) * slope
+    return result
+
+
+@jit
+def _add(sums: Floats, depth: Ints, x: Floats, q: Floats, foretold: Floats, hit: Bools) -> None:
+    """Add observations to ``sums`` (4, depths, bins)."""
+    for node in range(len(x)):
+        d = min(max(depth[node], 1), sums.shape[1]) - 1
+        b = _bin(x[node], sums.shape[2])
+        sums[COUNT, d, b] += 1.0
+        sums[SAID, d, b] += q[node]
+        sums[FORETOLD, d, b] += foretold[node]
+        sums[ACCEPTED, d, b] += hit[node]
+
+
+@jit
+def _make_monotone(share: Floats, weight: Floats) -> None:
+    """Replace each run of descending ``share`` by its mean: pool adjacent violators, in place."""
+    start = np.empty(len(share), dtype=np.int64)
+    mass = np.empty(len(share))
+    pools = 0
+    for i in range(len(share)):
+        start[pools], mass[pools] = i, weight[i]
+        pools += 1
+        while pools > 1 and share[start[pools - 2]] > share[start[pools - 1]]:
+            left, right = start[pools - 2], start[pools - 1]
+            both = mass[pools - 2] + mass[pools - 1]
+            share[left] = (share[left] * mass[pools - 2] + share[right] * mass[pools - 1]) / both
+            pools -= 1
+            mass[pools - 1] = both
+    for pool in range(pools):
+        end = start[pool + 1] if pool + 1 < pools else len(share)
+        share[start[pool] : end] = share[start[pool]]
+
+
+@jit
+def _fit(sums: Floats, prior: float) -> Floats:
+    """(2, depths, bins): mean q of each bin and the share that the target accepts."""
+    depths, bins = sums.shape[1], sums.shape[2]
+    result = np.empty((2, depths, bins))
+    centres = ((np.arange(bins) + 0.5) / bins * 2.0 - 1.0) * OUTER_LOGIT
+    said = 1.0 / (1.0 + np.exp(-centres))
+    share = said.copy()
+    for d in range(depths):
+        weight = prior + sums[COUNT, d]
+        said = (prior * said + sums[SAID, d]) / weight
+        share = (prior * share + sums[ACCEPTED, d]) / weight
+        _make_monotone(share, weight)
+        result[0, d], result[1, d] = said, share
+    return result
+
+
+@jit
+def _depths(offsets: Ints, parent: Ints) -> Ints:
+    """Depth of each node of the requests' trees; 1 for a child of the root."""
+    depth = np.empty(len(parent), dtype=np.int64)
+    for r in range(len(offsets) - 1):
+        start = offsets[r]
+        for node in range(start, offsets[r + 1]):
+            if not -1 <= parent[node] < node - start:
+                raise ValueError("parent: must be -1 or an earlier node of the same request")
+            depth[node] = 1 if parent[node] < 0 else depth[start + parent[node]] + 1
+    return depth
+
+
+@jit
+def _multiply_down(offsets: Ints, parent: Ints, probability: Floats) -> None:
+    """Turn conditional into path probabilities, in place."""
+    for r in range(len(offsets) - 1):
+        start = offsets[r]
+        for node in range(start, offsets[r + 1]):
+            if parent[node] >= 0:
+                probability[node] *= probability[start + parent[node]]
+
+
+class DraftCalibration:
+    """Learns what a draft's probabilities are worth from what the target accepts.
+
+    Args:
+        max_depth: depths told apart; a deeper node counts as of this depth.
+        bins: bins of a depth.
+        prior: observations that the beliefs before any data are worth, in each bin.
+        half_life: observations after which an observation counts half; infinite: it never fades.
+
+    Raises ValueError naming the argument that is out of range. The first call of a method compiles
+    it where numba's cache is empty, which takes some seconds.
+    """
+
+    def __init__(
+        self,
+        max_depth: int = 8,
+        *,
+        bins: int = 12,
+        prior: float = 8.0,
+        half_life: float = 50_000.0,
+    ) -> None:
+        if max_depth < 1:
+            raise ValueError(f"max_depth: must be at least 1, not {max_depth}")
+        if bins < 2:
+            raise ValueError(f"bins: must be at least 2, not {bins}")
+        if not 0.0 < prior < math.inf:
+            raise ValueError(f"prior: must be positive and finite, not {prior}")
+        if not half_life > 0.0:
+            raise ValueError(f"half_life: must be positive, not {half_life}")
+        self._prior = float(prior)
+        self._half_life = half_life
+        self._sums = np.zeros((4, max_depth, bins))
+        self._knots: Floats | None = None
+
+    def observe(self, depth: ArrayLike, q: ArrayLike, accepted: ArrayLike) -> None:
+        """Take in nodes whose parent was accepted (or is the root).
+
+        Args:
+            depth: (m,) 1 for a child of the root.
+            q: (m,) what the draft gave the node, its parent given.
+            accepted: (m,) whether the target accepted it.
+        """
+        depths, said = _indices_and_q(depth, q)
+        outcomes = np.ascontiguousarray(accepted, dtype=np.bool_)
+        if outcomes.shape != said.shape:
+            raise ValueError(f"accepted: shape {outcomes.shape} beside {said.shape} of q")
+        x = _logits(said)
+        foretold = _sigmoid(_map(self._fitted(), depths, x))
+        self._sums *= 0.5 ** (len(x) / self._half_life)
+        _add(self._sums, depths, x, _sigmoid(x), foretold, outcomes)
+        self._knots = None
+
+    def conditional(self, depth: ArrayLike, q: ArrayLike) -> Floats:
+        """(m,) probability that the target accepts each node if it accepts the parent.
+
+        In (0, 1], and at any depth it does not fall as ``q`` rises. Arguments as in `observe`.
+        """
+        depths, said = _indices_and_q(depth, q)
+        return _sigmoid(_map(self._fitted(), depths, _logits(said)))
+
+    def path_probabilities(self, offsets: ArrayLike, parent: ArrayLike, q: ArrayLike) -> Floats:
+        """(N,) f(v) of equation 7: the product of the calibrated probabilities along the path.
+
+        No child's exceeds its parent's.
+
+        Args:
+            offsets: (n+1,) where each request's nodes begin.
+            parent: (N,) index of the parent within the request, smaller than the node's; -1: root.
+            q: (N,) what the draft gave each node, its parent given.
+
+        Raises ValueError if the arrays do not fit together.
+        """
+        starts = np.ascontiguousarray(offsets, dtype=np.int64)
+        parents, said = _indices_and_q(parent, q)
+        leads = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(said)
+        if not leads or np.any(np.diff(starts) < 0):
+            raise ValueError(f"offsets: must ascend from 0 to {len(said)}")
+        result = self.conditional(_depths(starts, parents), said)
+        _multiply_down(starts, parents, result)
+        return result
+
+    def reliability(self) -> list[Reliability]:
+        """What was seen, one row for each bin of half an observation or more, by depth and q."""
+        count, said, _, accepted = self._sums
+        return [
+            Reliability(
+                int(d) + 1,
+                float(said[d, b] / count[d, b]),
+                float(accepted[d, b] / count[d, b]),
+                float(count[d, b]),
+            )
+            for d, b in zip(*np.nonzero(count >= 0.5), strict=True)
+        ]
+
+    def error(self) -> CalibrationError:
+        """How far off the draft is, and its calibration; 0 before any data."""
+        count, said, foretold, accepted = self._sums
+        total = max(float(count.sum()), 1e-300)
+        return CalibrationError(
+            float(np.abs(said - accepted).sum()) / total,
+            float(np.abs(foretold - accepted).sum()) / total,
+        )
+
+    def _fitted(self) -> Floats:
+        """The knots (2, depths, bins), worked out anew if something was seen since."""
+        if self._knots is None:
+            self._knots = _logits(_fit(self._sums, self._prior))
+        return self._knots
+
+
+def _indices_and_q(index: ArrayLike, q: ArrayLike) -> tuple[Ints, Floats]:
+    """Two arrays of one length, as the compiled code wants them."""
+    indices = np.ascontiguousarray(index, dtype=np.int64)
+    said = np.ascontiguousarray(q, dtype=np.float64)
+    if said.ndim != 1 or indices.shape != said.shape:
+        raise ValueError(f"q: shape {said.shape} beside {indices.shape}")
+    return indices, said

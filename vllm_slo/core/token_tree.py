@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft token trees: their shape, the order of their nodes, and the walk that accepts some of them.
+
+A tree hangs on its root, the last committed token, which is already sampled but not yet verified.
+Its nodes are numbered 0..m-1 with parents before children; ``parents[i]`` is -1 for a child of the
+root. A step that verifies the tree computes m+1 tokens: token 0 is the root, token i+1 is node i.
+
+All but `TokenTree.of` trust their input: they run for every request of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """The nodes of one request's tree.
+
+    Attributes:
+        tokens: token id of each node; siblings differ.
+        parents: node index of each node's parent, -1 for the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
+        """A tree from a source that is not trusted.
+
+        Raises ValueError naming the field unless it is a tree as described above.
+        """
+        if len(tokens) != len(parents):
+            raise ValueError(f"parents: {len(parents)} of them for {len(tokens)} tokens")
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"parents[{node}]: {parent} is neither -1 nor an earlier node")
+        seen: set[tuple[int, int]] = set()
+        for node, edge in enumerate(zip(parents, tokens, strict=True)):
+            if edge in seen:
+                raise ValueError(f"tokens[{node}]: a sibling of it is {edge[1]} as well")
+            seen.add(edge)
+        return cls(tuple(tokens), tuple(parents))
+
+
+class PathRow(NamedTuple):
+    """One causal row of a tree's verification.
+
+    Attributes:
+        path: token indices from the root to a leaf.
+        queries: how many of the last tokens of ``path`` this row computes.
+    """
+
+    path: tuple[int, ...]
+    queries: int
+
+
+def linearise(parents: Sequence[int], scores: Sequence[float]) -> list[int]:
+    """Order of the nodes in which every prefix is a tree and the best path comes first.
+
+    The best path goes from the root to the best child, and so on to a leaf; then come the others
+    by descending score, ties by index.
+
+    Args:
+        parents: (m,).
+        scores: (m,) path probabilities; no child's exceeds its parent's.
+    """
+    best = [-1] * (len(parents) + 1)  # best child of each node; best[-1] is the root's
+    for node, parent in enumerate(parents):
+        if best[parent] < 0 or scores[node] > scores[best[parent]]:
+            best[parent] = node
+    order = []
+    node = best[-1]
+    while node >= 0:
+        order.append(node)
+        node = best[node]
+    on_path = set(order)
+    others = [node for node in range(len(parents)) if node not in on_path]
+    # The sort is stable, in reverse too: a parent stays ahead of a child of equal score.
+    others.sort(key=scores.__getitem__, reverse=True)
+    return order + others
+
+
+def reorder(
+    tokens: Sequence[int], parents: Sequence[int], order: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """``tokens`` and ``parents`` of the nodes in ``order``, which may leave out some subtrees."""
+    place = [-1] * (len(parents) + 1)  # place[-1] is the root's and stays -1
+    for new, old in enumerate(order):
+        place[old] = new
+    return [tokens[old] for old in order], [place[parents[old]] for old in order]
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each node; 1 for a child of the root."""
+    depth = [0] * (len(parents) + 1)  # depth[-1] is the root's
+    for node, parent in enumerate(parents):
+        depth[node] = depth[parent] + 1
+    depth.pop()
+    return depth
+
+
+def ancestors(parents: Sequence[int]) -> list[int]:
+    """Which tokens each node sees: a bit mask over token indices, the root and itself included.
+
+    The root is bit 0 and node i bit i+1. The root itself, which sees bit 0 only, has no entry.
+    """
+    masks = [0] * len(parents) + [1]  # masks[-1] is the root's
+    for node, parent in enumerate(parents):
+        masks[node] = masks[parent] | 2 << node
+    masks.pop()
+    return masks
+
+
+def leading_chain(parents: Sequence[int]) -> int:
+    """How many of the first nodes form a chain that hangs on the root."""
+    for node, parent in enumerate(parents):
+        if parent != node - 1:
+            return node
+    return len(parents)
+
+
+def path_rows(parents: Sequence[int]) -> list[PathRow]:
+    """How a causal attention kernel verifies the tree: paths of which some tokens are queries.
+
+    Row 0 is the root with the leading chain; every other leaf, in order, gives one row. A row
+    computes the tokens of its path that no earlier row has computed, and these are its last: a
+    token is computed only after its ancestors. So every token is a query of exactly one row.
+    """
+    chain = leading_chain(parents)
+    inner = set(parents)
+    rows = [PathRow(tuple(range(chain + 1)), chain + 1)]
+    computed = [True] * chain + [False] * (len(parents) - chain) + [True]  # the root at [-1]
+    for leaf in range(chain, len(parents)):
+        if leaf in inner:
+            continue
+        path = []
+        queries = 0
+        node = leaf
+        while node >= 0:
+            path.append(node + 1)
+            if not computed[node]:
+                computed[node] = True
+                queries += 1
+            node = parents[node]
+        path.append(0)
+        rows.append(PathRow(tuple(reversed(path)), queries))
+    return rows
+
+
+def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """The accepted nodes: from the root to the child that equals the sampled token, and so on.
+
+    The request's new tokens are ``sampled[0]`` and ``sampled[node + 1]`` of each accepted node.
+
+    Args:
+        tokens: (m,).
+        parents: (m,).
+        sampled: (m+1,) what the model sampled after each token of the step.
+    """
+    accepted = []
+    at = -1
+    wanted = sampled[0]
+    for node, parent in enumerate(parents):  # one pass: children come after their parent
+        if parent == at and tokens[node] == wanted:
+            accepted.append(node)
+            at = node
+            wanted = sampled[node + 1]
+    return accepted

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which draft nodes to verify: AdaServe's selection of token trees, and their depth and width.
+
+Source: AdaServe, section 3 (equations 1-6), section 4.1 (algorithm 1), section 4.3 (algorithm 2)
+and section 5.2 (equations 8 and 9).
+
+Everything is counted with the root, a request's last token, which is verified with its tree and is
+sure to yield a token: a request expects 1 token without any node, and a budget of B for n requests
+leaves B - n nodes. The pseudo-code's "while B >= 0" would choose one node too many; equation 1 and
+figure 5 (a budget of 8 is two roots and six nodes) are followed.
+
+A node may be chosen once its parent is: the "candidate set" of section 4.2. As no path probability
+exceeds the parent's, its best is the best of all nodes left (appendix B), and where probabilities
+are equal the parent comes first by its index, so every choice is a tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vllm_slo.core.jit import jit
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+Marks: TypeAlias = NDArray[np.int8]
+
+NOT_CHOSEN, FOR_SLO, FOR_THROUGHPUT = 0, 1, 2
+"""What `select_trees` says of a node."""
+
+UNBOUNDED = 1 << 40
+
+
+def needed_tokens(latency_s: float, step_s: float, tpot_s: float, tokens_out: int) -> float:
+    """A(r): tokens that this step must yield for the mean TPOT to be kept (equations 2 and 3).
+
+    Args:
+        latency_s: time since the first decoding step began.
+        step_s: how long this step will take.
+        tpot_s: objective; infinite without one, and then nothing is needed (-inf).
+        tokens_out: tokens decoded so far.
+
+    Raises ValueError if ``tpot_s`` is not positive.
+    """
+    if not tpot_s > 0.0:
+        raise ValueError(f"tpot_s: must be positive, not {tpot_s}")
+    if tpot_s == math.inf:
+        return -math.inf
+    return (latency_s + step_s) / tpot_s - tokens_out
+
+
+def optimal_trees(
+    probability: Sequence[Sequence[float]], required: Sequence[float], budget: int
+) -> list[list[int]] | None:
+    """Algorithm 1, word for word: the optimum over trees that are known beforehand.
+
+    Args:
+        probability: path probability of each node of each request's tree, parents first and no
+            child's above its parent's.
+        required: A(r) of each request.
+        budget: B, roots included.
+
+    Returns:
+        The nodes of each request in the order of choice; None if its objectives cannot all be met.
+    """
+    trees: list[list[int]] = [[] for _ in probability]
+    ranked = [_worst_first(tree) for tree in probability]
+    left = budget - len(trees)
+    if left < 0:
+        return None
+    for request, needed in enumerate(required):
+        expected = 1.0
+        while expected < needed:
+            if left <= 0 or not ranked[request]:
+                return None
+            node = ranked[request].pop()
+            trees[request].append(node)
+            expected += probability[request][node]
+            left -= 1
+    while left > 0 and any(ranked):
+        tops = [(probability[r][nodes[-1]], -r) for r, nodes in enumerate(ranked) if nodes]
+        request = -max(tops)[1]
+        trees[request].append(ranked[request].pop())
+        left -= 1
+    return trees
+
+
+def _worst_first(tree: Sequence[float]) -> list[int]:
+    """The nodes of a tree such that ``pop`` is the paper's GetTop."""
+    return sorted(range(len(tree)), key=lambda node: (tree[node], -node))
+
+
+def select_trees(
+    offsets: ArrayLike,
+    probability: ArrayLike,
+    parent: ArrayLike,
+    required: ArrayLike,
+    depth: ArrayLike,
+    *,
+    budget: int,
+    n_max: int = UNBOUNDED,
+    most: ArrayLike | None = None,
+    slo_phase: bool = True,
+    throughput_phase: bool = True,
+    floor: float = 0.0,
+) -> Marks:
+    """Algorithm 2: first what the objectives need, the most demanding request first, then the best.
+
+    Args:
+        offsets: (n+1,) where each request's nodes begin in the flat arrays of N nodes.
+        probability: (N,) path probabilities; no child's exceeds its parent's.
+        parent: (N,) index of the parent within the request, smaller than the node's own; -1: root.
+        required: (n,) A(r), see `needed_tokens`; at most 1 needs no node.
+        depth: (n,) d of each request's candidate tree; A(r) is capped at d + 1.
+        budget: B, the tokens to verify, roots included.
+        n_max: most tokens of a request's tree, root included (|T(r)|), in the first phase.
+        most: (n,) most nodes of a request, root not included, in both phases; default no limit.
+        slo_phase: whether there is a first phase.
+        throughput_phase: whether there is a second phase.
+        floor: nodes of a smaller path probability are not chosen in the second phase.
+
+    Returns:
+        (N,) `NOT_CHOSEN`, `FOR_SLO` or `FOR_THROUGHPUT` for each node. The chosen ones of a
+        request are connected to its root, whatever the probabilities.
+
+    Raises ValueError if the arrays do not fit together. The first call compiles where numba's cache
+    is empty, which takes some seconds.
+    """
+    starts = np.ascontiguousarray(offsets, dtype=np.int64)
+    scores = np.ascontiguousarray(probability, dtype=np.float64)
+    parents = np.ascontiguousarray(parent, dtype=np.int32)
+    needed = np.ascontiguousarray(required, dtype=np.float64)
+    cap = np.minimum(needed, np.asarray(depth, dtype=np.float64) + 1.0)
+    limit = (
+        np.full(len(needed), UNBOUNDED) if most is None else np.ascontiguousarray(most, np.int64)
+    )
+    _check(starts, scores, parents, needed, cap, limit)
+    return _select(
+        starts, scores, parents, np.argsort(-needed, kind="stable"), cap, limit,
+        int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(floor),
+    )  # fmt: skip
+
+
+def _check(
+    offsets: Ints, probability: Floats, parent: NDArray[Any], *by_request: NDArray[Any]
+) -> None:
+    """Keep the compiled code, which checks no index, within its arrays."""
+    total, requests = len(probability), len(offsets) - 1
+    if parent.shape != probability.shape:
+        raise ValueError(f"parent: {len(parent)} of them for {total} probabilities")
+    if requests < 0 or offsets[0] != 0 or offsets[-1] != total or np.any(np.diff(offsets) < 0):
+        raise ValueError(f"offsets: must ascend from 0 to {total}")
+    if any(values.shape != (requests,) for values in by_request):
+        shapes = [values.shape for values in by_request]
+        raise ValueError(f"required, depth, most: shapes {shapes} for {requests} requests")
+
+
+@jit
+def _open(
+    heap: list[tuple[float, int]], node: int, first: Ints, following: Ints, probability: Floats
+) -> None:
+    """Make the children of ``node`` candidates."""
+    child = first[node]
+    while child >= 0:
+        heapq.heappush(heap, (-probability[child], child))
+        child = following[child]
+
+
+@jit
+def _select(
+    offsets: Ints,
+    probability: Floats,
+    parent: NDArray[np.int32],
+    order: Ints,
+    cap: Floats,
+    most: Ints,
+    budget: int,
+    n_max: int,
+    slo_phase: bool,
+    throughput_phase: bool,
+    floor: float,
+) -> Marks:
+    """`select_trees` with A_cap and the requests' order worked out."""
+    requests, total = len(cap), len(probability)
+    chosen = np.zeros(total, dtype=np.int8)
+    owner = np.empty(total, dtype=np.int64)
+    first = np.full(total + requests, -1)  # first child; root r counts as node total + r
+    following = np.full(total, -1)  # next sibling
+    for r in range(requests):
+        start = offsets[r]
+        for node in range(offsets[r + 1] - 1, start - 1, -1):
+            if not -1 <= parent[node] < node - start:
+                raise ValueError("parent: must be -1 or an earlier node of the same request")
+            home = start + parent[node] if parent[node] >= 0 else total + r
+            following[node] = first[home]
+            first[home] = node
+            owner[node] = r
+    size = np.zeros(requests, dtype=np.int64)
+    left = budget - requests
+    frontier = [(0.0, 0) for _ in range(0)]
+    for r in order:
+        heap = [(0.0, 0) for _ in range(0)]
+        _open(heap, total + r, first, following, probability)
+        limit = min(most[r], n_max - 1) if slo_phase else 0
+        expected = 1.0
+        while expected < cap[r] and size[r] < limit and left > 0 and len(heap) > 0:
+            score, node = heapq.heappop(heap)
+            chosen[node] = 1
+            expected -= score
+            size[r] += 1
+            left -= 1
+            _open(heap, node, first, following, probability)
+        frontier.extend(heap)
+    if not throughput_phase:
+        return chosen
+    heapq.heapify(frontier)
+    while left > 0 and len(frontier) > 0:
+        score, node = heapq.heappop(frontier)
+        if -score < floor:
+            break
+        r = owner[node]
+        if size[r] < most[r]:
+            chosen[node] = 2
+            size[r] += 1
+            left -= 1
+            _open(frontier, node, first, following, probability)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class TreeControl:
+    """Constants of equations 8 and 9, found by grid search on the hardware.
+
+    Attributes:
+        verifier_tokens: B1, tokens that the target verifies in a step.
+        speculator_tokens: B2, tokens that the draft model processes in one of its steps.
+        max_depth: D_max.
+        min_depth: D_min.
+        max_width: W_max.
+        c1: makes trees shallower as if so many more requests were active.
+        c2: makes trees wider by so many nodes.
+
+    Raises ValueError naming the field that is out of range.
+    """
+
+    verifier_tokens: int
+    speculator_tokens: int
+    max_depth: int = 8
+    min_depth: int = 1
+    max_width: int = 8
+    c1: int = 0
+    c2: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_depth <= self.max_depth:
+            raise ValueError(f"min_depth: must lie in 0..{self.max_depth}, not {self.min_depth}")
+        for name in ("verifier_tokens", "speculator_tokens", "max_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.c1 < 0:
+            raise ValueError(f"c1: must not be negative, not {self.c1}")
+
+
+def depth_and_width(active: int, control: TreeControl) -> tuple[int, int]:
+    """(d, w) of the candidate trees of ``active`` requests; of none as of one (eq. 8 and 9)."""
+    n = max(active, 1)
+    depth = control.verifier_tokens // (n + control.c1) - 1
+    width = control.speculator_tokens // n + control.c2
+    return (
+        max(min(depth, control.max_depth), control.min_depth),
+        max(min(width, control.max_width), 1),
+    )
