@@ -16,10 +16,20 @@ from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, OnUnattainable, Tier
 from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 
-__all__ = ["CONFIG_KEY", "ClassConfig", "RoutingConfig", "SLOConfig"]
+__all__ = [
+    "CONFIG_KEY",
+    "DRAFT_KEY",
+    "ClassConfig",
+    "RoutingConfig",
+    "SLOConfig",
+    "SpeculationConfig",
+]
 
 CONFIG_KEY: Final = "slo_config"
 """Key of vLLM's `--additional-config` that holds a path to a YAML file, or the mapping itself."""
+
+DRAFT_KEY: Final = "draft_model"
+"""Key of vLLM's `--additional-config` that names the draft model; wins over the YAML file."""
 
 _MAPPABLE_TIERS: Final = ("flex", "priority")
 
@@ -136,6 +146,63 @@ class RoutingConfig(BaseModel):
         return self
 
 
+class SpeculationConfig(BaseModel):
+    """Token trees drafted by a small model and verified by the served one; see AdaServe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    draft_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name or folder of the draft model, of the same vocabulary as the served one; "
+        "unset: no trees. Scope: server. A draft that guesses badly costs time and gains nothing.",
+    )
+    max_depth: int = Field(
+        default=5,
+        ge=1,
+        le=16,
+        description="Most tokens that a tree guesses ahead (AdaServe's D_max), 1 to 16. Scope: "
+        "server. Too high: draft passes for tokens that are hardly ever accepted.",
+    )
+    min_depth: int = Field(
+        default=1,
+        ge=0,
+        le=16,
+        description="Least tokens that a tree guesses ahead while it is drafted (D_min), 0 to 16. "
+        "Scope: server. 0: nothing is drafted under load.",
+    )
+    max_width: int = Field(
+        default=4,
+        ge=1,
+        le=16,
+        description="Most candidates for each token ahead (W_max), 1 to 16. Scope: server. Too "
+        "high: the draft computes nodes that are not chosen.",
+    )
+    max_nodes: int = Field(
+        default=24,
+        ge=1,
+        le=63,
+        description="Most draft tokens of one request that one step verifies, 1 to 63. Scope: "
+        "server. Too high: unlikely tokens are verified when nobody else needs the time.",
+    )
+    draft_tokens: int = Field(
+        default=64,
+        ge=1,
+        le=4_096,
+        description="Tokens that one pass of the draft may hold (B2), 1 to 4096; also the extra "
+        "paths one step verifies. Scope: server. Each costs one or two KV blocks of memory.",
+    )
+
+    @model_validator(mode="after")
+    def _check_depths(self) -> SpeculationConfig:
+        if self.min_depth > self.max_depth:
+            raise ValueError(
+                f"speculation: min_depth ({self.min_depth}) is above max_depth "
+                f"({self.max_depth}); lower the first or raise the second"
+            )
+        return self
+
+
 class SLOConfig(BaseModel):
     """Everything an operator can set. Immutable; checked when it is loaded."""
 
@@ -219,6 +286,10 @@ class SLOConfig(BaseModel):
         default_factory=RoutingConfig,
         description="How requests are spread over replicas (vllm-slo serve --replicas).",
     )
+    speculation: SpeculationConfig = Field(
+        default_factory=SpeculationConfig,
+        description="Token trees drafted by a small model (vllm-slo serve --draft-model).",
+    )
 
     @model_validator(mode="after")
     def _check_names(self) -> SLOConfig:
@@ -283,17 +354,34 @@ class SLOConfig(BaseModel):
 
         Args:
             additional_config: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
-                YAML file or the mapping itself. Anything without that key gives the defaults.
+                YAML file or the mapping itself, ``draft_model`` a draft model's name or folder.
+                Anything without these keys gives the defaults.
 
         Raises:
             ConfigError: as `load`.
         """
-        if not isinstance(additional_config, Mapping) or additional_config.get(CONFIG_KEY) is None:
+        if not isinstance(additional_config, Mapping):
             return cls()
-        given = additional_config[CONFIG_KEY]
-        if isinstance(given, str | Path):
+        config = cls._given(additional_config.get(CONFIG_KEY))
+        draft = additional_config.get(DRAFT_KEY)
+        return config if draft is None else config.with_draft(draft)
+
+    @classmethod
+    def _given(cls, given: Any) -> SLOConfig:
+        if given is None or isinstance(given, str | Path):
             return cls.load(given)
         return cls._from_data(given, CONFIG_KEY, None)
+
+    def with_draft(self, draft_model: str) -> SLOConfig:
+        """The same configuration with another draft model.
+
+        Raises:
+            ConfigError: it is not a name.
+        """
+        if not isinstance(draft_model, str) or not draft_model:
+            raise ConfigError(f"draft_model: expected a name or a folder, got {draft_model!r}")
+        speculation = self.speculation.model_copy(update={"draft_model": draft_model})
+        return self.model_copy(update={"speculation": speculation})
 
     @classmethod
     def _from_data(cls, data: Any, origin: str, node: yaml.Node | None) -> SLOConfig:
@@ -310,6 +398,7 @@ class SLOConfig(BaseModel):
 _SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
     "classes": ClassConfig,
     "routing": RoutingConfig,
+    "speculation": SpeculationConfig,
 }
 
 

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.clock import Clock, SystemClock
@@ -29,8 +31,10 @@ from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
 from vllm_slo.engine import views
 from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
 from vllm_slo.engine.recording import shape_of
+from vllm_slo.engine.speculation import Speculation
 from vllm_slo.engine.steering import Steering
 from vllm_slo.engine.step_planner import Nudge
+from vllm_slo.engine.trees import DraftTrees, speculation_of, without_scratch
 from vllm_slo.errors import VllmSLOError
 
 logger = init_logger(__name__)
@@ -53,15 +57,22 @@ class Scheduler(AsyncScheduler):
     waiting: RequestQueue
     kv_holding_waiting: RequestQueue
     max_num_scheduled_tokens: int
+    num_spec_tokens: int
 
     def __init__(
         self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
         *args: Any,
         clock: Clock | None = None,
         step_time: StepTimeEstimator | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        trees = speculation_of(vllm_config)
+        if trees is not None:
+            kv_cache_config = without_scratch(kv_cache_config, trees)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self._speculation = None if trees is None else Speculation(self, trees)
         self._nudge: Nudge | None = None
         self._stalled = False
         try:
@@ -80,22 +91,49 @@ class Scheduler(AsyncScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         steering = self._steering
         begun = steering.begin_step()
+        if self._speculation is not None:
+            self._speculation.plant()
         if not steering.active or self._pause_state != PauseState.UNPAUSED:
-            output = super().schedule(throttle_prefills)
+            output = self._schedule(throttle_prefills)
         else:
             nudge = steering.plan()
             if self._stalled:
                 # Nothing of the last plan could be done: vLLM serves who runs, and frees memory.
                 nudge = None
             if nudge is None:
-                output = super().schedule(throttle_prefills)
+                output = self._schedule(throttle_prefills)
             else:
                 with self._steered(nudge):
-                    output = super().schedule(throttle_prefills)
+                    output = self._schedule(throttle_prefills)
             planned = nudge is not None and nudge.token_budget > 0
             self._stalled = planned and not output.num_scheduled_tokens
         steering.on_scheduled(self.batch_shape(output), begun)
         return output
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
+        """vLLM's ``schedule()``; with trees, without the placeholders it gives a draft chain."""
+        if self._speculation is None:
+            return super().schedule(throttle_prefills)
+        nodes, self.num_spec_tokens = self.num_spec_tokens, 0
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.num_spec_tokens = nodes
+        self._speculation.send(output)
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """As vLLM's; of a tree, one row for the root and one for each node."""
+        if self._speculation is None:
+            return super().get_grammar_bitmask(scheduler_output)
+        return self._speculation.grammar_output(scheduler_output)
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """As vLLM's; trees become candidates of the next step."""
+        if self._speculation is not None and isinstance(draft_token_ids, DraftTrees):
+            self._speculation.offer(draft_token_ids)
+        else:
+            super().update_draft_token_ids(draft_token_ids)
 
     def batch_shape(self, output: SchedulerOutput) -> BatchShape:
         """What a step runs, as far as its duration is concerned."""
@@ -158,6 +196,8 @@ class Scheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self._steering.on_output(scheduler_output)
+        if self._speculation is not None:
+            self._speculation.observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in self._steering.take_ended():
             if request.client_index not in outputs:
@@ -189,6 +229,8 @@ class Scheduler(AsyncScheduler):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
         report = self._steering.on_end(request)
+        if self._speculation is not None:
+            self._speculation.forget(request.request_id)
         if not self.requests:
             self._steering.on_empty()
         if report is not None:

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real engine in a process of its own, with trees or without, on a workload of every kind.
+
+``python tree_engine.py '{"trees": true}'`` prints one line of JSON: what every request got, and
+how much of what is to be tested really happened. vLLM on CPU cannot start a second engine where
+numba is loaded, so each engine has its process.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import vllm
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_slo import tiny
+from vllm_slo.bench import traces
+
+PROMPTS = 208
+TOKENS = 28
+MAX_DEPTH = 5
+BLOCK = 32
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 384,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 96,  # prompts come in chunks
+    "block_size": BLOCK,
+    "enable_prefix_caching": True,
+    "seed": 0,
+}
+SPECULATION = {"max_depth": MAX_DEPTH, "max_width": 4, "max_nodes": 20, "draft_tokens": 32}
+SCRATCH = SPECULATION["draft_tokens"] * 2
+FEW_BLOCKS = 27  # for eight requests of up to seven blocks: some are preempted
+
+PHONE = {"regex": r"[a-z]{3}-[0-9]{4}-[a-f]{8}"}
+OBJECT = {
+    "json": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
+        "required": ["name", "size"],
+    }
+}
+
+
+def prompts() -> list[str]:
+    """Problems of three public collections, some of them twice so that prefixes are cached; where
+    the collections are not at hand, the library sources of this Python."""
+    folder = traces.data_folder()
+    if folder is None:
+        library = sorted(Path(os.__file__).parent.glob("*.py"))
+        texts = [path.read_text(encoding="utf-8", errors="ignore")[200:600] for path in library]
+    else:
+        texts = _collections(folder)
+    texts = [text[:420] for text in texts if len(text) > 80][: PROMPTS - 24]
+    # Beside each other, so that the second finds the first's blocks before they are needed.
+    return [text for i, text in enumerate(texts) for _ in range(2 if i % 7 == 0 and i < 168 else 1)]
+
+
+def _collections(folder: Path) -> list[str]:
+    with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
+        code = [json.loads(line)["prompt"] for line in lines]
+    with (folder / "gsm8k_test.jsonl").open(encoding="utf-8") as lines:
+        maths = [json.loads(line)["question"] for line in islice(lines, 60)]
+    with (folder / "spec_bench.jsonl").open(encoding="utf-8") as lines:
+        mixed = [json.loads(line)["turns"][0] for line in islice(lines, 0, None, 7)]
+    return [*code[:80], *maths, *mixed]
+
+
+def parameters(*, seeded: bool) -> list[SamplingParams]:
+    """One of every kind that trees must leave as they are, in turn.
+
+    The seeded are apart: vLLM 0.32 on CPU fails where a seeded request's prompt comes in chunks.
+    """
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": TOKENS}
+    random: dict[str, Any] = {"temperature": 0.9, "max_tokens": TOKENS}
+    kinds: list[dict[str, Any]] = [
+        {**greedy, "ignore_eos": True},
+        {**greedy, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+        {**greedy, "repetition_penalty": 1.3, "logprobs": 3},
+        {**greedy, "structured_outputs": StructuredOutputsParams(**PHONE)},
+        {**greedy, "min_tokens": 12, "stop_token_ids": [32, 198, 10, 265]},
+        {**greedy, "stop": ["e", "self"], "min_tokens": 4},
+        {**greedy, "bad_words": [" the", "self", " in"], "logprobs": 0},
+        {**greedy, "structured_outputs": StructuredOutputsParams(**OBJECT), "max_tokens": 40},
+        {**greedy, "allowed_token_ids": list(range(0, 512, 2))},
+    ]
+    if seeded:
+        kinds = [
+            {**random, "seed": 7, "top_p": 0.9, "ignore_eos": True},
+            {**random, "seed": 11, "top_k": 20, "frequency_penalty": 0.3, "logprobs": 2},
+        ]
+    return [SamplingParams(**kind) for kind in islice(cycle(kinds), PROMPTS)]
+
+
+def engine_options(said: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``vllm.LLM``."""
+    engine = ENGINE
+    if said.get("seeded"):
+        engine = {**ENGINE, "max_num_batched_tokens": 4096}
+    if said.get("sample"):
+        engine = {**ENGINE, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
+    blocks = 130 if said.get("sample") else FEW_BLOCKS
+    if not said.get("trees"):
+        return {**engine, "num_gpu_blocks_override": blocks}
+    return {
+        **engine,
+        "num_gpu_blocks_override": blocks + SCRATCH,
+        "scheduler_cls": "vllm_slo.Scheduler",
+        "worker_cls": "vllm_slo.engine.worker.TreeWorker",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "vllm_slo.engine.proposers.TreeProposer",
+            "num_speculative_tokens": SPECULATION["max_nodes"],
+        },
+        "additional_config": {
+            "draft_model": str(tiny.path("draft")),
+            "slo_config": {"speculation": SPECULATION},
+        },
+    }
+
+
+def break_it(what: str) -> None:
+    """Make one part of verification wrong, to see the tests fail."""
+    from vllm_slo.engine import model_runner
+
+    runner = model_runner.TreeRunner
+    if what == "mask":  # every node sees the nodes scheduled before it
+        runner._build_attention_metadata = (  # type: ignore[method-assign]
+            lambda self, *a, **k: super(runner, self)._build_attention_metadata(*a, **k)
+        )
+        runner._compact = lambda self, accepted: None  # type: ignore[method-assign]
+    elif what == "compaction":
+        runner._compact = lambda self, accepted: None  # type: ignore[method-assign]
+    elif what == "positions":
+        model_runner.token_tree.depths = lambda parents: list(range(1, len(parents) + 1))
+    elif what == "walk":  # the likeliest child is accepted whatever was sampled
+        model_runner.tree_sampling.token_tree.walk = lambda tokens, parents, sampled: [0]
+    else:
+        raise ValueError(what)
+
+
+class Counters:
+    """What happened in the engine."""
+
+    def __init__(self, llm: vllm.LLM) -> None:
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        self.seen = {"trees": 0, "branching": 0, "nodes": 0, "tokens": 0, "deepest": 0}
+        self.preempted = 0
+        self.cached = 0
+        self.chunks = 0
+        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+
+        def counting_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self.preempted += len(output.preempted_req_ids or ())
+            for new in output.scheduled_new_reqs:
+                self.cached += new.num_computed_tokens
+                self.chunks += len(new.prompt_token_ids) > output.num_scheduled_tokens[new.req_id]
+            return output
+
+        def counting_update(output: Any, done: Any) -> Any:
+            for name, parents in getattr(output, "vllm_slo_trees").parents.items():  # noqa: B009
+                given = len(done.sampled_token_ids[done.req_id_to_index[name]])
+                self.seen["trees"] += 1
+                self.seen["branching"] += any(p != i - 1 for i, p in enumerate(parents))
+                self.seen["nodes"] += len(parents)
+                self.seen["tokens"] += given
+                self.seen["deepest"] = max(self.seen["deepest"], given - 1)
+            return update(output, done)
+
+        self.scheduler.schedule = counting_schedule
+        if self.scheduler.num_spec_tokens:
+            self.scheduler.update_from_output = counting_update
+
+    def report(self) -> dict[str, int]:
+        return {
+            **self.seen,
+            "preempted": self.preempted,
+            "cached": self.cached,
+            "chunks": self.chunks,
+        }
+
+
+def said_by(output: vllm.RequestOutput) -> dict[str, Any]:
+    """What one request got."""
+    one = output.outputs[0]
+    logprobs = None
+    if one.logprobs is not None:
+        logprobs = [
+            sorted((token, round(entry.logprob, 4)) for token, entry in place.items())
+            for place in one.logprobs
+        ]
+    return {
+        "tokens": list(one.token_ids),
+        "text": one.text,
+        "end": [one.finish_reason, one.stop_reason],
+        "logprobs": logprobs,
+    }
+
+
+def main() -> None:
+    said = json.loads(sys.argv[1])
+    if said.get("break"):
+        break_it(said["break"])
+    llm = vllm.LLM(str(tiny.path("target")), **engine_options(said))
+    counters = Counters(llm)
+    every = int(said.get("every", 1))
+    texts = prompts()[::every]
+    kinds = parameters(seeded=said.get("seeded", False))[: len(texts)]
+    if "sample" in said:
+        texts, kinds = _samples(said["sample"])
+    outputs = llm.generate(texts, kinds, use_tqdm=False)
+    print("\n" + json.dumps({"said": [said_by(o) for o in outputs], "seen": counters.report()}))
+
+
+def _samples(said: dict[str, Any]) -> tuple[list[str], list[SamplingParams]]:
+    """One prompt many times, for the distribution of what follows."""
+    count = said["count"]
+    params = SamplingParams(
+        temperature=said["temperature"], top_p=said.get("top_p", 1.0), max_tokens=said["tokens"],
+        ignore_eos=True,
+    )  # fmt: skip
+    return [said["prompt"]] * count, [params] * count
+
+
+if __name__ == "__main__":
+    main()

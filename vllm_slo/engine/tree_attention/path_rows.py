@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees on any paged backend: its own causal kernel over the rows of ``plan.RowPlan``.
+
+``with_path_rows`` makes a backend of the same name and layout whose ``forward`` first writes what
+the rows of this pass need into scratch blocks, then calls the kernel with the queries in the order
+of the rows. A pass without trees is the backend's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend
+
+from vllm_slo.engine.tree_attention.plan import RowPlan
+
+ROWS = "path_rows"
+"""Attribute of the attention metadata that holds a pass's ``Rows``."""
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Rows(Protocol):
+    """What the attention layers of one forward pass do beside the kernel call.
+
+    Attributes:
+        order: token of each query, [tokens]; None: as they lie.
+    """
+
+    order: Tensor | None
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        """Make this layer's KV cache what the rows read. ``key`` and ``value``: this pass's."""
+
+
+class VerifyRows:
+    """The rows of a verifying pass. Keeps the keys and values of the nodes that compaction may
+    have to move.
+
+    Args:
+        plan: the batch as rows.
+        keep: tokens whose keys and values are kept, by place in the batch.
+        device: of the KV cache.
+
+    Attributes:
+        kept: layer name -> keys and values of ``keep``.
+    """
+
+    def __init__(self, plan: RowPlan, keep: Tensor, device: torch.device) -> None:
+        def on_device(numbers: Any) -> Tensor:
+            return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+        self.order: Tensor | None = on_device(plan.order)
+        self._from = on_device(plan.copies[:, 0].copy())
+        self._to = on_device(plan.copies[:, 1].copy())
+        self._sources = on_device(plan.sources)
+        self._slots = on_device(plan.slots)
+        self._keep = keep
+        self.kept: dict[str, Pair] = {}
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        if len(self._from):
+            kv_cache[self._to] = kv_cache[self._from]
+        impl.do_kv_cache_update(
+            layer, key[self._sources], value[self._sources], kv_cache, self._slots
+        )
+        self.kept[layer.layer_name] = key[self._keep], value[self._keep]
+
+
+class BeamRows:
+    """The rows of the draft's beam: one query each, on scratch blocks that keep their place from
+    pass to pass while the path in them changes. Keeps every pass's keys and values.
+
+    Attributes:
+        order: None, the queries lie as the rows do.
+        sources: nodes of this pass's paths, [x], numbered through all passes, this one included.
+        slots: where their keys and values go, [x].
+        copies: (from, to) partly filled blocks, [y, 2]; None after the first pass.
+    """
+
+    order: Tensor | None = None
+
+    def __init__(self) -> None:
+        self.sources: Tensor | None = None
+        self.slots: Tensor | None = None
+        self.copies: Tensor | None = None
+        self._history: dict[str, Pair] = {}
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        if self.copies is not None:
+            kv_cache[self.copies[:, 1]] = kv_cache[self.copies[:, 0]]
+        past = self._history.get(layer.layer_name)
+        if past is not None:
+            key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
+        self._history[layer.layer_name] = key, value
+        impl.do_kv_cache_update(layer, key[self.sources], value[self.sources], kv_cache, self.slots)
+
+
+def with_path_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A subclass of ``backend`` that verifies trees.
+
+    Args:
+        backend: a paged backend whose keys and values are written by ``do_kv_cache_update``, apart
+            from ``forward``, and whose KV cache's first dimension is the block.
+    """
+    stock: Any = backend.get_impl_cls()
+
+    class Impl(stock):
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            rows: Rows | None = getattr(attn_metadata, ROWS, None)
+            if rows is None:
+                return super().forward(
+                    layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+                )
+            rows.write(self, layer, key, value, kv_cache)
+            if rows.order is None:
+                return super().forward(
+                    layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+                )
+            ordered = torch.empty_like(output[: len(rows.order)])
+            super().forward(
+                layer,
+                query[rows.order],
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                ordered,
+                *args,
+                **kwargs,
+            )
+            output[rows.order] = ordered
+            return output
+
+    Impl.__name__ = Impl.__qualname__ = f"PathRows{stock.__name__}"
+
+    class Backend(backend):
+        @staticmethod
+        def get_impl_cls() -> type[Any]:
+            return Impl
+
+    Backend.__name__ = Backend.__qualname__ = f"PathRows{backend.__name__}"
+    return Backend

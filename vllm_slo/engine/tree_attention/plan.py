@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a causal paged-attention kernel verifies trees: every root-to-leaf path as a row of its own.
+
+The root and the leading chain of a tree are an ordinary row of the batch. Each other leaf becomes
+an extra row: it shares the whole blocks of its request's context; the rest of the context, which
+lies in a partly filled block, and its path lie in scratch blocks. A causal mask over such a row is
+exactly the tree's mask. Every token is a query in one row only, so the work is that of the tokens;
+what the extra rows cost is reading the context again, and writing their paths twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.core.token_tree import path_rows
+
+Ints = NDArray[np.int64]
+
+
+def scratch_blocks_per_row(block_size: int, max_depth: int) -> int:
+    """Blocks that hold a partly filled block's tokens, a root and ``max_depth`` nodes, always."""
+    return -(-(block_size + max_depth) // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSlot:
+    """Where one request's tree lies in the batch.
+
+    Attributes:
+        index: the request's place in the batch.
+        first: its root's place among the tokens of the batch; its nodes follow.
+        context: KV tokens before the root.
+        parents: parent of each node, -1 for the root; see ``core.token_tree``.
+    """
+
+    index: int
+    first: int
+    context: int
+    parents: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """A batch as rows of a causal kernel.
+
+    Attributes:
+        owner: request whose block table each row starts from, [rows].
+        query_start: where each row's queries begin, [rows + 1].
+        seq_lens: KV tokens of each row with its queries, [rows].
+        order: token of the batch that is each query, [tokens].
+        table: (row, column, block): what the extra rows' block tables hold instead, [x, 3].
+        copies: (from, to): partly filled blocks to copy, [y, 2].
+        sources: tokens whose keys and values are written once more, [z].
+        slots: where to, [z].
+    """
+
+    owner: Ints
+    query_start: Ints
+    seq_lens: Ints
+    order: Ints
+    table: Ints
+    copies: Ints
+    sources: Ints
+    slots: Ints
+
+
+class _Rows:
+    """The plan while rows are added; scratch blocks are handed out in order."""
+
+    def __init__(self, block_size: int, scratch: Ints) -> None:
+        self.block_size = block_size
+        self.scratch = scratch
+        self.taken = 0
+        self.owner: list[int] = []
+        self.lengths: list[int] = []
+        self.seq_lens: list[int] = []
+        self.order: list[Ints] = []
+        self.table: list[tuple[int, int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+        self.sources: list[int] = []
+        self.slots: list[int] = []
+
+    def add(self, owner: int, queries: Ints, seq_len: int) -> None:
+        self.owner.append(owner)
+        self.lengths.append(len(queries))
+        self.seq_lens.append(seq_len)
+        self.order.append(queries)
+
+    def add_path(self, slot: TreeSlot, path: Sequence[int], queries: int, table: Ints) -> None:
+        """An extra row: ``path`` are token indices from the root on, the last ``queries`` new."""
+        tokens = np.asarray(path, dtype=np.int64) + slot.first
+        column, offset = divmod(slot.context, self.block_size)
+        count = -(-(offset + len(path)) // self.block_size)
+        blocks = self.scratch[self.taken : self.taken + count]
+        self.taken += count
+        row = len(self.owner)
+        self.table.extend((row, column + i, int(block)) for i, block in enumerate(blocks))
+        if offset:
+            self.copies.append((int(table[slot.index, column]), int(blocks[0])))
+        places = offset + np.arange(len(path))
+        self.sources.extend(tokens.tolist())
+        self.slots.extend(
+            (
+                blocks[places // self.block_size] * self.block_size + places % self.block_size
+            ).tolist()
+        )
+        self.add(slot.index, tokens[len(path) - queries :], slot.context + len(path))
+
+
+def plan_rows(
+    slots: Sequence[TreeSlot],
+    query_start: Ints,
+    seq_lens: Ints,
+    block_table: Ints,
+    block_size: int,
+    scratch: Ints,
+) -> RowPlan | None:
+    """Turn a batch with trees into rows.
+
+    Args:
+        slots: the trees, by place in the batch.
+        query_start: where each request's tokens begin, [requests + 1].
+        seq_lens: KV tokens of each request with this step's, [requests].
+        block_table: blocks of each request, [requests, columns].
+        block_size: tokens per block.
+        scratch: blocks that belong to nobody; enough for the extra rows.
+
+    Returns:
+        The plan, or None where every tree is a chain, which a causal kernel verifies as it is.
+    """
+    rows = _Rows(block_size, scratch)
+    trees = {slot.index: slot for slot in slots}
+    extra = False
+    for index in range(len(seq_lens)):
+        first, end = int(query_start[index]), int(query_start[index + 1])
+        slot = trees.get(index)
+        if slot is None:
+            rows.add(index, np.arange(first, end), int(seq_lens[index]))
+            continue
+        main, *others = path_rows(slot.parents)
+        rows.add(index, first + np.arange(main.queries), slot.context + main.queries)
+        for row in others:
+            extra = True
+            rows.add_path(slot, row.path, row.queries, block_table)
+    if not extra:
+        return None
+    return RowPlan(
+        np.asarray(rows.owner),
+        np.cumsum([0, *rows.lengths]),
+        np.asarray(rows.seq_lens),
+        np.concatenate(rows.order),
+        np.asarray(rows.table, dtype=np.int64).reshape(-1, 3),
+        np.asarray(rows.copies, dtype=np.int64).reshape(-1, 2),
+        np.asarray(rows.sources, dtype=np.int64),
+        np.asarray(rows.slots, dtype=np.int64),
+    )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scheduler and worker tell each other about trees, beside vLLM's own messages.
+
+Both travel as attributes or subclasses of what vLLM sends anyway, so they survive pickling to a
+worker in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_slo.config import SLOConfig, SpeculationConfig
+from vllm_slo.engine.tree_attention.plan import scratch_blocks_per_row
+from vllm_slo.errors import ConfigError
+
+_ATTRIBUTE = "vllm_slo_trees"
+
+
+@dataclass(slots=True)
+class StepTrees:
+    """Scheduler -> worker, with a step.
+
+    Attributes:
+        parents: request id -> parent of each of its draft tokens of this step, -1 for the root.
+        depth: how many tokens ahead the draft is to guess after this step; 0: not at all.
+        width: candidates for each of them.
+        silent: requests that are not drafted for.
+    """
+
+    parents: dict[str, Sequence[int]] = field(default_factory=dict)
+    depth: int = 0
+    width: int = 1
+    silent: frozenset[str] = frozenset()
+
+
+def attach(output: SchedulerOutput, trees: StepTrees) -> None:
+    """Send ``trees`` along with a step."""
+    setattr(output, _ATTRIBUTE, trees)
+
+
+def of(output: SchedulerOutput) -> StepTrees:
+    """The trees sent along with a step; none where there are none."""
+    found: StepTrees | None = getattr(output, _ATTRIBUTE, None)
+    return found or StepTrees()
+
+
+@dataclass
+class DraftTrees(DraftTokenIds):
+    """Worker -> scheduler, after a step: each request's candidates.
+
+    Attributes:
+        parents: like ``draft_token_ids``, the parent of each candidate, -1 for the root.
+        probabilities: the draft's probability of each candidate given its path.
+        draft_s: seconds that drafting took.
+        failure: why the draft has stopped for good, or None.
+    """
+
+    parents: list[list[int]] = field(default_factory=list)
+    probabilities: list[list[float]] = field(default_factory=list)
+    draft_s: float = 0.0
+    failure: str | None = None
+
+
+def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:
+    """The configuration of trees on this engine; None: there are none."""
+    spec = vllm_config.speculative_config
+    if spec is None or spec.method != "custom_class" or spec.model != PROPOSER:
+        return None
+    return SLOConfig.from_additional_config(vllm_config.additional_config).speculation
+
+
+def scratch_blocks(config: SpeculationConfig, block_size: int) -> int:
+    """KV blocks at the end of the pool that belong to the worker."""
+    return config.draft_tokens * scratch_blocks_per_row(block_size, config.max_depth)
+
+
+def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -> KVCacheConfig:
+    """The KV cache as the scheduler is to know it: the worker's blocks left out.
+
+    Raises:
+        ConfigError: trees cannot be verified in this KV cache, or nothing would be left of it.
+    """
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise ConfigError(
+            "draft_model: trees need a model with full attention in every layer, and a draft "
+            "likewise; this one has several kinds. Serve it without --draft-model"
+        )
+    size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    left = kv_cache_config.num_blocks - scratch_blocks(config, size)
+    if left < 2:
+        raise ConfigError(
+            f"speculation.draft_tokens: {config.draft_tokens} paths need "
+            f"{scratch_blocks(config, size)} KV blocks of {kv_cache_config.num_blocks}; lower it "
+            "or give the KV cache more memory"
+        )
+    return replace(kv_cache_config, num_blocks=left)
+
+
+PROPOSER = "vllm_slo.engine.proposers.TreeProposer"
+"""What ``--speculative-config`` names as its model."""
