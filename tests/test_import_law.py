@@ -33,7 +33,7 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.yaml_nodes": set(),
     "vllm_slo.house_style": set(),
     "vllm_slo.profiles": {"vllm_slo.core", "vllm_slo.errors"},
-    "vllm_slo.serve_args": {"vllm_slo.tiny"},
+    "vllm_slo.serve_args": {"vllm_slo.config", "vllm_slo.errors", "vllm_slo.tiny"},
     "vllm_slo.tiny": {"vllm_slo.errors"},
     "vllm_slo.bench": POLICY | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.tiny"},
     "vllm_slo.engine": POLICY
@@ -87,7 +87,7 @@ CLOSED: dict[str, set[str]] = {
     "vllm_slo.config": {"pydantic", "yaml"},
     "vllm_slo.profiles": {"numpy"},
     "vllm_slo.http_slo": set(),
-    "vllm_slo.serve_args": set(),
+    "vllm_slo.serve_args": {"yaml"},
     "vllm_slo.yaml_nodes": {"yaml"},
     "vllm_slo.house_style": {"rich"},
     "vllm_slo.engine.cpu_alias": set(),

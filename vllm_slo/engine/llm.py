@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import vllm
 from vllm import RequestOutput, SamplingParams
 
 from vllm_slo import profiles, tiny
-from vllm_slo.config import SLOConfig
+from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig
 from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
+from vllm_slo.serve_args import TINY, tree_arguments, with_draft
 from vllm_slo.slo import SLO
 
 SLOs = SLO | Sequence[SLO | None] | None
@@ -25,11 +26,17 @@ class LLM(vllm.LLM):
 
     Args:
         model: as for ``vllm.LLM``; ``"tiny"`` is the built-in model.
+        draft_model: name or folder of a small model of the same vocabulary that drafts token trees,
+            which ``model`` verifies; ``"tiny"`` is the built-in one. Answers stay what they are.
+            Sets ``worker_cls`` and ``speculative_config``, and on CPU ``block_size``, on CUDA
+            ``attention_backend`` and ``compilation_config`` where these are not given.
         slo_config: a YAML file, or its contents as a mapping.
         kwargs: everything ``vllm.LLM`` takes.
 
     Raises:
-        ConfigError: the configuration cannot be used, or another ``scheduler_cls`` is asked for.
+        ConfigError: the configuration cannot be used, another ``scheduler_cls`` is asked for, or
+            the draft model cannot be used, as far as its folder tells; what else is wrong with it
+            the engine finds out, as with a profile.
         IncompatibleVLLMError: the installed vLLM is not supported.
         ProfileError: the configured step-time profile is missing or broken. One of another model
             is found out by the engine: the same error where it runs in this process, else vLLM's
@@ -40,6 +47,7 @@ class LLM(vllm.LLM):
         self,
         model: str,
         *,
+        draft_model: str | Path | None = None,
         slo_config: str | Path | dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -50,16 +58,17 @@ class LLM(vllm.LLM):
         additional = dict(kwargs.pop("additional_config", None) or {})
         if slo_config is not None:
             inline = isinstance(slo_config, dict)
-            additional["slo_config"] = slo_config if inline else str(slo_config)
+            additional[CONFIG_KEY] = slo_config if inline else str(slo_config)
+        if draft_model is not None:
+            additional[DRAFT_KEY] = str(draft_model)
         config = SLOConfig.from_additional_config(additional)
         if config.profile is not None:
             profiles.load(config.profile)  # whether it is of this engine is known there alone
         self._slo_classes = config.slo_classes()
-        super().__init__(
-            str(tiny.path("target")) if model == "tiny" else model,
-            additional_config=additional,
-            **kwargs,
-        )
+        name = str(tiny.path("target")) if model == TINY else model
+        kwargs.update(tree_arguments(config.speculation, _given(kwargs)))
+        additional = with_draft(additional, config.speculation, name, kwargs.get("tokenizer"))
+        super().__init__(name, additional_config=additional, **kwargs)
 
     def generate(
         self,
@@ -122,6 +131,17 @@ class LLM(vllm.LLM):
             SLO.from_extra_args(flat, classes=self._slo_classes)
             params.extra_args = {**(params.extra_args or {}), **flat}
         return params
+
+
+def _given(kwargs: Mapping[str, Any]) -> set[str]:
+    """Names of the engine's arguments that are given; vLLM's defaults are not."""
+    given = {name for name, value in kwargs.items() if value not in (None, "auto")}
+    attention = kwargs.get("attention_config")
+    if isinstance(attention, Mapping):
+        backend = attention.get("backend")
+    else:
+        backend = getattr(attention, "backend", None)
+    return given if backend is None else given | {"attention_config.backend"}
 
 
 def report_of(output: RequestOutput) -> dict[str, Any] | None:

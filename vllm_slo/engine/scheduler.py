@@ -68,19 +68,19 @@ class Scheduler(AsyncScheduler):
         step_time: StepTimeEstimator | None = None,
         **kwargs: Any,
     ) -> None:
-        trees = speculation_of(vllm_config)
-        if trees is not None:
-            kv_cache_config = without_scratch(kv_cache_config, trees)
-        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self._speculation = None if trees is None else Speculation(self, trees)
         self._nudge: Nudge | None = None
         self._stalled = False
         try:
+            trees = speculation_of(vllm_config)
+            if trees is not None:
+                kv_cache_config = without_scratch(kv_cache_config, trees)
+            super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
             self._steering = Steering(self, clock or SystemClock(), step_time)
         except VllmSLOError as error:
             # vLLM shows only tracebacks of what goes wrong here, in two processes.
             logger.critical("vllm-slo: error: %s", error)
             raise
+        self._speculation = None if trees is None else Speculation(self, trees)
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_slo.config import SLOConfig
+from vllm_slo.config import CONFIG_KEY, DRAFT_KEY
 from vllm_slo.engine import cpu_alias
 from vllm_slo.engine.plugin import check_vllm
 from vllm_slo.errors import ConfigError
@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="YAML file: classes, tiers, margins (see the README)",
     )
     parser.add_argument(
+        "--draft-model",
+        "--draft_model",
+        help="name or folder of a small model that drafts token trees; 'tiny' is the built-in one",
+    )
+    parser.add_argument(
         "--additional-config",
         "--additional_config",
         default="{}",
@@ -37,7 +42,7 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """The ``vllm`` command that serves what was asked for.
 
     Raises:
-        ConfigError: the configuration or ``--additional-config`` cannot be used.
+        ConfigError: the configuration, ``--additional-config`` or the draft model cannot be used.
     """
     try:
         additional: Any = json.loads(args.additional_config)
@@ -45,9 +50,9 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         raise ConfigError(f"--additional-config: not JSON ({error})") from None
     if not isinstance(additional, dict):
         raise ConfigError("--additional-config: not a JSON object")
-    if args.slo_config is not None:
-        additional["slo_config"] = args.slo_config
-    SLOConfig.from_additional_config(additional)
+    for key, value in ((CONFIG_KEY, args.slo_config), (DRAFT_KEY, args.draft_model)):
+        if value is not None:
+            additional[key] = value
     return ["vllm", "serve", *serve_arguments(args.model, rest, additional)]
 
 

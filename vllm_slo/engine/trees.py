@@ -16,8 +16,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_slo.config import SLOConfig, SpeculationConfig
+from vllm_slo.engine.draft_check import check_flags
 from vllm_slo.engine.tree_attention.plan import scratch_blocks_per_row
 from vllm_slo.errors import ConfigError
+from vllm_slo.serve_args import TREE_PROPOSER
 
 _ATTRIBUTE = "vllm_slo_trees"
 
@@ -68,11 +70,18 @@ class DraftTrees(DraftTokenIds):
 
 
 def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:
-    """The configuration of trees on this engine; None: there are none."""
+    """The configuration of trees on this engine; None: there are none.
+
+    Raises:
+        ConfigError: the engine was told only a part of what trees need.
+    """
+    config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
     spec = vllm_config.speculative_config
-    if spec is None or spec.method != "custom_class" or spec.model != PROPOSER:
+    asked = spec is not None and spec.model == TREE_PROPOSER
+    if config.draft_model is None and not asked:
         return None
-    return SLOConfig.from_additional_config(vllm_config.additional_config).speculation
+    check_flags(vllm_config, config)
+    return config
 
 
 def scratch_blocks(config: SpeculationConfig, block_size: int) -> int:
@@ -100,7 +109,3 @@ def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -
             "or give the KV cache more memory"
         )
     return replace(kv_cache_config, num_blocks=left)
-
-
-PROPOSER = "vllm_slo.engine.proposers.TreeProposer"
-"""What ``--speculative-config`` names as its model."""

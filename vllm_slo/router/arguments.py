@@ -6,12 +6,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -21,8 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_slo.config import CONFIG_KEY, SLOConfig
+from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig
 from vllm_slo.errors import ConfigError
+from vllm_slo.serve_args import TINY, Flags, flag_of, tree_arguments
 
 __all__ = ["AppArgs", "Flags", "api_key_digest", "api_keys_in", "embedded_config", "resources"]
 
@@ -30,13 +30,6 @@ API_KEY_ENV: Final = "VLLM_API_KEY"
 HEAD_NODE: Final = "node:__internal_head__"
 """A resource that Ray gives to the head node and to no other."""
 
-_ALIASES: Final = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-asc": "--api-server-count",
-    "-n": "--nnodes",
-}
 _REFUSED: Final = {
     "--data-parallel-size": "each replica is one engine; use --replicas (replicas: in YAML)",
     "--api-server-count": "the front is the only API server; remove the flag",
@@ -52,95 +45,6 @@ _REFUSED: Final = {
     "--ssl-cert-reqs": "TLS is ended before the front, in a proxy; remove the flag",
 }
 _REFUSED_ABOVE_ONE: Final = ("--data-parallel-size", "--api-server-count", "--nnodes")
-_KNOWN: Final = (
-    *_REFUSED,
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-    "--served-model-name",
-    "--additional-config",
-    "--api-key",
-    "--config",
-    "--host",
-    "--port",
-)
-_SHORTEST_PREFIX: Final = len("--xxx")
-
-
-class Flags:
-    """A vLLM command line, read as vLLM reads it: underscores, ``=``, aliases, abbreviations.
-
-    Only flags that matter here are known by name; all others pass.
-    """
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
-
-    def values(self, flag: str) -> list[str] | None:
-        """All values given to a flag; None without it, empty for a switch."""
-        found: list[str] | None = None
-        for name, values, _, _ in self._scan():
-            if name == flag:
-                found = [*(found or []), *values]
-        return found
-
-    def last(self, flag: str) -> str | None:
-        """The value that vLLM would use for a flag with one value; None without it."""
-        values = self.values(flag)
-        return values[-1] if values else None
-
-    def without(self, flag: str) -> Flags:
-        """The same command line without a flag and its values."""
-        dropped = {
-            index
-            for name, _, start, stop in self._scan()
-            if name == flag
-            for index in range(start, stop)
-        }
-        return Flags([word for index, word in enumerate(self.words) if index not in dropped])
-
-    def with_config_file(self) -> Flags:
-        """What vLLM's ``--config`` file says, too; the command line wins. For questions only."""
-        path = self.last("--config")
-        if path is None:
-            return self
-        try:
-            said = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            return self  # vLLM says what is wrong with it
-        words: list[str] = []
-        for key, value in said.items() if isinstance(said, dict) else ():
-            if value is False:
-                continue
-            listed = value if isinstance(value, list) else [value]
-            words += [f"--{key}", *(str(one) for one in listed if not isinstance(one, bool))]
-        return Flags([*words, *self.words])
-
-    def _scan(self) -> list[tuple[str, list[str], int, int]]:
-        """(flag, values, first word, word after the last) of every known flag."""
-        found: list[tuple[str, list[str], int, int]] = []
-        start = 0
-        while start < len(self.words):
-            stop = start + 1
-            if _is_flag(self.words[start]):
-                while stop < len(self.words) and not _is_flag(self.words[stop]):
-                    stop += 1
-                name, equals, value = self.words[start].partition("=")
-                values = [*([value] if equals else []), *self.words[start + 1 : stop]]
-                found.append((_full_name(name), values, start, stop))
-            start = stop
-        return found
-
-
-def _is_flag(word: str) -> bool:
-    return len(word) > 1 and word[0] == "-" and (word[1] == "-" or word[1].isalpha())
-
-
-def _full_name(given: str) -> str:
-    name = _ALIASES.get(given, given.replace("_", "-"))
-    if name in _KNOWN or len(name) < _SHORTEST_PREFIX:
-        return name
-    longer = [known for known in _KNOWN if known.startswith(name)]
-    return longer[0] if len(longer) == 1 else name
 
 
 class AppArgs(BaseModel):
@@ -312,7 +216,9 @@ class AppArgs(BaseModel):
             update["api_key_sha256"] = (*parsed.api_key_sha256, *map(api_key_digest, keys))
             update["vllm_args"] = tuple(flags.without("--api-key").words)
         parsed = parsed.model_copy(update=update)
-        parsed.additional_config()
+        tree_arguments(
+            parsed.slo().speculation, flags.with_config_file().arguments(), spelled=flag_of
+        )
         _ = parsed.parallel_size
         return parsed
 
@@ -369,8 +275,12 @@ class AppArgs(BaseModel):
         return SLOConfig.from_additional_config(self.additional_config())
 
 
-def embedded_config(slo_config: Any, additional_json: str | None) -> dict[str, Any]:
+def embedded_config(
+    slo_config: Any, additional_json: str | None, draft_model: str | None = None
+) -> dict[str, Any]:
     """vLLM's additional_config for processes that may run where our files are not.
+
+    A profile and a draft model that are here get their whole path.
 
     Raises:
         ConfigError: the JSON or the SLO configuration cannot be used.
@@ -381,11 +291,16 @@ def embedded_config(slo_config: Any, additional_json: str | None) -> dict[str, A
         raise ConfigError(f"--additional-config: not JSON ({error})") from None
     if not isinstance(additional, dict):
         raise ConfigError("--additional-config: not a JSON object")
-    if slo_config is not None:
-        additional[CONFIG_KEY] = slo_config
+    for key, value in ((CONFIG_KEY, slo_config), (DRAFT_KEY, draft_model)):
+        if value is not None:
+            additional[key] = value
+    config = SLOConfig.from_additional_config(additional)
+    draft = config.speculation.draft_model
+    if draft is not None and draft != TINY and Path(draft).is_dir():
+        additional[DRAFT_KEY] = str(Path(draft).resolve())
     if additional.get(CONFIG_KEY) is None:
         return additional
-    said = SLOConfig.from_additional_config(additional).model_dump(exclude_unset=True)
+    said = config.model_dump(exclude_unset=True)
     if said.get("profile") and Path(said["profile"]).exists():
         said["profile"] = str(Path(said["profile"]).resolve())
     return {**additional, CONFIG_KEY: said}

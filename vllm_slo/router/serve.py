@@ -67,7 +67,7 @@ def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     port = flags.last("--port") or str(DEFAULT_PORT)
     if not port.isdecimal():
         raise ConfigError(f"--port {port}: not a number")
-    additional = embedded_config(args.slo_config, args.additional_config)
+    additional = embedded_config(args.slo_config, args.additional_config, args.draft_model)
     given = {
         "model": args.model,
         "replicas": args.replicas,

@@ -23,7 +23,6 @@ from vllm_slo.engine import trees
 from vllm_slo.engine.proposers.lm import DraftCoverage, DraftModel, common_metadata
 from vllm_slo.engine.tree_attention.path_rows import BeamRows
 from vllm_slo.engine.tree_attention.plan import scratch_blocks_per_row
-from vllm_slo.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_slo.engine.model_runner import TreeRunner
@@ -167,15 +166,12 @@ class TreeProposer:
         vllm_config: of the engine; the draft model's name is in its ``additional_config``.
 
     Raises:
-        ConfigError: no draft model is named.
+        ConfigError: the engine was told only a part of what trees need.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = trees.speculation_of(vllm_config)
-        if config is None or config.draft_model is None:
-            raise ConfigError(
-                "speculation.draft_model: not set; name one with --draft-model or in the YAML file"
-            )
+        assert config is not None and config.draft_model is not None  # it would have been refused
         self.vllm_config = vllm_config
         self.config = config
         self.block_size = 0

@@ -97,6 +97,7 @@ class DraftModel:
         self.prefix = prefix
         self.config = draft_model_config(vllm_config, model)
         self.max_len = min(self.config.max_model_len, vllm_config.model_config.max_model_len)
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
         self.model: nn.Module | None = None
         self.layer_names: list[str] = []
         self._groups: list[AttentionGroup] = []
@@ -145,10 +146,10 @@ class DraftModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states, [tokens, vocabulary]."""
+        """Logits of hidden states, [tokens, vocabulary]; without what the target's lacks."""
         assert self.model is not None
         logits: Tensor = self.model.compute_logits(hidden)
-        return logits
+        return logits[:, : self._vocabulary]
 
 
 class DraftCoverage:
