@@ -47,6 +47,29 @@ def busy(engine: int = 0) -> SchedulerMetrics:
     return series
 
 
+def grown(engine: int = 0) -> SchedulerMetrics:
+    """A busy scheduler's series after two steps with trees."""
+    series = busy(engine)
+    series.speculation_on(True)
+    series.tree_step(
+        accepted=[2, 0],
+        verified_by_depth=[5, 3, 1],
+        accepted_by_depth=[1, 1, 0],
+        nodes_slo=4,
+        nodes_throughput=5,
+    )
+    series.tree_step(
+        accepted=[1],
+        verified_by_depth=[2],
+        accepted_by_depth=[1],
+        nodes_slo=0,
+        nodes_throughput=2,
+    )
+    for _ in range(2):
+        series.tree_times(draft_s=0.004, selection_s=0.0001)
+    return series
+
+
 def scrape(folder: Path) -> str:
     registry = CollectorRegistry()
     registry.register(FolderCollector(folder))
@@ -100,14 +123,60 @@ def test_a_step_that_measures_nothing_is_not_counted(predicted_s: float, actual_
     assert got["vllm_slo:step_time_ratio_count{engine=0}"] == 0
 
 
-def test_every_name_says_its_unit(folder: Path) -> None:
-    series = busy()
+def test_trees_are_counted_by_depth_and_by_why_they_were_chosen() -> None:
+    got = samples(generate_latest(grown().registry).decode())
+    expected = {
+        "speculation_enabled{engine=0}": 1,
+        "tree_tokens_count{engine=0}": 3,
+        "tree_tokens_sum{engine=0}": 6,  # three trees: their roots' tokens, and three nodes
+        "tree_tokens_bucket{engine=0,le=1.0}": 1,
+        "tree_tokens_bucket{engine=0,le=2.0}": 2,
+        "tree_tokens_bucket{engine=0,le=3.0}": 3,
+        "tree_verified_tokens_total{depth=1,engine=0}": 7,
+        "tree_verified_tokens_total{depth=2,engine=0}": 3,
+        "tree_verified_tokens_total{depth=3,engine=0}": 1,
+        "tree_accepted_tokens_total{depth=1,engine=0}": 2,
+        "tree_accepted_tokens_total{depth=2,engine=0}": 1,
+        "tree_chosen_tokens_total{engine=0,phase=slo}": 4,
+        "tree_chosen_tokens_total{engine=0,phase=throughput}": 7,
+        "tree_draft_seconds_total{engine=0}": pytest.approx(0.008),
+        "tree_selection_seconds_total{engine=0}": pytest.approx(0.0002),
+    }
+    trees = {name: got.get(f"vllm_slo:{name}") for name in expected}
+    assert trees == expected
+    # A depth at which nothing was accepted has no series yet.
+    assert "vllm_slo:tree_accepted_tokens_total{depth=3,engine=0}" not in got
+
+
+def test_without_a_draft_there_is_no_word_of_trees() -> None:
+    text = generate_latest(busy().registry).decode()
+    assert "tree" not in text
+    assert "speculation" not in text
+
+
+def test_a_draft_that_has_failed_is_seen_without_another_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "SETTLE_S", 0.02)
+    series = SchedulerMetrics()
+    key = "vllm_slo:speculation_enabled{engine=0}"
+    for on in (True, False):
+        series.speculation_on(on)
+        assert until(lambda: samples(scrape(folder)).get(key) == float(on))  # noqa: B023 - at once
+
+
+@pytest.mark.parametrize(("made", "number"), [(busy, 14), (grown, 21)])
+def test_every_name_says_its_unit(
+    folder: Path, made: Callable[[], SchedulerMetrics], number: int
+) -> None:
+    series = made()
     series.publish(0.0, **GAUGES)
     families = list(text_string_to_metric_families(scrape(folder)))
     names = {family.name for family in families if not family.name.endswith("_created")}
     units = ("_seconds", "_ratio", "_requests", "_tokens")
     counts = {"vllm_slo:admissions", "vllm_slo:requests_finished", "vllm_slo:promises_broken"}
-    assert len(names) == 14
+    counts.add("vllm_slo:speculation_enabled")  # neither a count nor a quantity: yes or no
+    assert len(names) == number
     assert all(name.startswith("vllm_slo:") for name in names)
     assert all(name.endswith(units) for name in names - counts)
     assert all(
@@ -130,10 +199,19 @@ def test_labels_stay_few_however_many_requests_come() -> None:
                 "chat", i % 3 == 0, promised=True, tokens=i, ttft_s=i / 100, tpot_s=i / 1000
             )
             series.step(0.01, 0.01 + i / 1000)
+            series.tree_step(
+                accepted=[i % 6],
+                verified_by_depth=[i] * 5,
+                accepted_by_depth=[1] * 5,
+                nodes_slo=i,
+                nodes_throughput=i,
+            )
+            series.tree_times(draft_s=0.004, selection_s=0.0001)
         return len(samples(generate_latest(series.registry).decode()))
 
     assert many(10) == many(500)
     allowed = {"engine", "slo_class", "outcome", "reason", "promised", "attained", "objective"}
+    allowed |= {"depth", "phase"}
     for family in series.registry.collect():
         for sample in family.samples:
             assert set(sample.labels) <= allowed | {"le"}
@@ -142,8 +220,12 @@ def test_labels_stay_few_however_many_requests_come() -> None:
 # --- the way through the folder ------------------------------------------------------------------
 
 
-def test_what_is_published_is_what_is_scraped(folder: Path) -> None:
-    series = busy()
+@pytest.mark.parametrize("made", [busy, grown])
+def test_what_is_published_is_what_is_scraped(
+    folder: Path, made: Callable[[], SchedulerMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "SETTLE_S", 60.0)
+    series = made()
     assert samples(scrape(folder)) == {}  # nothing was written yet, and the folder is not there
     series.publish(0.0, **GAUGES)
     assert samples(scrape(folder)) == samples(generate_latest(series.registry).decode())

@@ -43,7 +43,13 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": True,
     "seed": 0,
 }
-SPECULATION = {"max_depth": MAX_DEPTH, "max_width": 4, "max_nodes": 20, "draft_tokens": 32}
+SPECULATION = {
+    "max_depth": MAX_DEPTH,
+    "min_depth": MAX_DEPTH,  # so small a model would draft little of its own accord
+    "max_width": 4,
+    "max_nodes": 20,
+    "draft_tokens": 32,
+}
 SCRATCH = SPECULATION["draft_tokens"] * 2
 FEW_BLOCKS = 27  # for eight requests of up to seven blocks: some are preempted
 
@@ -134,6 +140,13 @@ def engine_options(said: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def grow_all() -> None:
+    """Verify every node for which there is room, whether it pays or not."""
+    from vllm_slo.engine import speculation
+
+    speculation.worthwhile_nodes = lambda chances, *_: len(chances)
+
+
 def break_it(what: str) -> None:
     """Make one part of verification wrong, to see the tests fail."""
     from vllm_slo.engine import model_runner
@@ -215,6 +228,8 @@ def said_by(output: vllm.RequestOutput) -> dict[str, Any]:
 
 def main() -> None:
     said = json.loads(sys.argv[1])
+    if said.get("trees"):
+        grow_all()
     if said.get("break"):
         break_it(said["break"])
     llm = vllm.LLM(str(tiny.path("target")), **engine_options(said))
@@ -225,7 +240,8 @@ def main() -> None:
     if "sample" in said:
         texts, kinds = _samples(said["sample"])
     outputs = llm.generate(texts, kinds, use_tqdm=False)
-    print("\n" + json.dumps({"said": [said_by(o) for o in outputs], "seen": counters.report()}))
+    found = {"said": [said_by(o) for o in outputs], "seen": counters.report()}
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 
 def _samples(said: dict[str, Any]) -> tuple[list[str], list[SamplingParams]]:

@@ -165,11 +165,11 @@ class SpeculationConfig(BaseModel):
         "server. Too high: draft passes for tokens that are hardly ever accepted.",
     )
     min_depth: int = Field(
-        default=1,
+        default=0,
         ge=0,
         le=16,
-        description="Least tokens that a tree guesses ahead while it is drafted (D_min), 0 to 16. "
-        "Scope: server. 0: nothing is drafted under load.",
+        description="Least tokens that the draft guesses ahead (D_min), 0 to 16. Scope: server. "
+        "Above 0: it drafts even where that makes answers slower.",
     )
     max_width: int = Field(
         default=4,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -64,6 +64,22 @@ class Capacity:
     max_step_tokens: int
     token_share: float = 1.0
     finish_interval_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    """Decoding with trees, as measured.
+
+    Attributes:
+        tokens_out: tokens that a step yields for a request, on the safe side; at least 1.
+        tokens_in: tokens that a step verifies for it, its root and its nodes.
+    """
+
+    tokens_out: float
+    tokens_in: float
+
+
+PLAIN = Speculated(1.0, 1.0)
 
 
 @jit
@@ -424,6 +440,7 @@ class _Instance:
         decoding_context: int,
         model: StepTimeModel,
         capacity: Capacity,
+        tokens_in: float = 1.0,
     ) -> None:
         ranked = sorted(
             [(d.deadline_s, 0, d.request_id, d) for d in committed]
@@ -444,13 +461,14 @@ class _Instance:
         for tpot, count in decoding.items():
             self.decoding[tier_of(tpot, self.tiers)] += count
         self.engine = engine_array(model, capacity)
-        self.weights = self._weights(demands, decoding_context, model, int(self.engine[4]))
+        reading = self._reading(demands, decoding_context, model, int(self.engine[4]))
+        self.weights = tokens_in + reading
         self.capacity = capacity
 
-    def _weights(
+    def _reading(
         self, demands: Sequence[Demand], decoding_context: int, model: StepTimeModel, limit: int
     ) -> Floats:
-        """(L,) what a decode token of a tier costs, in prefill tokens: its KV is read besides.
+        """(L,) what a decode step of a tier costs besides its tokens: its KV is read.
 
         A step reads the KV of those that decode in it, not of all that run: so the reading is
         charged to the token, and a request that draws a token every other step pays every other.
@@ -462,7 +480,7 @@ class _Instance:
             count[place] += 1
         total += self.decoding * (decoding_context / max(int(self.decoding.sum()), 1))
         count += self.decoding
-        return np.asarray(1.0 + kv_per_token(model, limit) * total / np.maximum(count, 1))
+        return np.asarray(kv_per_token(model, limit) * total / np.maximum(count, 1))
 
     def solve(self) -> list[Demand]:
         """The admitted requests in deadline order."""
@@ -517,6 +535,7 @@ def plan_admission(
     capacity: Capacity,
     *,
     decoding_context: int = 0,
+    speculated: Speculated = PLAIN,
 ) -> AdmissionPlan:
     """Choose the new requests of greatest value whose every objective can be kept.
 
@@ -528,6 +547,7 @@ def plan_admission(
         model: step times, with the margin that promises are to keep.
         capacity: memory, seats and step size that are left.
         decoding_context: KV tokens the decoding requests read in one step, together.
+        speculated: what decoding is like; ``model`` then includes drafting.
 
     Returns:
         The plan. Requests beyond ``MAX_NEW`` are in neither list: they are to be asked again.
@@ -539,7 +559,21 @@ def plan_admission(
     ids = [d.request_id for d in (*considered, *committed)]
     if len(set(ids)) != len(ids):
         raise ValueError("plan_admission: two demands share one request id")
-    instance = _Instance(now_s, considered, committed, decoding, decoding_context, model, capacity)
+    if speculated.tokens_out != 1.0:
+        # Who gets several tokens from a step needs one only so much less often.
+        committed = [_slower(demand, speculated.tokens_out) for demand in committed]
+        considered = [_slower(demand, speculated.tokens_out) for demand in considered]
+        decoding = {tpot * speculated.tokens_out: n for tpot, n in decoding.items()}
+    instance = _Instance(
+        now_s,
+        considered,
+        committed,
+        decoding,
+        decoding_context,
+        model,
+        capacity,
+        speculated.tokens_in,
+    )
     admitted = instance.solve()
     taken = {demand.request_id for demand in admitted}
     refused: dict[str, str] = {}
@@ -552,6 +586,10 @@ def plan_admission(
     return AdmissionPlan(tuple(d.request_id for d in admitted), refused, retry)
 
 
+def _slower(demand: Demand, factor: float) -> Demand:
+    return replace(demand, tpot_s=demand.tpot_s * factor)
+
+
 def can_start_early(
     now_s: float,
     tpot_s: float,
@@ -561,6 +599,7 @@ def can_start_early(
     capacity: Capacity,
     *,
     decoding_context: int = 0,
+    speculated: Speculated = PLAIN,
 ) -> bool:
     """Whether a promised request may begin to decode now, before its deadline.
 
@@ -579,6 +618,7 @@ def can_start_early(
         model,
         Capacity(0.0, 1, capacity.max_step_tokens, capacity.token_share),
         decoding_context=decoding_context,
+        speculated=speculated,
     )
     return bool(plan.admitted)
 

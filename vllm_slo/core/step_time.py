@@ -209,6 +209,16 @@ class StepTimeModel:
             self.pair_s * factor,
         )
 
+    def besides(self, fixed_s: float, token_s: float = 0.0) -> "StepTimeModel":
+        """The same engine with other work in every step: so many seconds, and more per token."""
+        (k1, k2, b), (m1, m2, d) = self.terms
+        return StepTimeModel(
+            ((k1 + token_s, k2, b + fixed_s), (m1 + token_s, m2, d + fixed_s)),
+            self.kv_s,
+            self.max_tokens,
+            self.pair_s,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; :meth:`from_dict` gives the equal model back."""
         return {

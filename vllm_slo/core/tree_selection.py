@@ -109,6 +109,7 @@ def select_trees(
     slo_phase: bool = True,
     throughput_phase: bool = True,
     floor: float = 0.0,
+    slo_floor: float = 0.0,
 ) -> Marks:
     """Algorithm 2: first what the objectives need, the most demanding request first, then the best.
 
@@ -124,6 +125,8 @@ def select_trees(
         slo_phase: whether there is a first phase.
         throughput_phase: whether there is a second phase.
         floor: nodes of a smaller path probability are not chosen in the second phase.
+        slo_floor: the same in the first phase, where n_max alone would let a request that is far
+            behind fill a step with nodes that hardly ever help it.
 
     Returns:
         (N,) `NOT_CHOSEN`, `FOR_SLO` or `FOR_THROUGHPUT` for each node. The chosen ones of a
@@ -144,6 +147,7 @@ def select_trees(
     return _select(
         starts, scores, parents, np.argsort(-needed, kind="stable"), cap, limit,
         int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(floor),
+        float(slo_floor),
     )  # fmt: skip
 
 
@@ -185,6 +189,7 @@ def _select(
     slo_phase: bool,
     throughput_phase: bool,
     floor: float,
+    slo_floor: float,
 ) -> Marks:
     """`select_trees` with A_cap and the requests' order worked out."""
     requests, total = len(cap), len(probability)
@@ -210,7 +215,10 @@ def _select(
         limit = min(most[r], n_max - 1) if slo_phase else 0
         expected = 1.0
         while expected < cap[r] and size[r] < limit and left > 0 and len(heap) > 0:
-            score, node = heapq.heappop(heap)
+            score, node = heap[0]
+            if -score < slo_floor:
+                break
+            heapq.heappop(heap)
             chosen[node] = 1
             expected -= score
             size[r] += 1

@@ -69,7 +69,7 @@ class DecodeView(NamedTuple):
         request_id: its id.
         due_s: when its next token is due to stay on schedule within its TPOT window.
         window_end_s: when the last token of that window is due.
-        window_left: tokens of that window that are still to come, at least 1.
+        window_left: steps' worth of tokens of that window that are still to come, at least 1.
         tpot_s: its objective.
         tokens: tokens one decode step verifies for it (1 without speculation).
         context_tokens: KV length it attends to.
@@ -78,7 +78,7 @@ class DecodeView(NamedTuple):
     request_id: str
     due_s: float
     window_end_s: float
-    window_left: int
+    window_left: float
     tpot_s: float
     tokens: int = 1
     context_tokens: int = 0

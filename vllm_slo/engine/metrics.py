@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from prometheus_client import (
@@ -37,10 +37,13 @@ SETTLE_S = 0.2
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TPOT_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 _RATIO_BUCKETS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+_TREE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17)
 
 
 class SchedulerMetrics:
     """The series of one scheduler. Labels are class names from the configuration, nothing wider.
+
+    Those of token trees are there once something was said of them.
 
     Args:
         engine: index of the engine among data-parallel ones, the ``engine`` label.
@@ -54,6 +57,7 @@ class SchedulerMetrics:
         self._write_is_due = False
         self._folder_was_made = False
         self._engine = str(engine)
+        self._trees: _TreeSeries | None = None
         self._admissions = Counter(
             "vllm_slo:admissions",
             "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
@@ -160,6 +164,57 @@ class SchedulerMetrics:
             self._predicted.inc(predicted_s)
             self._actual.inc(actual_s)
 
+    def speculation_on(self, on: bool) -> None:
+        """Whether trees are drafted: when that begins, and when the draft has failed for good.
+
+        Written at once: an engine may have nothing to do for long after either.
+        """
+        self._tree_series().enabled.set(on)
+        self.publish_soon()
+
+    def tree_step(
+        self,
+        *,
+        accepted: Sequence[int],
+        verified_by_depth: Sequence[int],
+        accepted_by_depth: Sequence[int],
+        nodes_slo: int,
+        nodes_throughput: int,
+    ) -> None:
+        """Count a step that verified trees.
+
+        Args:
+            accepted: accepted nodes of each tree.
+            verified_by_depth: verified nodes of all trees; depth 1 at index 0.
+            accepted_by_depth: likewise, accepted ones.
+            nodes_slo: nodes chosen because an objective needed them.
+            nodes_throughput: nodes chosen because there was room.
+        """
+        series = self._tree_series()
+        for nodes in accepted:
+            series.tokens.observe(nodes + 1)
+        for known, counts in (
+            (series.verified, verified_by_depth),
+            (series.accepted, accepted_by_depth),
+        ):
+            for place, count in enumerate(counts):
+                if count:
+                    known.of(str(place + 1)).inc(count)
+        for phase, count in (("slo", nodes_slo), ("throughput", nodes_throughput)):
+            if count:
+                series.chosen.of(phase).inc(count)
+
+    def tree_times(self, *, draft_s: float, selection_s: float) -> None:
+        """Count what one step spent on trees beside verifying them; parts of ``step_seconds``."""
+        series = self._tree_series()
+        series.draft.inc(draft_s)
+        series.selection.inc(selection_s)
+
+    def _tree_series(self) -> _TreeSeries:
+        if self._trees is None:
+            self._trees = _TreeSeries(self._engine, self.registry)
+        return self._trees
+
     def due(self, now_s: float) -> bool:
         """Whether the file should be written again."""
         return now_s >= self._next_s
@@ -206,6 +261,66 @@ class SchedulerMetrics:
                 draft.replace(self._path)
             except OSError:
                 self._path = None
+
+
+class _Children:
+    """Counters of one series by its second label; looking one up costs more than counting."""
+
+    def __init__(self, series: Counter, engine: str) -> None:
+        self._series = series
+        self._engine = engine
+        self._known: dict[str, Counter] = {}
+
+    def of(self, label: str) -> Counter:
+        """The counter with this label."""
+        found = self._known.get(label)
+        if found is None:
+            found = self._known[label] = self._series.labels(self._engine, label)
+        return found
+
+
+class _TreeSeries:
+    """The series of token trees, which an engine without a draft model does not have."""
+
+    def __init__(self, engine: str, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["engine"], registry=registry).labels(engine)
+
+        def counters(name: str, text: str, label: str) -> _Children:
+            return _Children(Counter(name, text, ["engine", label], registry=registry), engine)
+
+        self.tokens = Histogram(
+            "vllm_slo:tree_tokens",
+            "Tokens that one tree yielded in one step: its accepted nodes and one more.",
+            ["engine"],
+            buckets=_TREE_BUCKETS,
+            registry=registry,
+        ).labels(engine)
+        self.verified = counters(
+            "vllm_slo:tree_verified_tokens", "Draft tokens verified, by depth in the tree.", "depth"
+        )
+        self.accepted = counters(
+            "vllm_slo:tree_accepted_tokens", "Draft tokens accepted, by depth in the tree.", "depth"
+        )
+        self.chosen = counters(
+            "vllm_slo:tree_chosen_tokens",
+            "Draft tokens chosen to be verified: for an objective (slo), or because there was room "
+            "(throughput).",
+            "phase",
+        )
+        self.draft = counter(
+            "vllm_slo:tree_draft_seconds", "Step time in which the draft model ran."
+        )
+        self.selection = counter(
+            "vllm_slo:tree_selection_seconds", "Step time in which draft tokens were chosen."
+        )
+        self.enabled = Gauge(
+            "vllm_slo:speculation_enabled",
+            "1 while trees are drafted, 0 once the draft model has failed.",
+            ["engine"],
+            multiprocess_mode="mostrecent",
+            registry=registry,
+        ).labels(engine)
 
 
 def _metrics_file(engine: int) -> Path | None:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -49,6 +49,7 @@ class TreeRunner(GPUModelRunner):
         self._verify: VerifyRows | None = None
         self._kept: dict[int, int] = {}
         self._drafts: trees.DraftTrees | None = None
+        self._drafting_s = 0.0
         self._failure: str | None = None
 
     # What the proposer reads.
@@ -181,11 +182,18 @@ class TreeRunner(GPUModelRunner):
             began_s = time.perf_counter()
             try:
                 self._drafts = self.drafter.propose(scheduler_output, sampled_token_ids)
-                self._drafts.draft_s = time.perf_counter() - began_s
+                self._drafting_s = time.perf_counter() - began_s
             except Exception as error:  # serving goes on without the draft
                 self._failure = f"{type(error).__name__}: {error}"
                 logger.exception("vllm-slo: the draft model failed; serving without speculation")
         return [[] for _ in self.input_batch.req_ids]
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        self._drafting_s = 0.0
+        done = super().sample_tokens(grammar_output)
+        if isinstance(done, ModelRunnerOutput):
+            trees.note_drafting(done, self._drafting_s)
+        return done
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts, self._drafts = self._drafts, None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -34,7 +35,7 @@ from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.speculation import Speculation
 from vllm_slo.engine.steering import Steering
 from vllm_slo.engine.step_planner import Nudge
-from vllm_slo.engine.trees import DraftTrees, speculation_of, without_scratch
+from vllm_slo.engine.trees import DraftTrees, drafting_s, speculation_of, without_scratch
 from vllm_slo.errors import VllmSLOError
 
 logger = init_logger(__name__)
@@ -80,7 +81,7 @@ class Scheduler(AsyncScheduler):
             # vLLM shows only tracebacks of what goes wrong here, in two processes.
             logger.critical("vllm-slo: error: %s", error)
             raise
-        self._speculation = None if trees is None else Speculation(self, trees)
+        self._speculation = None if trees is None else Speculation(self, self._steering, trees)
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -92,35 +93,44 @@ class Scheduler(AsyncScheduler):
         steering = self._steering
         begun = steering.begin_step()
         if self._speculation is not None:
-            self._speculation.plant()
+            self._speculation.plant_needed()
         if not steering.active or self._pause_state != PauseState.UNPAUSED:
-            output = self._schedule(throttle_prefills)
+            output = self._schedule(throttle_prefills, None)
         else:
             nudge = steering.plan()
             if self._stalled:
                 # Nothing of the last plan could be done: vLLM serves who runs, and frees memory.
                 nudge = None
-            if nudge is None:
-                output = self._schedule(throttle_prefills)
-            else:
-                with self._steered(nudge):
-                    output = self._schedule(throttle_prefills)
+            output = self._schedule(throttle_prefills, nudge)
             planned = nudge is not None and nudge.token_budget > 0
             self._stalled = planned and not output.num_scheduled_tokens
         steering.on_scheduled(self.batch_shape(output), begun)
         return output
 
-    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
-        """vLLM's ``schedule()``; with trees, without the placeholders it gives a draft chain."""
-        if self._speculation is None:
-            return super().schedule(throttle_prefills)
-        nodes, self.num_spec_tokens = self.num_spec_tokens, 0
-        try:
+    def _schedule(self, throttle_prefills: bool, nudge: Nudge | None) -> SchedulerOutput:
+        """vLLM's ``schedule()`` as the plan wants it, with the trees of the step."""
+        if self._speculation is not None:
+            self._speculation.fill(nudge)
+        with self._without_placeholders(), self._steered(nudge):
             output = super().schedule(throttle_prefills)
+        if self._speculation is not None:
+            self._speculation.send(output)
+        return output
+
+    @contextmanager
+    def _without_placeholders(self) -> Iterator[None]:
+        """vLLM pads requests to a row of drafts; a tree is as large as it is."""
+        nodes = self.num_spec_tokens
+        self.num_spec_tokens = self.draft_padding
+        try:
+            yield
         finally:
             self.num_spec_tokens = nodes
-        self._speculation.send(output)
-        return output
+
+    @property
+    def draft_padding(self) -> int:
+        """Placeholders of drafts that vLLM adds to a request that starts."""
+        return self.num_spec_tokens if self._speculation is None else 0
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """As vLLM's; of a tree, one row for the root and one for each node."""
@@ -136,12 +146,16 @@ class Scheduler(AsyncScheduler):
             super().update_draft_token_ids(draft_token_ids)
 
     def batch_shape(self, output: SchedulerOutput) -> BatchShape:
-        """What a step runs, as far as its duration is concerned."""
-        return shape_of(output)
+        """What a step runs, as far as its duration is concerned; drafting trees is told apart."""
+        shape = shape_of(output)
+        return shape if self._speculation is None else replace(shape, spec_steps=0)
 
     @contextmanager
-    def _steered(self, nudge: Nudge) -> Iterator[None]:
+    def _steered(self, nudge: Nudge | None) -> Iterator[None]:
         """vLLM's state as the plan wants it, put back afterwards with what vLLM changed kept."""
+        if nudge is None:
+            yield
+            return
         for request in nudge.preempt:
             self.running.remove(request)
             self._preempt_request(
@@ -195,7 +209,7 @@ class Scheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        self._steering.on_output(scheduler_output)
+        self._steering.on_output(scheduler_output, drafting_s(model_runner_output))
         if self._speculation is not None:
             self._speculation.observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of trees: candidates come in, selected trees go out with the next step."""
+"""The scheduler's side of trees: candidates come in, selected trees go out with the next step.
+
+A step is planned in three parts. First each promised request gets the nodes that its TPOT needs in
+this step, and the step is planned with them (``plant_needed``, AdaServe's SLO-customised
+selection). Then the time that the plan leaves, as far as it pays, goes to the likeliest nodes of
+all requests (``fill``, throughput-optimised selection). Last, the parents and what is to be drafted
+next travel with the step (``send``).
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,20 +24,47 @@ from vllm.v1.request import Request
 
 from vllm_slo.config import SpeculationConfig
 from vllm_slo.core import token_tree
+from vllm_slo.core.admission import PLAIN
+from vllm_slo.core.batch_plan import decode_limit_s
 from vllm_slo.core.draft_calibration import DraftCalibration
-from vllm_slo.core.tree_selection import TreeControl, depth_and_width, select_trees
+from vllm_slo.core.tree_budget import (
+    DraftDepth,
+    DraftTimes,
+    MeasuredSpeculation,
+    node_floor,
+    worthwhile_nodes,
+)
+from vllm_slo.core.tree_selection import (
+    FOR_SLO,
+    FOR_THROUGHPUT,
+    TreeControl,
+    depth_and_width,
+    select_trees,
+)
+from vllm_slo.core.types import INFINITY
 from vllm_slo.engine import tree_grammar, trees, views
+from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.engine.trees import DraftTrees, StepTrees
 
 if TYPE_CHECKING:
     from vllm_slo.engine.scheduler import Scheduler
+    from vllm_slo.engine.steering import Steering
 
 logger = init_logger(__name__)
+
+Floats = NDArray[np.float64]
+Marks = NDArray[np.int8]
+
+DEPTH_REFRESH_STEPS = 16
+FIRST_STEPS = 64
+"""While little is known of the draft, its depth is decided anew in every step."""
+PROMISED_WINDOW = 16
+"""Most tokens over which promises average what trees yield."""
 
 
 @dataclass(slots=True)
 class Candidate:
-    """What the draft guesses of one request.
+    """What the draft guesses of one request, or the part of it that is verified.
 
     Attributes:
         at: tokens of the request when it was drafted; of another length, it is out of date.
@@ -43,53 +78,127 @@ class Candidate:
     probabilities: list[float]
 
 
+class Grove:
+    """The candidates of all requests that one step could verify, as flat arrays.
+
+    Attributes:
+        requests: whose they are.
+        found: their candidates.
+        offsets, parents: as ``tree_selection`` takes them.
+        chances: calibrated path probabilities.
+        limits: most nodes of each request.
+        required: A(r) of each request; -inf where nothing is needed, or nothing helps.
+        promised: whether it is promised.
+        pace_s: seconds per token at which each request still keeps its TPOT; infinite without one.
+        slo_floor: least path probability of a node that is to help an objective.
+    """
+
+    def __init__(
+        self,
+        requests: list[Request],
+        found: list[Candidate],
+        limits: list[int],
+        calibration: DraftCalibration,
+    ) -> None:
+        self.requests = requests
+        self.found = found
+        self.limits = np.asarray(limits, dtype=np.int64)
+        self.offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
+        self.parents = np.asarray([p for c in found for p in c.parents], dtype=np.int32)
+        said = np.asarray([q for c in found for q in c.probabilities])
+        self.chances = calibration.path_probabilities(self.offsets, self.parents, said)
+        self.required = np.full(len(requests), -INFINITY)
+        self.pace_s = np.full(len(requests), INFINITY)
+        self.slo_floor = 0.0
+        self.promised = np.zeros(len(requests), dtype=np.bool_)
+
+    def part(self, place: int) -> slice:
+        """Where the nodes of one request lie."""
+        return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
+
+    def select(self, budget: int, *, throughput: bool) -> Marks:
+        """Algorithm 2 over the grove."""
+        return select_trees(
+            self.offsets,
+            self.chances,
+            self.parents,
+            self.required,
+            np.full(len(self.requests), len(self.chances)),
+            budget=budget,
+            most=self.limits,
+            throughput_phase=throughput,
+            slo_floor=self.slo_floor,
+        )
+
+
 class Speculation:
     """Plants the trees of each step.
 
     Args:
         scheduler: whose requests and blocks it reads; of requests it sets ``spec_token_ids``.
+        steering: what is promised, and how long steps take.
         config: how deep and wide.
+
+    Attributes:
+        calibration: what the draft's probabilities are worth.
+        failed: whether the draft has stopped for good.
     """
 
-    def __init__(self, scheduler: Scheduler, config: SpeculationConfig) -> None:
+    def __init__(self, scheduler: Scheduler, steering: Steering, config: SpeculationConfig) -> None:
         self.scheduler = scheduler
+        self.steering = steering
         self.config = config
         self.calibration = DraftCalibration(config.max_depth)
         self.failed = False
+        self._depths = DraftDepth(config.max_depth, config.max_width)
+        self._times = DraftTimes()
+        self._measured = MeasuredSpeculation(
+            min(steering.config.tpot_window_tokens, PROMISED_WINDOW),
+            steering.config.margin_quantile,
+        )
+        self._shape = 0, 1
+        self._steps = 0
+        self._settled: tuple[int, int, int] | None = None
         self._candidates: dict[str, Candidate] = {}
         self._planted: dict[str, Candidate] = {}
+        self._grove: Grove | None = None
+        self._needed = 0
+        self._chosen = [0, 0]
+        self._selection_s = 0.0
+        steering.speculated = self._measured.speculated
+        _warm_up(config.max_depth)
+        steering.metrics.speculation_on(True)
 
-    # Before a step.
+    # Before a step is planned.
 
-    def plant(self) -> None:
-        """Give every running request the tree that the next step is to verify."""
+    def plant_needed(self) -> None:
+        """Give promised requests the nodes that their TPOT needs, for the step to be planned with
+        them; decide what is to be drafted after it."""
+        began_s = time.perf_counter()
         self._planted.clear()
-        grown: list[Request] = []
+        self.steering.expected.clear()
+        self._chosen = [0, 0]
+        self._needed = 0
         for request in self.scheduler.running:
             request.spec_token_ids = []
-            if self._may_grow(request):
-                grown.append(request)
-        if not grown or self._barred():
-            return
-        limits = self._node_limits(grown)
-        found = [self._candidates[request.request_id] for request in grown]
-        offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
-        parents = np.concatenate([np.asarray(c.parents, dtype=np.int32) for c in found])
-        said = np.concatenate([np.asarray(c.probabilities) for c in found])
-        chances = self.calibration.path_probabilities(offsets, parents, said)
-        chosen = select_trees(
-            offsets,
-            chances,
-            parents,
-            np.full(len(grown), -np.inf),
-            np.full(len(grown), self.config.max_depth),
-            budget=len(grown) * (self.config.max_nodes + 1),
-            most=limits,
-        )
-        rows = self.config.draft_tokens
-        for place, request in enumerate(grown):
-            part = slice(offsets[place], offsets[place + 1])
-            rows -= self._plant_one(request, found[place], chances[part], chosen[part], rows)
+        self._grove = self._gather()
+        if self._grove is not None:
+            self._require(self._grove)
+        self._decide_shape()
+        if self._grove is not None and self._grove.required.max() > 1.0:
+            self._plant_needed(self._grove)
+        self._selection_s = time.perf_counter() - began_s
+
+    def _gather(self) -> Grove | None:
+        requests = [r for r in self.scheduler.running if self._may_grow(r)]
+        if not requests or self._barred():
+            return None
+        found = [self._candidates[r.request_id] for r in requests]
+        grove = Grove(requests, found, self._node_limits(requests), self.calibration)
+        depth, width = self._shape
+        if depth and len(grove.chances) == len(requests) * depth * width:
+            self._depths.observe(grove.chances.reshape(len(requests), -1), depth, width)
+        return grove
 
     def _may_grow(self, request: Request) -> bool:
         candidate = self._candidates.get(request.request_id)
@@ -131,25 +240,206 @@ class Speculation:
             limits.append(max(most, 0))
         return limits
 
-    def _plant_one(
-        self,
-        request: Request,
-        candidate: Candidate,
-        chances: NDArray[np.float64],
-        chosen: NDArray[np.int8],
-        rows: int,
-    ) -> int:
-        """Plant the chosen nodes, as many as ``rows`` extra paths allow; how many they take."""
-        kept = [int(node) for node in np.flatnonzero(chosen)]
-        left = request.max_tokens - request.num_output_tokens
+    def _require(self, grove: Grove) -> None:
+        """A(r) of every request that has a TPOT and can still keep it, for a step of the roots
+        alone."""
+        steering = self.steering
+        start_s = steering.steps.next_start_s(steering.now_s)
+        roots = len(self.scheduler.running)
+        step_s = steering.steps.promise_model.predict_s(roots, self._context())
+        ahead = self._ahead()
+        for place, request in enumerate(grove.requests):
+            tracked = steering.tracked.get(request.request_id)
+            if tracked is None or tracked.missed:
+                continue
+            pace_s = views.pace_s(tracked, start_s)
+            if pace_s * ahead < step_s:
+                continue
+            grove.pace_s[place] = pace_s
+            strength = steering.steps.strength
+            needed = views.needed_tokens(tracked, start_s, start_s + step_s, strength)
+            grove.required[place] = needed
+            grove.promised[place] = tracked.promised
+        behind = int(np.count_nonzero(grove.required > 1.0))
+        model = steering.steps.expected_model
+        grove.slo_floor = node_floor(behind, roots, ahead, model, step_s)
+
+    def _ahead(self) -> float:
+        """Tokens that a step yields at best, of a typical tree."""
+        return 1.0 + float(self._depths.typical.chances[:, 0].sum())
+
+    def _decide_shape(self) -> None:
+        """Depth and width of what is drafted after this step: equations 8 and 9, and what pays."""
+        active = len(self.scheduler.running)
+        steps = self.steering.steps
+        if self.failed or not active:
+            self._shape = 0, 1
+            steps.drafting(0.0, 0.0)
+            return
+        deepest, width = depth_and_width(active, self._control())
+        key = active, deepest, width
+        self._steps += 1
+        unsettled = self._steps < FIRST_STEPS or self._steps % DEPTH_REFRESH_STEPS == 0
+        if key != self._settled or unsettled:
+            self._settled = key
+            beams = min(active * width, self.config.draft_tokens)
+            self._pass_s = self._times.pass_s(beams)
+            model, context = steps.verifying_model, self._context()
+            self._paying = self._depths.choose(active, context, deepest, width, self._pass_s, model)
+            step_s = model.predict_s(active, context)
+            self._fastest = self._depths.fastest(step_s, deepest, width, self._pass_s)
+        depth = max(self._paying, self.config.min_depth)
+        if self._wanting():
+            depth = max(depth, self._fastest)
+        self._shape = depth, width
+        steps.drafting(depth * self._pass_s, self._times.token_s if depth else 0.0)
+
+    def _wanting(self) -> bool:
+        """Whether a request's TPOT may need nodes in the step after this one: it asks for more
+        than a plain step gives, or lags."""
+        if self._grove is not None and self._grove.required.max() > 1.0:
+            return True
+        step_s = self.steering.steps.verifying_model.predict_s(len(self.scheduler.running))
+        return any(
+            t.tpot_s < step_s and not t.missed and t.first_token_s is not None
+            for t in self.steering.tracked.values()
+        )
+
+    def _control(self) -> TreeControl:
+        """Equation 8's B1 is the largest batch within the tightest TPOT, what is accepted of a
+        typical tree's best path counted."""
+        config, steering = self.config, self.steering
+        tightest_s = min(
+            (t.tpot_s for t in steering.tracked.values() if t.promised), default=INFINITY
+        )
+        tokens = steering.max_step_tokens
+        if tightest_s < INFINITY:
+            tokens = steering.steps.verifying_model.time_to_tokens(tightest_s * self._ahead())
+        return TreeControl(
+            verifier_tokens=max(min(tokens, steering.max_step_tokens), 1),
+            speculator_tokens=config.draft_tokens,
+            max_depth=config.max_depth,
+            min_depth=config.min_depth,
+            max_width=config.max_width,
+        )
+
+    def _plant_needed(self, grove: Grove) -> None:
+        """Choose what objectives need; the promised requests' part is planned with."""
+        chosen = grove.select(self.steering.max_step_tokens, throughput=False)
+        self._needed = int(np.count_nonzero(chosen))
+        gains = np.add.reduceat(np.where(chosen > 0, grove.chances, 0.0), grove.offsets[:-1])
+        grove.pace_s *= 1.0 + gains
+        for place in np.flatnonzero(grove.promised):
+            request, part = grove.requests[place], grove.part(place)
+            nodes = np.flatnonzero(chosen[part])
+            if len(nodes):
+                request.spec_token_ids = [grove.found[place].tokens[node] for node in nodes]
+                gain = float(grove.chances[part][nodes].sum())
+                self.steering.expected[request.request_id] = 1.0 + gain
+
+    # When a step is planned.
+
+    def fill(self, nudge: Nudge | None) -> None:
+        """Plant the trees of the step, within the time that the plan leaves.
+
+        Args:
+            nudge: the plan, whose grants are raised by the nodes; None: vLLM plans by itself.
+        """
+        grove = self._grove
+        if grove is None:
+            return
+        began_s = time.perf_counter()
+        granted = np.asarray([_is_granted(nudge, request) for request in grove.requests])
+        grove.limits = np.where(granted, grove.limits, 0)
+        roots, others, room = self._room(nudge, grove)
+        likely = np.sort(grove.chances[np.repeat(granted, np.diff(grove.offsets))])[::-1]
+        model = self.steering.steps.expected_model
+        nodes = worthwhile_nodes(likely, roots, others, self._context(), model, room)
+        needed = min(self._needed, max(room, 0))
+        nodes = max(min(nodes, self._unhurried(grove, roots + others, needed)), needed)
+        budget = len(grove.requests) + nodes
+        chosen = grove.select(budget, throughput=True)
+        rows = self.config.draft_tokens
+        for place, request in enumerate(grove.requests):
+            request.spec_token_ids = []
+            rows -= self._plant_one(grove, place, chosen[grove.part(place)], rows)
+            if nudge is not None and granted[place]:
+                nudge.token_budget += len(request.spec_token_ids)
+                nudge.tokens[request.request_id] = 1 + len(request.spec_token_ids)
+        self._selection_s += time.perf_counter() - began_s
+
+    def _room(self, nudge: Nudge | None, grove: Grove) -> tuple[int, int, int]:
+        """(requests that decode in the step, its other tokens, nodes for which there is time).
+
+        The nodes planted so far are taken out of the nudge.
+        """
+        scheduler, steering = self.scheduler, self.steering
+        most = steering.max_step_tokens
+        if nudge is None:
+            roots = sum(views.is_decoding(r) for r in scheduler.running)
+            prompts = scheduler.waiting or len(scheduler.running) > roots
+            return roots, (most - roots if prompts else 0), self._free(roots, self._limit_s())
+        for request in grove.requests:
+            if nudge.tokens.get(request.request_id):
+                nudge.token_budget -= len(request.spec_token_ids)
+        roots = sum(
+            views.is_decoding(r) and bool(nudge.tokens.get(r.request_id)) for r in scheduler.running
+        )
+        others = max(nudge.token_budget - roots, 0)
+        return roots, others, self._free(nudge.token_budget, nudge.limit_s)
+
+    def _free(self, used: int, limit_s: float) -> int:
+        """Tokens that a step of ``used`` tokens may still take."""
+        most = self.steering.max_step_tokens
+        if limit_s < INFINITY:
+            model = self.steering.steps.promise_model
+            most = min(most, model.time_to_tokens(limit_s, self._context()))
+        return most - used
+
+    def _context(self) -> int:
+        """KV tokens that the running requests read."""
+        return sum(r.num_computed_tokens for r in self.scheduler.running)
+
+    def _unhurried(self, grove: Grove, used: int, needed: int) -> int:
+        """Nodes beside which requests that hurry without a promise still keep their TPOT; where
+        even the ``needed`` ones take too long, those that cost no time."""
+        hurry_s = float(grove.pace_s.min())
+        if hurry_s == INFINITY:
+            return self.steering.max_step_tokens
+        model = self.steering.steps.expected_model
+        context = self._context()
+        least_s = model.predict_s(used + needed, context)
+        return model.time_to_tokens(max(hurry_s, least_s), context) - used
+
+    def _limit_s(self) -> float:
+        """Longest step that keeps every promise of a batch that vLLM plans by itself."""
+        steering = self.steering
+        steps = steering.steps
+        start_s = steps.next_start_s(steering.now_s)
+        shortest_s = steps.promise_model.predict_s(len(self.scheduler.running))
+        return min(
+            (
+                decode_limit_s(start_s, steering.decode_view(tracked, start_s), shortest_s)
+                for tracked in steering.tracked.values()
+                if tracked.promised and tracked.decodes
+            ),
+            default=INFINITY,
+        )
+
+    def _plant_one(self, grove: Grove, place: int, chosen: Marks, rows: int) -> int:
+        """Plant one request's chosen nodes, as many as ``rows`` extra paths allow; how many paths
+        they take."""
+        request, candidate = grove.requests[place], grove.found[place]
+        kept = np.flatnonzero(chosen).tolist()
         if kept and request.use_structured_output:
             kept = self._allowed(request, candidate, kept)
         if not kept:
             return 0
+        chances = grove.chances[grove.part(place)]
         tokens, parents = token_tree.reorder(candidate.tokens, candidate.parents, kept)
-        said = [candidate.probabilities[node] for node in kept]
-        order = token_tree.linearise(parents, [float(chances[node]) for node in kept])
+        order = token_tree.linearise(parents, chances[kept].tolist())
         depths = token_tree.depths(parents)
+        left = request.max_tokens - request.num_output_tokens
         order = [node for node in order if depths[node] < left]
         while order:
             planted, above = token_tree.reorder(tokens, parents, order)
@@ -160,9 +450,11 @@ class Speculation:
         else:
             return 0
         request.spec_token_ids = planted
-        self._planted[request.request_id] = Candidate(
-            candidate.at, planted, above, [said[node] for node in order]
-        )
+        said = [candidate.probabilities[kept[node]] for node in order]
+        self._planted[request.request_id] = Candidate(candidate.at, planted, above, said)
+        phases = chosen[[kept[node] for node in order]]
+        self._chosen[0] += int(np.count_nonzero(phases == FOR_SLO))
+        self._chosen[1] += int(np.count_nonzero(phases == FOR_THROUGHPUT))
         return taken
 
     def _allowed(self, request: Request, candidate: Candidate, kept: list[int]) -> list[int]:
@@ -177,25 +469,16 @@ class Speculation:
 
     def send(self, output: SchedulerOutput) -> None:
         """Attach to a step what the worker must know; the step may have cut trees short."""
+        drafts = output.scheduled_spec_decode_tokens
         parents: dict[str, Sequence[int]] = {
-            name: self._planted[name].parents[: len(tokens)]
-            for name, tokens in output.scheduled_spec_decode_tokens.items()
+            name: self._planted[name].parents[: len(tokens)] for name, tokens in drafts.items()
         }
-        for name in output.num_scheduled_tokens:
+        prompt_tokens = 0
+        for name, scheduled in output.num_scheduled_tokens.items():
             self._candidates.pop(name, None)
-        depth, width = (0, 1) if self.failed else self._shape(len(self.scheduler.running))
-        trees.attach(output, StepTrees(parents, depth, width))
-
-    def _shape(self, active: int) -> tuple[int, int]:
-        config = self.config
-        control = TreeControl(
-            verifier_tokens=self.scheduler.max_num_scheduled_tokens,
-            speculator_tokens=config.draft_tokens,
-            max_depth=config.max_depth,
-            min_depth=config.min_depth,
-            max_width=config.max_width,
-        )
-        return depth_and_width(active, control)
+            if scheduled > 1 + len(drafts.get(name, ())):
+                prompt_tokens += scheduled
+        trees.attach(output, StepTrees(parents, *self._shape, prompt_tokens=prompt_tokens))
 
     def grammar_output(self, output: SchedulerOutput) -> GrammarOutput | None:
         """The bit masks of a step: one row for each node of a structured request's tree."""
@@ -225,34 +508,38 @@ class Speculation:
     # After a step.
 
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
-        """Learn from what was accepted of the step's trees."""
-        depths: list[int] = []
-        said: list[float] = []
-        hits: list[bool] = []
-        for name, parents in trees.of(output).parents.items():
+        """Learn from a step: what was accepted of its trees, and what drafting took."""
+        step = trees.of(output)
+        drafting_s = trees.drafting_s(done)
+        beams = min(len(output.num_scheduled_tokens) * step.width, self.config.draft_tokens)
+        self._times.observe(step.depth, beams, step.prompt_tokens, drafting_s)
+        self.steering.metrics.tree_times(draft_s=drafting_s, selection_s=self._selection_s)
+        seen = _Seen(self.config.max_depth)
+        for name, parents in step.parents.items():
             index = done.req_id_to_index.get(name)
             planted = self._planted.get(name)
-            if index is None or planted is None or not done.sampled_token_ids[index]:
-                continue
-            given = done.sampled_token_ids[index]
-            due = {-1: (1, given[0])}  # visited node -> (depth, token) of what follows it
-            for node, parent in enumerate(parents):
-                if parent not in due:
-                    continue
-                depth, token = due[parent]
-                hit = planted.tokens[node] == token
-                depths.append(depth)
-                said.append(planted.probabilities[node])
-                hits.append(hit)
-                if hit and depth < len(given):
-                    due[node] = depth + 1, given[depth]
-        if depths:
-            self.calibration.observe(np.asarray(depths), np.asarray(said), np.asarray(hits))
+            if index is not None and planted is not None and done.sampled_token_ids[index]:
+                given = done.sampled_token_ids[index]
+                seen.walk(planted, parents, given)
+                self._measured.observe(name, len(parents), len(given))
+        if seen.accepted:
+            self.calibration.observe(
+                np.asarray(seen.depths), np.asarray(seen.said), np.asarray(seen.hits)
+            )
+            self.steering.metrics.tree_step(
+                accepted=seen.accepted,
+                verified_by_depth=seen.verified_by_depth,
+                accepted_by_depth=seen.accepted_by_depth,
+                nodes_slo=self._chosen[0],
+                nodes_throughput=self._chosen[1],
+            )
 
     def offer(self, drafts: DraftTrees) -> None:
         """Take the candidates that the worker drafted after the last step."""
         if drafts.failure is not None and not self.failed:
             self.failed = True
+            self.steering.speculated = lambda: PLAIN
+            self.steering.metrics.speculation_on(False)
             logger.error("vllm-slo: speculation is off: %s", drafts.failure)
         for name, tokens, parents, said in zip(
             drafts.req_ids,
@@ -268,3 +555,56 @@ class Speculation:
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._candidates.pop(request_id, None)
+        self._measured.forget(request_id)
+
+
+class _Seen:
+    """What became of the nodes of a step's trees.
+
+    Attributes:
+        accepted: accepted nodes of each tree.
+        depths, said, hits: of every node whose parent was accepted: its depth, the draft's
+            probability, whether it was accepted.
+        verified_by_depth, accepted_by_depth: nodes, from depth 1 on.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self.accepted: list[int] = []
+        self.depths: list[int] = []
+        self.said: list[float] = []
+        self.hits: list[bool] = []
+        self.verified_by_depth = [0] * max_depth
+        self.accepted_by_depth = [0] * max_depth
+
+    def walk(self, planted: Candidate, parents: Sequence[int], given: list[int]) -> None:
+        """Follow the tokens that came out of one tree."""
+        self.accepted.append(len(given) - 1)
+        for depth in token_tree.depths(parents):
+            self.verified_by_depth[depth - 1] += 1
+        due = {-1: (1, given[0])}  # visited node -> depth and token of what follows it
+        for node, parent in enumerate(parents):
+            if parent not in due:
+                continue
+            depth, token = due[parent]
+            hit = planted.tokens[node] == token
+            self.depths.append(depth)
+            self.said.append(planted.probabilities[node])
+            self.hits.append(hit)
+            if hit:
+                self.accepted_by_depth[depth - 1] += 1
+                if depth < len(given):
+                    due[node] = depth + 1, given[depth]
+
+
+def _is_granted(nudge: Nudge | None, request: Request) -> bool:
+    """Whether the plan lets a decoding request take part in the step."""
+    return nudge is None or nudge.tokens.get(request.request_id, 0) > 0
+
+
+def _warm_up(max_depth: int) -> None:
+    """Compile the hot loops now instead of at the first request."""
+    calibration = DraftCalibration(max_depth)
+    calibration.observe(np.ones(1, dtype=np.int64), np.full(1, 0.5), np.ones(1, dtype=np.bool_))
+    offsets, parents = np.array([0, 1]), np.array([-1], dtype=np.int32)
+    chances = calibration.path_probabilities(offsets, parents, np.full(1, 0.5))
+    select_trees(offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1))

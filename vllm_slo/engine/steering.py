@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -17,7 +18,7 @@ from vllm_slo.core.clock import Clock
 from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
-from vllm_slo.core.types import INFINITY, Demand, PrefillView
+from vllm_slo.core.types import INFINITY, DecodeView, Demand, PrefillView
 from vllm_slo.engine import views
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
@@ -51,6 +52,8 @@ class Steering:
         total_blocks: KV blocks there are.
         finish_interval_s: observed seconds between two promises that ended.
         seen: the highest ticket that ever came; see ``views.ticket``.
+        expected: tokens that the next step is to yield, of requests that have a tree for it.
+        speculated: what promises may count on from trees.
 
     Raises:
         ConfigError, ProfileError: the configuration cannot be used.
@@ -98,6 +101,8 @@ class Steering:
         self._refused: list[Request] = []
         self._unordered = False
         self.seen = 0
+        self.expected: dict[str, float] = {}
+        self.speculated: Callable[[], admission.Speculated] = lambda: admission.PLAIN
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
         if self._publisher is not None:
@@ -224,10 +229,10 @@ class Steering:
             if long or self._publisher.due(begun_s):
                 self._publisher.publish(self.state(), begun_s)
 
-    def on_output(self, output: SchedulerOutput) -> None:
-        """A step is done: learn from how long it took."""
+    def on_output(self, output: SchedulerOutput, drafting_s: float = 0.0) -> None:
+        """A step is done: learn from how long it took, drafting the next one's trees apart."""
         self.now_s = self.clock.monotonic_s()
-        measured = self.steps.done(output, self.now_s)
+        measured = self.steps.done(output, self.now_s, drafting_s)
         if measured is not None:
             self.metrics.step(*measured)
         if self.metrics.due(self.now_s):
@@ -322,22 +327,39 @@ class Steering:
         new = [self.demand(t, start_s, model) for t in asking]
         committed, decoding, context, blocks = self.commitments(start_s, model)
         promised = len(committed) + sum(decoding.values())
-        plan = admission.plan_admission(
-            start_s,
-            new,
-            committed,
-            decoding,
-            model,
-            admission.Capacity(
-                blocks=self.total_blocks - blocks,
-                seats=self.scheduler.max_num_active_reqs - promised,
-                max_step_tokens=self.max_step_tokens,
-                token_share=1.0 - self.kept_share(),
-                finish_interval_s=self.finish_interval_s,
-            ),
-            decoding_context=context,
+        capacity = admission.Capacity(
+            blocks=self.total_blocks - blocks,
+            seats=self.scheduler.max_num_active_reqs - promised,
+            max_step_tokens=self.max_step_tokens,
+            token_share=1.0 - self.kept_share(),
+            finish_interval_s=self.finish_interval_s,
         )
+        plans = [
+            admission.plan_admission(
+                start_s,
+                new,
+                committed,
+                decoding,
+                believed,
+                capacity,
+                decoding_context=context,
+                speculated=speculated,
+            )
+            for believed, speculated in self._ways_to_decode(model)
+        ]
+        worth = {demand.request_id: demand.value for demand in new}
+        plan = max(plans, key=lambda plan: sum(worth[name] for name in plan.admitted))
         self._settle(plan.admitted, plan.refused, plan.retry_after_s)
+
+    def _ways_to_decode(
+        self, model: StepTimeModel
+    ) -> list[tuple[StepTimeModel, admission.Speculated]]:
+        """What a promise may count on: plain steps, and steps that verify trees."""
+        ways = [(self.steps.plain_promise_model, admission.PLAIN)]
+        speculated = self.speculated()
+        if speculated != admission.PLAIN:
+            ways.append((model, speculated))
+        return ways
 
     def _turn_away_expired(self, start_s: float) -> None:
         """New requests whose deadline passed before anything could be planned for them."""
@@ -470,15 +492,25 @@ class Steering:
             return True
         committed, decoding, context, _ = self.commitments(start_s, model)
         pending = [d for d in committed if d.request_id != starting.request_id]
-        return admission.can_start_early(
-            start_s,
-            starting.tpot_s,
-            pending,
-            decoding,
-            model,
-            admission.Capacity(0.0, 1, self.max_step_tokens, 1.0 - self.kept_share()),
-            decoding_context=context,
+        capacity = admission.Capacity(0.0, 1, self.max_step_tokens, 1.0 - self.kept_share())
+        return any(
+            admission.can_start_early(
+                start_s,
+                starting.tpot_s,
+                pending,
+                decoding,
+                believed,
+                capacity,
+                decoding_context=context,
+                speculated=speculated,
+            )
+            for believed, speculated in self._ways_to_decode(model)
         )
+
+    def decode_view(self, tracked: Tracked, start_s: float) -> DecodeView:
+        """A promised decoding request before a step that begins at ``start_s``."""
+        expected = self.expected.get(tracked.request.request_id, 1.0)
+        return views.decode_view(tracked, start_s, self.steps.strength, expected)
 
     def responsive_step_s(self, model: StepTimeModel) -> float:
         """Longest step that best effort may cause, by a model that keeps the margin of promises."""

@@ -37,8 +37,9 @@ class StepClock:
         now_s: the time.
 
     Attributes:
-        expected_model: typical step times.
-        promise_model: step times to promise by.
+        expected_model: typical step times, drafting included.
+        promise_model: step times to promise by, drafting included.
+        verifying_model, plain_promise_model: the same without drafting.
         strength: share of a TPOT to work towards, at most 1 (see ``views.decode_view``).
     """
 
@@ -52,6 +53,7 @@ class StepClock:
         self._busy_until_s = now_s
         self._last_done_s = now_s
         self._learnt = 0
+        self._drafting = 0.0, 0.0
         self._refresh()
 
     @property
@@ -63,6 +65,12 @@ class StepClock:
         """When a step scheduled now begins: at once, or when those in flight are done."""
         return max(now_s, self._busy_until_s) if self._flight else now_s
 
+    def drafting(self, fixed_s: float, token_s: float) -> None:
+        """From now on each step drafts for so many seconds, and so many per token besides."""
+        if (fixed_s, token_s) != self._drafting:
+            self._drafting = fixed_s, token_s
+            self._add_drafting()
+
     def scheduled(self, shape: BatchShape, begun_s: float) -> None:
         """Remember a step until its output comes; empty ones are not measured."""
         if shape.tokens:
@@ -70,22 +78,36 @@ class StepClock:
             self._flight.append(_Step(begun_s, shape, predicted_s))
             self._busy_until_s = max(self._busy_until_s, begun_s) + predicted_s
 
-    def done(self, output: SchedulerOutput, now_s: float) -> tuple[float, float] | None:
-        """Learn from the oldest step in flight; returns (predicted, actual) seconds."""
+    def done(
+        self, output: SchedulerOutput, now_s: float, drafting_s: float = 0.0
+    ) -> tuple[float, float] | None:
+        """Learn from the oldest step in flight, ``drafting_s`` of which went into drafting; returns
+        (predicted, actual) seconds."""
         if not output.num_scheduled_tokens or not self._flight:
             return None
         step = self._flight.popleft()
         actual_s = now_s - max(step.begun_s, self._last_done_s)
         self._last_done_s = now_s
         self._busy_until_s = now_s + sum(s.predicted_s for s in self._flight)
-        self.estimator.observe(step.shape, actual_s)
+        self.estimator.observe(step.shape, actual_s - drafting_s)
         self._learnt += 1
         if self._learnt % MODEL_REFRESH_STEPS == 0:
             self._refresh()
         return step.predicted_s, actual_s
 
     def _refresh(self) -> None:
-        self.promise_model = self.estimator.promise(self._quantile)
-        self.expected_model = self.estimator.expected()
+        self.plain_promise_model = self.estimator.promise(self._quantile)
+        self.verifying_model = self.estimator.expected()
+        self._add_drafting()
         jitter = self.estimator.correction.jitter(self._quantile)
         self.strength = 1.0 - min(jitter / self._window, 0.1)
+
+    def _add_drafting(self) -> None:
+        self.promise_model = self.plain_promise_model
+        self.expected_model = self.verifying_model
+        if any(self._drafting):
+            margin = max(self.margin, 1.0)
+            self.promise_model = self.plain_promise_model.besides(
+                *(margin * s for s in self._drafting)
+            )
+            self.expected_model = self.verifying_model.besides(*self._drafting)

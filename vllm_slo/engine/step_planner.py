@@ -31,6 +31,7 @@ class Nudge:
         waiting: waiting requests that may start, in order.
         tokens: request id -> most tokens of this step.
         token_budget: tokens of the whole step.
+        limit_s: the step time that promises, and best effort by itself, allow.
         timestamp: for vLLM's preemption event.
     """
 
@@ -39,6 +40,7 @@ class Nudge:
     waiting: list[Request]
     tokens: dict[str, int]
     token_budget: int
+    limit_s: float
     timestamp: float
 
 
@@ -206,7 +208,7 @@ class StepPlanner:
         )
         return batch_plan.plan_step(
             self.start_s,
-            [views.decode_view(t, self.start_s, steering.steps.strength) for t in self.decodes],
+            [steering.decode_view(t, self.start_s) for t in self.decodes],
             [views.prefill_view(t) for t in self.prefills],
             others,
             self.model,
@@ -223,7 +225,7 @@ class StepPlanner:
     def _with_padding(self, token_budget: int, starting: int) -> int:
         """Room for the drafts to which vLLM pads a request that starts with one token; it would
         rather start nobody than that one without. Nobody gets more than was granted."""
-        padding = starting * self.scheduler.num_spec_tokens
+        padding = starting * self.scheduler.draft_padding
         return min(token_budget + padding, self.steering.max_step_tokens)
 
     def _build(
@@ -254,5 +256,6 @@ class StepPlanner:
             offered,
             tokens,
             self._with_padding(plan.token_budget, len(offered)),
+            min(plan.limit_s, self.steering.responsive_step_s(self.model)),
             self.steering.now_s,
         )

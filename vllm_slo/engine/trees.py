@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_slo.config import SLOConfig, SpeculationConfig
 from vllm_slo.engine.draft_check import check_flags
@@ -22,6 +22,7 @@ from vllm_slo.errors import ConfigError
 from vllm_slo.serve_args import TREE_PROPOSER
 
 _ATTRIBUTE = "vllm_slo_trees"
+_SECONDS = "vllm_slo_drafting_s"
 
 
 @dataclass(slots=True)
@@ -33,12 +34,14 @@ class StepTrees:
         depth: how many tokens ahead the draft is to guess after this step; 0: not at all.
         width: candidates for each of them.
         silent: requests that are not drafted for.
+        prompt_tokens: tokens of the step that belong to prompts; the worker does not need them.
     """
 
     parents: dict[str, Sequence[int]] = field(default_factory=dict)
     depth: int = 0
     width: int = 1
     silent: frozenset[str] = frozenset()
+    prompt_tokens: int = 0
 
 
 def attach(output: SchedulerOutput, trees: StepTrees) -> None:
@@ -59,14 +62,22 @@ class DraftTrees(DraftTokenIds):
     Attributes:
         parents: like ``draft_token_ids``, the parent of each candidate, -1 for the root.
         probabilities: the draft's probability of each candidate given its path.
-        draft_s: seconds that drafting took.
         failure: why the draft has stopped for good, or None.
     """
 
     parents: list[list[int]] = field(default_factory=list)
     probabilities: list[list[float]] = field(default_factory=list)
-    draft_s: float = 0.0
     failure: str | None = None
+
+
+def note_drafting(done: ModelRunnerOutput, seconds: float) -> None:
+    """Tell the scheduler, with a step's output, how long drafting took."""
+    setattr(done, _SECONDS, seconds)
+
+
+def drafting_s(done: ModelRunnerOutput) -> float:
+    """Seconds of a step that went into drafting."""
+    return float(getattr(done, _SECONDS, 0.0))
 
 
 def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:

@@ -200,8 +200,14 @@ def lora_id(request: Request) -> int:
     return request.lora_request.lora_int_id if request.lora_request else 0
 
 
-def decode_view(tracked: Tracked, start_s: float, strength: float = 1.0) -> DecodeView:
+def decode_view(
+    tracked: Tracked, start_s: float, strength: float = 1.0, expected: float = 1.0
+) -> DecodeView:
     """A promised decoding request before a step that begins at ``start_s``.
+
+    ``expected`` tokens come out of that step: then the last of them is what is due at its end, and
+    as many fewer steps are left of its window. The next window begins when this one has ended, so
+    no token counts beyond it.
 
     Tokens still in flight then come out at ``start_s``; if they end a window, that is where the
     next one begins.
@@ -223,13 +229,33 @@ def decode_view(tracked: Tracked, start_s: float, strength: float = 1.0) -> Deco
         window_s, place = start_s, place % tracked.window
     return DecodeView(
         name,
-        window_s + (place + 1) * tpot_s,
+        window_s + min(place + expected, tracked.window) * tpot_s,
         window_s + tracked.window * tpot_s,
-        tracked.window - place,
+        max((tracked.window - place) / expected, 1.0),
         tpot_s,
         tokens,
         context,
     )
+
+
+def needed_tokens(tracked: Tracked, start_s: float, end_s: float, strength: float) -> float:
+    """A(r): tokens that a step from ``start_s`` to ``end_s`` must yield for the request's TPOT to
+    be kept (AdaServe, equation 3, over the window by which it is judged)."""
+    if tracked.tpot_s == INFINITY or not tracked.decodes:
+        return -INFINITY
+    view = decode_view(tracked, start_s, strength)
+    return (end_s - view.due_s) / (tracked.tpot_s * strength) + 1.0
+
+
+def pace_s(tracked: Tracked, start_s: float) -> float:
+    """Seconds per token at which a decoding request still keeps its TPOT, from ``start_s`` to the
+    end of its window or of its answer, whichever comes first."""
+    if tracked.tpot_s == INFINITY or not tracked.decodes:
+        return INFINITY
+    view = decode_view(tracked, start_s)
+    left = max(tracked.request.max_tokens - tracked.request.num_output_tokens, 1)
+    beyond = max(view.window_left - left, 0.0)
+    return (view.window_end_s - beyond * tracked.tpot_s - start_s) / min(view.window_left, left)
 
 
 def prefill_view(tracked: Tracked) -> PrefillView:

@@ -144,6 +144,7 @@ class VirtualEngine:
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
             block_size=shape.block_size,
+            scheduler_cls=scheduler_cls,
             additional_config={"slo_config": slo_config or {}},
             **engine_args,
         ).create_engine_config()

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of trees: real scheduler objects in virtual time, a draft of known skill."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from virtual_trees import TreeEngine
+
+from vllm_slo import SLO
+from vllm_slo.core.attainment import worst_window_tpot_s
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.engine import trees
+from vllm_slo.sim.harness import EngineShape
+
+FLAT = StepTimeModel(((0.0, 0.0, 0.040), (0.001, 0.0, 0.020)), max_tokens=8192)
+"""A step takes 40 ms; beyond twenty tokens each further one costs a millisecond."""
+
+
+def sizes(engine: TreeEngine) -> list[int]:
+    """Nodes of all trees of each step."""
+    return [sum(map(len, step.parents.values())) for _, step in engine.seen_trees]
+
+
+def run_all(engine: TreeEngine, count: int, tokens: int = 40, slo: SLO | None = None) -> float:
+    """Seconds in which ``count`` requests that come at once are done."""
+    names = [f"r{i}" for i in range(count)]
+    for name in names:
+        engine.add(name, 16, tokens, slo)
+    engine.run()
+    assert {engine.outcomes[name].finish_reason for name in names} == {"stop"}
+    assert {len(engine.outcomes[name].token_ids) for name in names} == {tokens}
+    return engine.clock.now_s
+
+
+def test_few_requests_get_trees_and_end_much_sooner() -> None:
+    engine = TreeEngine(FLAT)
+    took_s = run_all(engine, 2)
+    assert took_s < 0.6 * 40 * 0.040
+    assert sum(engine.accepted) / len(engine.accepted) > 1.2
+
+
+def test_many_requests_are_not_slowed_down() -> None:
+    """At 200 requests a node costs what it yields at best: hardly any is drafted."""
+    shape = EngineShape(max_model_len=512, max_num_seqs=256, block_size=32)
+    took_s = run_all(TreeEngine(FLAT, shape=shape, honest=0.4), 200)
+    plain_s = FLAT.predict_s(2048) + FLAT.predict_s(200 * 16 + 128 - 2048)
+    plain_s += 39 * FLAT.predict_s(200)
+    assert took_s < 1.03 * plain_s
+
+
+def test_drafting_stops_under_load_and_comes_back() -> None:
+    shape = EngineShape(max_model_len=512, max_num_seqs=256, block_size=32)
+    engine = TreeEngine(FLAT, shape=shape, honest=0.5, pass_s=0.01)
+    for i in range(2):
+        engine.add(f"long{i}", 16, 200)
+    for i in range(160):
+        engine.add(f"r{i}", 16, 20)
+    engine.run()
+    depths = [(len(output.num_scheduled_tokens), step.depth) for output, step in engine.seen_trees]
+    assert {depth for n, depth in depths if n > 150} == {0}
+    assert min(depth for n, depth in depths if n == 2) > 0
+
+
+def test_a_draft_that_costs_more_than_it_brings_is_not_used() -> None:
+    engine = TreeEngine(FLAT, honest=0.1, pass_s=0.02)
+    took_s = run_all(engine, 4, 60)
+    assert {step.depth for _, step in engine.seen_trees[20:]} == {0}
+    assert took_s < 1.2 * 60 * 0.040
+
+
+def test_objectives_get_the_nodes_when_not_all_can_have_them() -> None:
+    """Sixteen requests; two ask for a token every 29 ms, which no plain step of 40 ms gives."""
+    engine = TreeEngine(FLAT, honest=0.6, slo_config={"tpot_window_tokens": 1000})
+    for i in range(14):
+        engine.add(f"free{i}", 16, 150)
+    urgent = SLO(tpot_ms=29.0)
+    for i in range(2):
+        engine.add(f"urgent{i}", 16, 150, urgent)
+    engine.run()
+    per_token = {
+        name: (o.token_times_s[-1] - o.token_times_s[0]) / (len(o.token_times_s) - 1)
+        for name, o in engine.outcomes.items()
+    }
+    fast = [per_token[f"urgent{i}"] for i in range(2)]
+    slow = [per_token[f"free{i}"] for i in range(14)]
+    assert max(fast) < 0.0295
+    assert max(fast) < 0.85 * min(slow)
+
+
+def test_promises_are_made_on_measured_acceptance_and_kept() -> None:
+    """A TPOT below the time of a step can be promised only where trees have shown what they do."""
+    engine = TreeEngine(FLAT, honest=0.9)
+    slo = SLO(tpot_ms=30.0)
+    engine.add("early", 16, 20, slo)
+    engine.run()
+    assert not engine.outcomes["early"].report["promised"]
+    run_all(engine, 4, 200)
+    for i in range(4):
+        engine.add(f"late{i}", 16, 100, slo)
+    engine.run()
+    late = [engine.outcomes[f"late{i}"] for i in range(4)]
+    assert all(o.report["promised"] for o in late)
+    worst = [worst_window_tpot_s(o.token_times_s, 10) for o in late]
+    assert sum(w is not None and w <= 0.030 + 1e-9 for w in worst) >= 3
+
+
+def test_trees_shrink_before_anybody_is_preempted() -> None:
+    """Six requests fill the cache to the last block: without trees nobody is preempted, so with
+    them nobody is either."""
+    scratch = 64 * 2
+    shape = EngineShape(
+        num_blocks=scratch + 1 + 6 * 2, max_model_len=128, max_num_seqs=6, block_size=32
+    )
+    engine = TreeEngine(FLAT, shape=shape)
+    for i in range(6):
+        engine.add(f"r{i}", 16, 47)
+    engine.run()
+    assert not any(output.preempted_req_ids for output in engine.history)
+    assert max(sizes(engine)) > 0
+    assert all(len(o.token_ids) == 47 for o in engine.outcomes.values())
+
+
+def test_the_last_tokens_of_the_context_length() -> None:
+    shape = EngineShape(max_model_len=64, max_num_seqs=8, block_size=32)
+    engine = TreeEngine(FLAT, shape=shape)
+    for i in range(3):
+        engine.add(f"r{i}", 20, 44)
+    engine.run()
+    assert all(o.finish_reason in ("stop", "length") for o in engine.outcomes.values())
+    assert all(len(o.token_ids) == 44 for o in engine.outcomes.values())
+
+
+def test_no_tree_is_deeper_than_what_is_still_to_come() -> None:
+    engine = TreeEngine(FLAT, honest=0.95)
+    engine.add("r", 16, 7)
+    engine.run()
+    last = [step.parents["r"] for _, step in engine.seen_trees if "r" in step.parents][-1]
+    made = len(engine.outcomes["r"].token_ids)
+    assert made == 7
+    assert len(last) < 15
+
+
+def test_a_thinking_budget_pauses_the_trees() -> None:
+    engine = TreeEngine(FLAT)
+    request = engine.add("thinks", 16, 30)
+    request.sampling_params.thinking_token_budget = 5
+    engine.add("other", 16, 60)
+    engine.run()
+    for output, step in engine.seen_trees:
+        assert "thinks" not in output.num_scheduled_tokens or not step.parents
+    assert sum(sizes(engine)) > 0
+
+
+def test_a_draft_that_fails_is_given_up_and_the_answers_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = TreeEngine(FLAT)
+    engine.add("r", 16, 60)
+    for _ in range(5):
+        engine.step()
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        engine.scheduler.update_draft_token_ids(
+            trees.DraftTrees([], [], failure="RuntimeError: out of memory")
+        )
+    finally:
+        logger.removeHandler(caplog.handler)
+    engine.run()
+    assert "speculation is off: RuntimeError: out of memory" in caplog.text
+    assert engine.seen_trees[-1][1].depth == 0
+    assert len(engine.outcomes["r"].token_ids) == 60
+
+
+def test_a_step_never_exceeds_its_tokens() -> None:
+    shape = EngineShape(
+        max_model_len=512, max_num_seqs=16, max_num_batched_tokens=40, block_size=32
+    )
+    engine = TreeEngine(FLAT, shape=shape, speculation={"min_depth": 5})
+    for i in range(16):
+        engine.add(f"r{i}", 30, 40, SLO(ttft_ms=5000, tpot_ms=100) if i % 2 else None)
+    engine.run()
+    assert max(output.total_num_scheduled_tokens for output, _ in engine.seen_trees) <= 40
+    assert all(len(o.token_ids) == 40 for o in engine.outcomes.values())
+
+
+def promised_mix(engine: TreeEngine, seconds: float) -> list[Any]:
+    """Chats and prompts of other people, a new one every 150 ms."""
+    kinds = [
+        (SLO(ttft_ms=1000, tpot_ms=60), 60, 50),
+        (SLO(ttft_ms=3000, tpot_ms=150), 200, 80),
+        (None, 120, 60),
+    ]
+    count = 0
+    while engine.clock.now_s < seconds or engine.busy:
+        while count * 0.15 <= engine.clock.now_s and count * 0.15 < seconds:
+            slo, prompt, tokens = kinds[count % 3]
+            engine.add(f"r{count}", prompt, tokens, slo, arrival_s=count * 0.15)
+            count += 1
+        if engine.scheduler.has_requests():
+            engine.step()
+        else:
+            engine.clock.advance(0.01)
+    return [o for o in engine.outcomes.values() if o.report and o.report["promised"]]
+
+
+def test_promises_are_kept_beside_trees() -> None:
+    engine = TreeEngine(FLAT)
+    promised = promised_mix(engine, 6.0)
+    assert len(promised) > 15
+    broken = [o for o in promised if not o.report["attained"]]
+    assert len(broken) <= 1
+    assert sum(sizes(engine)) > 200

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much speculation pays: nodes, depth, and what drafting costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_slo.core.admission import PLAIN
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.tree_budget import (
+    DraftDepth,
+    DraftTimes,
+    MeasuredSpeculation,
+    step_times,
+    worthwhile_nodes,
+)
+
+FLAT = StepTimeModel(((0.0, 0.0, 0.040), (0.001, 0.0, 0.020)))
+"""Twenty tokens ride along for free, each further one costs a millisecond."""
+
+probabilities = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=60).map(
+    lambda found: np.sort(np.asarray(found))[::-1]
+)
+
+
+def rate(nodes: int, chances: np.ndarray, roots: int, others: int, model: StepTimeModel) -> float:
+    longer = model.predict_s(others + roots + nodes) - model.predict_s(others + roots)
+    return (roots + float(chances[:nodes].sum())) / (model.predict_s(roots) + longer)
+
+
+@given(
+    chances=probabilities,
+    roots=st.integers(1, 64),
+    others=st.integers(0, 512),
+    most=st.integers(0, 80),
+    slope=st.floats(0.0, 0.01),
+)
+def test_no_other_number_of_nodes_yields_more_per_second(
+    chances: np.ndarray, roots: int, others: int, most: int, slope: float
+) -> None:
+    model = StepTimeModel(((0.0, 0.0, 0.040), (slope, 0.0, 0.020)))
+    nodes = worthwhile_nodes(chances, roots, others, 0, model, most)
+    assert 0 <= nodes <= min(most, len(chances))
+    best = max(rate(n, chances, roots, others, model) for n in range(min(most, len(chances)) + 1))
+    assert rate(nodes, chances, roots, others, model) == pytest.approx(best, rel=1e-9)
+
+
+def test_nodes_that_ride_along_for_free_are_taken() -> None:
+    assert worthwhile_nodes(np.full(16, 0.01), 4, 0, 0, FLAT, 100) == 16
+
+
+def test_nodes_must_be_worth_what_they_cost() -> None:
+    """At 40 requests a token costs 1.5 ms; a node that costs 1 ms must be 2/3 of one."""
+    assert worthwhile_nodes(np.full(16, 0.70), 40, 0, 0, FLAT, 100) == 16
+    assert worthwhile_nodes(np.full(16, 0.60), 40, 0, 0, FLAT, 100) == 0
+
+
+def test_a_prompt_in_the_step_does_not_make_nodes_cheap() -> None:
+    """Four requests get a token each 10 ms; beside a prompt a node costs its millisecond."""
+    chances = np.linspace(0.5, 0.02, 16)
+    alone = worthwhile_nodes(chances, 4, 0, 0, FLAT, 100)
+    beside = worthwhile_nodes(chances, 4, 500, 0, FLAT, 100)
+    assert alone == 16
+    assert 8 < beside < 16
+    assert chances[beside - 1] > 0.1 > chances[beside + 1] - 0.05
+
+
+def test_nothing_decodes_or_nothing_fits() -> None:
+    assert worthwhile_nodes(np.full(4, 0.9), 0, 100, 0, FLAT, 100) == 0
+    assert worthwhile_nodes(np.full(4, 0.9), 1, 0, 0, FLAT, -3) == 0
+    assert worthwhile_nodes(np.zeros(0), 1, 0, 0, FLAT, 10) == 0
+
+
+def test_a_model_that_knows_no_cost_takes_everything() -> None:
+    free = StepTimeModel(((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)))
+    assert worthwhile_nodes(np.full(4, 0.1), 1, 0, 0, free, 10) == 4
+
+
+def test_step_times_are_those_of_the_model() -> None:
+    tokens = np.arange(1.0, 100.0)
+    expected = [FLAT.predict_s(n) for n in tokens]
+    assert step_times(FLAT, tokens) == pytest.approx(expected)
+
+
+class TestDepth:
+    def deep(self) -> DraftDepth:
+        """After many trees whose best path is accepted at 0.8, 0.64, ..., the second at 0.1."""
+        depths = DraftDepth(6, 2)
+        tree = np.stack([0.8 ** np.arange(1, 7), np.full(6, 0.1)], axis=1)
+        for _ in range(50):
+            depths.observe(np.tile(tree.ravel(), (100, 1)), 6, 2)
+        return depths
+
+    def test_what_was_seen_is_typical(self) -> None:
+        assert self.deep().typical.chances[:, 0] == pytest.approx(0.8 ** np.arange(1, 7), rel=1e-3)
+
+    def test_few_requests_are_drafted_deep_and_many_not_at_all(self) -> None:
+        depths = self.deep()
+        chosen = [depths.choose(n, 0, 6, 2, 0.002, FLAT) for n in (1, 4, 16, 64, 256)]
+        assert chosen == sorted(chosen, reverse=True)
+        assert chosen[0] == 6
+        assert chosen[-1] == 0
+
+    def test_an_expensive_draft_is_not_used(self) -> None:
+        assert self.deep().choose(1, 0, 6, 2, 0.050, FLAT) == 0
+
+    def test_a_bad_draft_is_not_used(self) -> None:
+        depths = DraftDepth(4, 2)
+        for _ in range(50):
+            depths.observe(np.full((100, 8), 0.01), 4, 2)
+        assert depths.choose(4, 0, 4, 2, 0.002, FLAT) == 0
+
+    def test_equation_8_bounds_it(self) -> None:
+        assert self.deep().choose(1, 0, 2, 2, 0.002, FLAT) == 2
+
+    def test_nobody_decodes(self) -> None:
+        assert self.deep().choose(0, 0, 6, 2, 0.002, FLAT) == 0
+
+    def test_a_shallower_tree_leaves_what_is_known_of_the_deeper(self) -> None:
+        depths = self.deep()
+        before = depths.typical.chances[4:].copy()
+        depths.observe(np.full((10, 4), 0.5), 2, 2)
+        assert (depths.typical.chances[4:] == before).all()
+
+
+class TestTimes:
+    def test_a_pass_is_learnt_by_its_size(self) -> None:
+        times = DraftTimes(first_s=0.002)
+        assert times.pass_s(8) == 0.002
+        for _ in range(40):
+            times.observe(4, 8, 0, 0.020)
+            times.observe(4, 64, 0, 0.060)
+        assert times.pass_s(8) == pytest.approx(0.005)
+        assert times.pass_s(64) == pytest.approx(0.015)
+        assert times.pass_s(1) == pytest.approx(0.005), "the nearest size seen"
+
+    def test_prompts_are_told_apart(self) -> None:
+        times = DraftTimes()
+        for _ in range(80):
+            times.observe(2, 8, 0, 0.010)
+            times.observe(2, 8, 200, 0.010 + 200 * 1e-4)
+        assert times.pass_s(8) == pytest.approx(0.005, rel=0.05)
+        assert times.token_s == pytest.approx(1e-4, rel=0.05)
+
+    @pytest.mark.parametrize(("passes", "took_s"), [(0, 0.01), (3, 0.0), (3, float("nan"))])
+    def test_a_step_without_drafting_tells_nothing(self, passes: int, took_s: float) -> None:
+        times = DraftTimes(first_s=0.004)
+        times.observe(passes, 8, 0, took_s)
+        assert times.pass_s(8) == 0.004
+
+
+class TestMeasured:
+    def test_nothing_is_counted_on_before_enough_was_seen(self) -> None:
+        measured = MeasuredSpeculation(10, 0.95)
+        for _ in range(31):
+            for _ in range(4):
+                measured.observe("a", 8, 3)
+        assert measured.speculated() == PLAIN
+
+    def test_promises_count_on_what_nearly_all_windows_yield(self) -> None:
+        """One window in ten takes ten steps, the others four."""
+        measured = MeasuredSpeculation(10, 0.95)
+        for window in range(200):
+            for _ in range(10 if window % 10 == 0 else 4):
+                measured.observe("a", 8, 1 if window % 10 == 0 else 3)
+        assert measured.speculated().tokens_out == pytest.approx(1.0)
+        assert measured.speculated().tokens_in == pytest.approx(9.0, rel=0.02)
+        assert MeasuredSpeculation(10, 0.95).speculated() == PLAIN
+        sure = MeasuredSpeculation(10, 0.5)
+        for _ in range(160):
+            sure.observe("b", 8, 3)
+        assert sure.speculated().tokens_out == pytest.approx(3.0)
+
+    def test_windows_are_told_apart_by_request(self) -> None:
+        measured = MeasuredSpeculation(4, 0.5)
+        for _ in range(64):
+            measured.observe("slow", 3, 1)
+            measured.observe("fast", 3, 4)
+        assert measured.speculated().tokens_out == 4.0  # of five windows four are the fast one's
+        measured.forget("slow")
+        measured.forget("never seen")
