@@ -35,6 +35,7 @@ from vllm_slo.bench import (
     run_bench,
     run_server,
 )
+from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.report import comparison_table, in_flight, machine, versions
 from vllm_slo.bench.workload import PlannedRequest
 from vllm_slo.bench.zero_load import load_zero_load
@@ -56,6 +57,7 @@ class Fake:
     behave: dict[int, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
+    metrics: str = ""
     port: int = 0
 
     @property
@@ -75,6 +77,9 @@ class Fake:
         async def version(_: Request) -> Response:
             return JSONResponse({"version": "0.0.test"})
 
+        async def metrics(_: Request) -> Response:
+            return Response(self.metrics, media_type="text/plain")
+
         async def completions(request: Request) -> Response:
             self.arrivals_s.append(time.perf_counter())
             body = await request.json()
@@ -91,6 +96,7 @@ class Fake:
             routes=[
                 Route("/v1/models", models),
                 Route("/version", version),
+                Route("/metrics", metrics),
                 Route("/v1/completions", completions, methods=["POST"]),
             ]
         )
@@ -283,6 +289,48 @@ def test_unusable_servers(fake: Fake) -> None:
         run_bench(twice, WorkloadOptions())
     with pytest.raises(BenchError, match="at least one server"):
         run_bench([], WorkloadOptions())
+
+
+DRAFTS = """\
+# HELP vllm:spec_decode_num_{0}_total Number.
+# TYPE vllm:spec_decode_num_{0}_total counter
+vllm:spec_decode_num_{0}_total{{engine="0",model_name="tiny"}} {1}
+vllm:spec_decode_num_{0}_total{{engine="1",model_name="tiny"}} {1}
+# TYPE vllm:spec_decode_num_{0}_created gauge
+vllm:spec_decode_num_{0}_created{{engine="0",model_name="tiny"}} 1.7e+09
+"""
+POSITIONS = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 7.0\n'
+
+
+def drafts_page(**counts: float) -> str:
+    """vLLM's page with two engines that counted ``counts`` each."""
+    return POSITIONS + "".join(DRAFTS.format(name, value) for name, value in counts.items())
+
+
+def test_drafts_are_counted_over_all_engines(fake: Fake) -> None:
+    fake.metrics = drafts_page(drafts=20.0, draft_tokens=150.0, accepted_tokens=45.0)
+    counts = read_draft_counts(fake.url)
+    assert counts == DraftCounts(40, 300, 90)
+    assert counts.to_dict()["accepted_per_step"] == 2.25
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "",
+        "vllm:num_requests_running 3.0\n",
+        drafts_page(drafts=20.0, draft_tokens=150.0),
+        drafts_page(drafts=float("nan"), draft_tokens=1.0, accepted_tokens=1.0),
+        "vllm:spec_decode_num_drafts_total{ 1\n",
+    ],
+)
+def test_a_server_that_says_nothing_of_drafts_has_none(fake: Fake, page: str) -> None:
+    fake.metrics = page
+    assert read_draft_counts(fake.url) is None
+
+
+def test_a_server_that_is_gone_has_no_drafts() -> None:
+    assert read_draft_counts("http://127.0.0.1:9") is None
 
 
 # ---------------------------------------------------------------------- reports and command

@@ -22,6 +22,7 @@ from vllm_slo import __version__, cli, tiny
 from vllm_slo.bench import demo
 from vllm_slo.bench.client import SentRequest, ServerRun
 from vllm_slo.bench.demo import Candidate
+from vllm_slo.bench.drafts import DraftCounts
 from vllm_slo.bench.endpoint import ServerInfo, ServerTarget
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.report import BenchReport
@@ -239,6 +240,33 @@ def test_the_verdict_is_one_line_for_each_server() -> None:
     assert not demo.finished(bad)
 
 
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (
+            DraftCounts(40, 300, 90),
+            "2.25 of 7.5 draft tokens accepted per step of a request",
+        ),
+        (DraftCounts(0, 0, 0), "nothing was drafted"),
+    ],
+)
+def test_the_verdict_tells_what_was_accepted(counts: DraftCounts, said: str) -> None:
+    runs = tuple(run_of(name, [record("a", 0.5)]) for name in ("vllm-slo", "with trees"))
+    workload = Workload("w", 0, 1.0, "test", ())
+    report = BenchReport(workload, ZERO, runs, "test", drafts={"with trees": counts})
+    kept = "100% of objectives kept, goodput 0.10 requests/s"
+    assert demo.verdict(report).splitlines() == [
+        f"vllm-slo: {kept}, all finished",
+        f"with trees: {kept}, all finished",
+        f"with trees: {said}",
+    ]
+    first, second = report.to_dict()["servers"]
+    assert "speculation" not in first
+    mean = counts.accepted_tokens / counts.drafts if counts.drafts else None
+    assert second["speculation"]["accepted_per_step"] == mean
+    assert second["speculation"]["drafts"] == counts.drafts
+
+
 @pytest.mark.parametrize("flag", ["load", "duration", "parameters", "replicas"])
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_an_impossible_demo_is_refused_before_a_server_starts(
@@ -251,13 +279,40 @@ def test_an_impossible_demo_is_refused_before_a_server_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_report_tells_the_command_that_repeats_it() -> None:
+def test_speculation_and_replicas_are_two_demos(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["demo", "--speculate", "--replicas", "2", "--out", str(tmp_path / "out")]
+    assert cli.main(asked) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("vllm-slo demo: --speculate: compares single servers")
+    assert said.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_compared_differs_in_the_draft_alone(tmp_path: Path) -> None:
+    stock, ours, trees = demo.candidates(1, speculate=True)
+    assert demo.candidates(1) == (stock, ours)
+    assert (ours.command, ours.send_slo, ours.arguments(tmp_path)) == (demo.OURS, True, [])
+    assert (trees.command, trees.send_slo) == (demo.OURS, True)
+    assert trees.arguments(tmp_path) == ["--draft-model=tiny"]
+    assert len(trees.name) <= len(stock.name)  # the table is as wide as a terminal
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (["--replicas", "2", "--load", "0.6"], "--load 0.6 --duration 45.0 --seed 0 --replicas 2"),
+        (["--speculate"], "--duration 45.0 --seed 0 --replicas 1 --speculate"),
+    ],
+)
+def test_a_report_tells_the_command_that_repeats_it(asked: list[str], expected: str) -> None:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    asked = parser.parse_args(["--replicas", "2", "--load", "0.6"])
-    said = demo.command_line(asked)
-    assert said == "vllm-slo demo --load 0.6 --duration 45.0 --seed 0 --replicas 2"
-    assert parser.parse_args(said.split()[2:]) == asked
+    args = parser.parse_args(asked)
+    said = demo.command_line(args)
+    assert said == f"vllm-slo demo {expected}"
+    assert parser.parse_args(said.split()[2:]) == args
 
 
 def test_a_free_port_can_be_bound() -> None:

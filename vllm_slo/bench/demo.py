@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-slo demo``: the same arrivals to stock vLLM and to vllm-slo, one server after the other.
 
+With ``--speculate`` also to vllm-slo with the built-in draft model, whose token trees it verifies.
 With ``--replicas N`` instead to N replicas of vllm-slo, once for each way of routing.
 
 The model is the built-in one as a costlier twin: the same answers at the price of a larger model,
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from vllm_slo import profiles, tiny
 from vllm_slo.bench.client import ClientOptions, ServerRun, measure_zero_load
+from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.endpoint import ServerTarget
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.main import WorkloadOptions, bench_server, build_workload, finish
@@ -76,6 +78,7 @@ class Candidate:
     """One server of the demo: its name, the arguments after ``python``, how it is configured.
 
     ``routing``: the policy of the front of ``replicas``; None for a single server.
+    ``draft``: whether it has the built-in draft model.
     """
 
     name: str
@@ -83,9 +86,12 @@ class Candidate:
     send_slo: bool = True
     replicas: int = 1
     routing: RoutingPolicy | None = None
+    draft: bool = False
 
     def arguments(self, out: Path) -> list[str]:
         """Further arguments; what they name is written into ``out``."""
+        if self.draft:
+            return ["--draft-model=tiny"]
         if self.routing is None:
             return []
         path = out / f"{self.routing}.yaml"
@@ -97,12 +103,16 @@ CANDIDATES = (
     Candidate("stock vLLM", ("-m", "vllm.entrypoints.cli.main", "serve"), send_slo=False),
     Candidate("vllm-slo", OURS),
 )
+WITH_TREES = Candidate("with trees", OURS, draft=True)
 
 
-def candidates(replicas: int) -> tuple[Candidate, ...]:
-    """What is compared on so many replicas: the ways of routing, the engines being the same."""
+def candidates(replicas: int, *, speculate: bool = False) -> tuple[Candidate, ...]:
+    """What is compared on so many replicas: the ways of routing, the engines being the same.
+
+    On one, the servers; ``speculate`` adds ours with a draft model.
+    """
     if replicas == 1:
-        return CANDIDATES
+        return (*CANDIDATES, WITH_TREES) if speculate else CANDIDATES
     ways: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "slo")
     return tuple(
         Candidate(way.replace("_", " "), OURS, replicas=replicas, routing=way) for way in ways
@@ -126,6 +136,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="2 or more: compare ways of routing over so many replicas (vllm-slo[ray])",
     )
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="a third server: vllm-slo with a draft model, whose token trees it verifies",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -148,6 +163,8 @@ def check(args: argparse.Namespace) -> None:
     """BenchError for what is wrong with the arguments, before any server is started."""
     if args.replicas < 1:
         raise BenchError("--replicas", f"{args.replicas} is out of range; give 1 or more")
+    if args.speculate and args.replicas > 1:
+        raise BenchError("--speculate", "compares single servers; leave out --replicas")
     if args.seed < 0:
         raise BenchError("--seed", f"{args.seed} is out of range; give 0 or more")
     for name in ("parameters", "load", "duration"):
@@ -175,39 +192,47 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
     zero: ZeroLoad | None = None
     workload: Workload | None = None
     runs: list[ServerRun] = []
-    for candidate in candidates(args.replicas):
+    drafts: dict[str, DraftCounts] = {}
+    for candidate in candidates(args.replicas, speculate=args.speculate):
         with server(candidate, model, args.out, console) as url:
             target = ServerTarget(candidate.name, url, send_slo=candidate.send_slo)
             if zero is None or workload is None:
                 console.print("measuring the latency of a lone request ...")
                 zero = measure_zero_load(target, MAX_CONTEXT, client)
-                options = WorkloadOptions(
-                    rate=args.replicas * rate_at(load, zero),
-                    duration_s=args.duration,
-                    seed=args.seed,
-                    arrivals="square",
-                    burst_period_s=15.0,
-                    burst_factor=3.0,
-                    max_context=MAX_CONTEXT,
-                    classes=CLASSES,
-                    slo_scale=float(args.replicas),  # a lone request had their cores to itself
-                )
-                workload = build_workload(options, zero)
-                console.print(f"{len(workload.requests)} requests, {options.rate:.2f} a second")
+                workload = build_workload(arrivals(args, load, zero), zero)
+                count = len(workload.requests)
+                console.print(f"{count} requests, {workload.rate:.2f} a second")
             with nullcontext() if several else own_core():
                 runs.append(bench_server(target, workload, client, console))
+            if candidate.draft and (counts := read_draft_counts(url)) is not None:
+                drafts[candidate.name] = counts
     assert zero is not None
     assert workload is not None
-    report = BenchReport(workload, zero, tuple(runs), command=command_line(args))
+    report = BenchReport(workload, zero, tuple(runs), command=command_line(args), drafts=drafts)
     finish(report, console, args.out / "demo.json", args.out / "demo.png")
     return report
+
+
+def arrivals(args: argparse.Namespace, load: float, zero: ZeroLoad) -> WorkloadOptions:
+    """What every server is sent: bursts that offer ``load`` times what the machine can process."""
+    return WorkloadOptions(
+        rate=args.replicas * rate_at(load, zero),
+        duration_s=args.duration,
+        seed=args.seed,
+        arrivals="square",
+        burst_period_s=15.0,
+        burst_factor=3.0,
+        max_context=MAX_CONTEXT,
+        classes=CLASSES,
+        slo_scale=float(args.replicas),  # a lone request had their cores to itself
+    )
 
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that repeats a run, whatever its folder was."""
     names = ("parameters", "load", "duration", "seed", "replicas")
     given = [f"--{name} {getattr(args, name)}" for name in names if getattr(args, name) is not None]
-    return " ".join(["vllm-slo demo", *given])
+    return " ".join(["vllm-slo demo", *given, *(["--speculate"] if args.speculate else [])])
 
 
 def rate_at(load: float, zero: ZeroLoad) -> float:
@@ -331,7 +356,8 @@ def finished(one: ServerRun) -> bool:
 
 
 def verdict(report: BenchReport) -> str:
-    """One line per server: objectives kept, goodput, whether every request finished."""
+    """One line per server: objectives kept, goodput, whether every request finished; one more of
+    what was accepted where it speculates."""
     lines: list[str] = []
     totals: Sequence[tuple[ServerRun, float, float]] = [
         (one, total.attainment or 0.0, total.goodput_requests_per_s)
@@ -344,4 +370,5 @@ def verdict(report: BenchReport) -> str:
             f"{one.target.name}: {attainment:.0%} of objectives kept, "
             f"goodput {goodput:.2f} requests/s, {state}"
         )
+    lines += [f"{name}: {counts}" for name, counts in report.drafts.items()]
     return "\n".join(lines)

@@ -18,6 +18,7 @@ import numpy as np
 
 from vllm_slo import house_style
 from vllm_slo.bench.client import SentRequest, ServerRun
+from vllm_slo.bench.drafts import DraftCounts
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.workload import Workload
 from vllm_slo.bench.zero_load import ZeroLoad
@@ -39,18 +40,23 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "mean_tpot": "(last - first) / (tokens - 1) (AdaServe; vllm bench serve --goodput)",
     "attainment": "share of the requests with an objective that finished and kept all of them",
     "goodput": "requests and tokens per second of attaining requests only, over elapsed_s",
+    "accepted_per_step": "draft tokens accepted of one request in one step; warm-up included",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """One workload on one or more servers, and all that is needed to run it again."""
+    """One workload on one or more servers, and all that is needed to run it again.
+
+    ``drafts``: server's name -> what it said of its speculation, where that was asked for.
+    """
 
     workload: Workload
     zero_load: ZeroLoad
     runs: tuple[ServerRun, ...]
     command: str
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
 
     def summaries(self, run: ServerRun) -> dict[str, ClassSummary]:
         """Per class, in the order of the workload's classes by name, then ``total``."""
@@ -75,6 +81,7 @@ class BenchReport:
 
     def _server_dict(self, run: ServerRun) -> dict[str, Any]:
         summaries = {name: asdict(s) for name, s in self.summaries(run).items()}
+        drafts = self.drafts.get(run.target.name)
         return {
             "name": run.target.name,
             "base_url": run.target.base_url,
@@ -85,6 +92,7 @@ class BenchReport:
             "total": summaries.pop(TOTAL),
             "classes": summaries,
             "warnings": warnings_of(run),
+            **({} if drafts is None else {"speculation": drafts.to_dict()}),
             "requests": [_request_dict(r) for r in run.requests],
         }
 
