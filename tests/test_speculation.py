@@ -157,6 +157,19 @@ def test_a_thinking_budget_pauses_the_trees() -> None:
     assert sum(sizes(engine)) > 0
 
 
+@pytest.mark.parametrize("who", ["request", "class"])
+def test_who_wants_no_speculation_gets_none(who: str) -> None:
+    engine = TreeEngine(FLAT, slo_config={"classes": {"plain": {"speculation": "off"}}})
+    silent = SLO(speculation="off") if who == "request" else SLO(slo_class="plain")
+    engine.add("silent", 16, 40, silent)
+    engine.add("other", 16, 40)
+    engine.run()
+    assert not any("silent" in step.parents for _, step in engine.seen_trees)
+    assert any("other" in step.parents for _, step in engine.seen_trees)
+    while_both = [s for o, s in engine.seen_trees if "silent" in o.num_scheduled_tokens]
+    assert all(step.silent == {"silent"} for step in while_both)
+
+
 def test_a_draft_that_fails_is_given_up_and_the_answers_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

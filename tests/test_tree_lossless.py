@@ -96,9 +96,22 @@ def test_seeded_requests_draw_what_they_draw_without_trees() -> None:
     assert differing(with_trees, run(trees=False, seeded=True, every=4)) == []
 
 
-@pytest.mark.parametrize("part", ["mask", "compaction", "positions"])
-def test_a_broken_part_is_noticed(part: str) -> None:
-    broken = run(trees=True, every=FEWER, **{"break": part})
+def test_masks_verify_what_rows_verify() -> None:
+    """What a kernel that takes masks is told, by a dense one on CPU."""
+    masked = run(trees=True, masked=True, every=FEWER)
+    assert masked["seen"]["branching"] > 100
+    assert differing(masked, run(trees=False, every=FEWER)) == []
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["rows", "masks"])
+@pytest.mark.parametrize("part", ["mask", "compaction"])
+def test_a_broken_part_is_noticed(part: str, masked: bool) -> None:
+    broken = run(trees=True, every=FEWER, masked=masked, **{"break": part})
+    assert len(differing(broken, run(trees=False, every=FEWER))) > 10
+
+
+def test_wrong_positions_are_noticed() -> None:
+    broken = run(trees=True, every=FEWER, **{"break": "positions"})
     assert len(differing(broken, run(trees=False, every=FEWER))) > 10
 
 

@@ -147,14 +147,23 @@ def grow_all() -> None:
     speculation.worthwhile_nodes = lambda chances, *_: len(chances)
 
 
+def take_masks() -> None:
+    """Verify as on a GPU: one kernel with a mask of ancestors, here a dense one in torch."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_slo.engine import worker
+
+    worker._BACKENDS[AttentionBackendEnum.CPU_ATTN] = "masked_backend.TreeMaskedBackend"
+
+
 def break_it(what: str) -> None:
     """Make one part of verification wrong, to see the tests fail."""
     from vllm_slo.engine import model_runner
 
     runner = model_runner.TreeRunner
     if what == "mask":  # every node sees the nodes scheduled before it
-        runner._build_attention_metadata = (  # type: ignore[method-assign]
-            lambda self, *a, **k: super(runner, self)._build_attention_metadata(*a, **k)
+        runner._attach_rows = runner._attach_masks = (  # type: ignore[method-assign]
+            lambda self, metadata, common: None
         )
         runner._compact = lambda self, accepted: None  # type: ignore[method-assign]
     elif what == "compaction":
@@ -230,6 +239,8 @@ def main() -> None:
     said = json.loads(sys.argv[1])
     if said.get("trees"):
         grow_all()
+    if said.get("masked"):
+        take_masks()
     if said.get("break"):
         break_it(said["break"])
     llm = vllm.LLM(str(tiny.path("target")), **engine_options(said))

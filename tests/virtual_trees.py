@@ -78,7 +78,7 @@ class TreeEngine(VirtualEngine):
             return found
         for name in output.num_scheduled_tokens:
             request = self.scheduler.requests.get(name)
-            if request is None or request.is_prefill_chunk:
+            if request is None or request.is_prefill_chunk or name in step.silent:
                 continue
             tokens, parents, said = self._candidates(step.depth, step.width)
             found.req_ids.append(name)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_slo.core.types import Backup, RoutingPolicy
 from vllm_slo.errors import ConfigError, InvalidSLOError
-from vllm_slo.slo import SLO, OnUnattainable, Tier
+from vllm_slo.slo import SLO, OnUnattainable, Speculate, Tier
 from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 
 __all__ = [
@@ -63,6 +63,11 @@ class ClassConfig(BaseModel):
         default="best_effort",
         description="What happens when no promise can be made: best_effort serves the request "
         "late, decline answers 429 at once.",
+    )
+    speculation: Speculate | None = Field(
+        default=None,
+        description="off: nothing is drafted for requests of the class; auto or unset: as it pays. "
+        "Scope: every request of the class, where there is a draft model.",
     )
     expected_output_tokens: int | None = Field(
         default=None,

@@ -26,6 +26,7 @@ __all__ = [
     "STREAM_KEY",
     "TICKET_KEY",
     "OnUnattainable",
+    "Speculate",
     "Tier",
     "has_slo_key",
     "is_slo_key",
@@ -34,6 +35,7 @@ __all__ = [
 
 Tier: TypeAlias = Literal["guaranteed", "best_effort"]
 OnUnattainable: TypeAlias = Literal["best_effort", "decline"]
+Speculate: TypeAlias = Literal["auto", "off"]
 
 MAX_TTFT_MS: Final = 86_400_000
 MAX_TPOT_MS: Final = 3_600_000
@@ -136,6 +138,7 @@ _VALIDATORS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "on_unattainable": lambda n, v: _choice(n, v, ("best_effort", "decline")),
     "expected_output_tokens": lambda n, v: _whole(n, v, MAX_OUTPUT_TOKENS),
     "tenant": _name,
+    "speculation": lambda n, v: _choice(n, v, ("auto", "off")),
     "slo_class": _name,
 }
 _PUBLIC: Final[Mapping[str, str]] = {
@@ -163,6 +166,7 @@ class SLO:
             `decline` (HTTP 429; in Python an output whose stop_reason says so).
         expected_output_tokens: how long the client expects the output to be, 1 to 10,000,000.
         tenant: who is asking; 1 to 64 characters of ``[A-Za-z0-9_.:@/-]``.
+        speculation: ``off``: nothing is drafted for the request. None, or ``auto``: as it pays.
         slo_class: a class of the server's configuration (key ``class`` in JSON). Fields that this
             object leaves at their defaults are taken from the class where the class is known.
 
@@ -178,6 +182,7 @@ class SLO:
     on_unattainable: OnUnattainable = "best_effort"
     expected_output_tokens: int | None = None
     tenant: str | None = None
+    speculation: Speculate | None = None
     slo_class: str | None = None
 
     def __post_init__(self) -> None:

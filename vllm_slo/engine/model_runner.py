@@ -28,8 +28,14 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_slo.core import token_tree
 from vllm_slo.engine import tree_sampling, trees
 from vllm_slo.engine.proposers import TreeProposer
-from vllm_slo.engine.tree_attention.path_rows import ROWS, VerifyRows
-from vllm_slo.engine.tree_attention.plan import RowPlan, TreeSlot, plan_rows
+from vllm_slo.engine.tree_attention.path_rows import MASKS, ROWS, MaskRows, VerifyRows
+from vllm_slo.engine.tree_attention.plan import (
+    MaskPlan,
+    RowPlan,
+    TreeSlot,
+    plan_masks,
+    plan_rows,
+)
 
 logger = init_logger(__name__)
 
@@ -46,7 +52,7 @@ class TreeRunner(GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._slots: list[TreeSlot] = []
-        self._verify: VerifyRows | None = None
+        self._verify: VerifyRows | MaskRows | None = None
         self._kept: dict[int, int] = {}
         self._drafts: trees.DraftTrees | None = None
         self._drafting_s = 0.0
@@ -102,8 +108,26 @@ class TreeRunner(GPUModelRunner):
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         self._verify = None
-        if not self._slots:
-            return metadata, common
+        if self._slots:
+            groups = self.attn_groups[_GROUP]
+            masked = all(getattr(group.backend, "takes_masks", False) for group in groups)
+            (self._attach_masks if masked else self._attach_rows)(metadata, common)
+        return metadata, common
+
+    def _attach_masks(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
+        """Tell a backend that takes masks who sees whom."""
+        plan = plan_masks(self._slots, common.num_actual_tokens, common.num_reqs)
+        if plan is None:
+            return
+        masks = TreeMasks(plan, self.device)
+        self._verify = MaskRows(self._loose_tokens())
+        for group in self.attn_groups[_GROUP]:
+            for name in group.layer_names:
+                setattr(metadata[name], ROWS, self._verify)
+                setattr(metadata[name], MASKS, masks)
+
+    def _attach_rows(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
+        """Lay the batch out as rows of a causal kernel."""
         plan = plan_rows(
             self._slots,
             self.query_start_loc.np[: common.num_reqs + 1],
@@ -113,21 +137,23 @@ class TreeRunner(GPUModelRunner):
             np.arange(self.drafter.scratch, self.kv_cache_config.num_blocks),
         )
         if plan is None:
-            return metadata, common
+            return
+        self._verify = VerifyRows(plan, self._loose_tokens(), self.device)
+        rows = _as_rows(common, plan, self.device)
+        for group in self.attn_groups[_GROUP]:
+            built = group.build_metadata(rows)
+            setattr(built, ROWS, self._verify)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+
+    def _loose_tokens(self) -> Tensor:
+        """Tokens that compaction may have to move: the nodes beyond each leading chain."""
         loose = [
             slot.first + 1 + node
             for slot in self._slots
             for node in range(token_tree.leading_chain(slot.parents), len(slot.parents))
         ]
         self._kept = {token: place for place, token in enumerate(loose)}
-        keep = torch.tensor(loose, device=self.device)
-        self._verify = VerifyRows(plan, keep, self.device)
-        rows = _as_rows(common, plan, self.device)
-        for group in self.attn_groups[_GROUP]:
-            built = group.build_metadata(rows)
-            setattr(built, ROWS, self._verify)
-            metadata.update(dict.fromkeys(group.layer_names, built))
-        return metadata, common
+        return torch.tensor(loose, dtype=torch.int64, device=self.device)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         if logits is None or spec_decode_metadata is None:
@@ -200,6 +226,15 @@ class TreeRunner(GPUModelRunner):
         if self._failure is not None:
             return trees.DraftTrees([], [], failure=self._failure)
         return drafts
+
+
+class TreeMasks:
+    """A ``MaskPlan`` on the device; see ``tree_attention.cuda.TreePlan``."""
+
+    def __init__(self, plan: MaskPlan, device: torch.device) -> None:
+        self.ancestors = torch.from_numpy(plan.ancestors).to(device, non_blocking=True)
+        self.is_tree = torch.from_numpy(plan.is_tree).to(device, non_blocking=True)
+        self.max_tree = plan.max_tree
 
 
 def _as_rows(

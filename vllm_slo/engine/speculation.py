@@ -206,7 +206,13 @@ class Speculation:
             candidate is not None
             and candidate.at == request.num_tokens
             and views.is_decoding(request)
+            and not self._is_silent(request.request_id)
         )
+
+    def _is_silent(self, request_id: str) -> bool:
+        """Whether a request, or its class, wants nothing drafted."""
+        tracked = self.steering.tracked.get(request_id)
+        return tracked is not None and tracked.slo.speculation == "off"
 
     def _barred(self) -> bool:
         """Whether a request is running beside which no tree can be sampled."""
@@ -473,12 +479,13 @@ class Speculation:
         parents: dict[str, Sequence[int]] = {
             name: self._planted[name].parents[: len(tokens)] for name, tokens in drafts.items()
         }
+        silent = frozenset(filter(self._is_silent, output.num_scheduled_tokens))
         prompt_tokens = 0
         for name, scheduled in output.num_scheduled_tokens.items():
             self._candidates.pop(name, None)
             if scheduled > 1 + len(drafts.get(name, ())):
                 prompt_tokens += scheduled
-        trees.attach(output, StepTrees(parents, *self._shape, prompt_tokens=prompt_tokens))
+        trees.attach(output, StepTrees(parents, *self._shape, silent, prompt_tokens))
 
     def grammar_output(self, output: SchedulerOutput) -> GrammarOutput | None:
         """The bit masks of a step: one row for each node of a structured request's tree."""

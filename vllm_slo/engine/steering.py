@@ -191,6 +191,7 @@ class Steering:
 
     def on_empty(self) -> None:
         """The last live request has ended: no step may follow that says so."""
+        self.metrics.publish_soon(**self._gauges())
         if self._publisher is not None:
             self._publisher.publish(self.state(), self.now_s)
 

@@ -22,7 +22,7 @@ logger = init_logger(__name__)
 
 _BACKENDS = {
     AttentionBackendEnum.CPU_ATTN: "vllm_slo.engine.tree_attention.cpu.TreeCPUBackend",
-    AttentionBackendEnum.TRITON_ATTN: "vllm_slo.engine.tree_attention.cuda.TritonTreeBackend",
+    AttentionBackendEnum.TRITON_ATTN: "vllm_slo.engine.tree_attention.cuda.TreeCUDABackend",
 }
 
 

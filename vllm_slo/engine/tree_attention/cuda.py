@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_slo.engine.tree_attention.cuda_kernel import MAX_TREE_TOKENS, tree_attention
+from vllm_slo.engine.tree_attention.path_rows import with_path_rows
 
 HEAD_SIZES = (32, 256)
 
@@ -134,6 +135,8 @@ class TritonTreeImpl(TritonAttentionImpl):
 class TritonTreeBackend(TritonAttentionBackend):
     """Replaces ``TRITON_ATTN``, whose name and KV cache layout it keeps."""
 
+    takes_masks: ClassVar[bool] = True
+
     @staticmethod
     def get_impl_cls() -> type[TritonTreeImpl]:
         return TritonTreeImpl
@@ -141,6 +144,10 @@ class TritonTreeBackend(TritonAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TritonTreeMetadataBuilder]:
         return TritonTreeMetadataBuilder
+
+
+TreeCUDABackend = with_path_rows(TritonTreeBackend)
+"""What an engine with trees runs: masks to verify them, path rows for the draft's beam."""
 
 
 def _refusal(tree: TreePlan, metadata: TritonAttentionMetadata) -> str | None:

@@ -18,6 +18,9 @@ from vllm_slo.engine.tree_attention.plan import RowPlan
 
 ROWS = "path_rows"
 """Attribute of the attention metadata that holds a pass's ``Rows``."""
+MASKS = "tree"
+"""Attribute of the attention metadata that holds a pass's ``TreeMasks``, for backends that take
+them: those whose class attribute ``takes_masks`` is true."""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -66,6 +69,28 @@ class VerifyRows:
         impl.do_kv_cache_update(
             layer, key[self._sources], value[self._sources], kv_cache, self._slots
         )
+        self.kept[layer.layer_name] = key[self._keep], value[self._keep]
+
+
+class MaskRows:
+    """A verifying pass of a backend that takes masks: nothing is laid out anew; keys and values of
+    the nodes that compaction may have to move are kept.
+
+    Args:
+        keep: tokens whose keys and values are kept, by place in the batch.
+
+    Attributes:
+        kept: layer name -> keys and values of ``keep``.
+    """
+
+    order: Tensor | None = None
+
+    def __init__(self, keep: Tensor) -> None:
+        self._keep = keep
+        self.kept: dict[str, Pair] = {}
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        del impl, kv_cache
         self.kept[layer.layer_name] = key[self._keep], value[self._keep]
 
 

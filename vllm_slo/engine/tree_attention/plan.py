@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a causal paged-attention kernel verifies trees: every root-to-leaf path as a row of its own.
+"""How paged attention verifies the trees of a batch: as masks, or as rows of a causal kernel.
 
-The root and the leading chain of a tree are an ordinary row of the batch. Each other leaf becomes
-an extra row: it shares the whole blocks of its request's context; the rest of the context, which
-lies in a partly filled block, and its path lie in scratch blocks. A causal mask over such a row is
-exactly the tree's mask. Every token is a query in one row only, so the work is that of the tokens;
-what the extra rows cost is reading the context again, and writing their paths twice.
+A kernel that takes masks gets one word for each token. For any other, the root and the leading
+chain of a tree are an ordinary row of the batch. Each other leaf becomes an extra row: it shares
+the whole blocks of its request's context; the rest of the context, which lies in a partly filled
+block, and its path lie in scratch blocks. A causal mask over such a row is exactly the tree's mask.
+Every token is a query in one row only, so the work is that of the tokens; what the extra rows cost
+is reading the context again, and writing their paths twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_slo.core.token_tree import path_rows
+from vllm_slo.core.token_tree import ancestors, path_rows
 
 Ints = NDArray[np.int64]
 
@@ -158,3 +159,41 @@ def plan_rows(
         np.asarray(rows.sources, dtype=np.int64),
         np.asarray(rows.slots, dtype=np.int64),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPlan:
+    """A batch with trees for a kernel that takes masks.
+
+    Attributes:
+        ancestors: which of its request's tokens of this step each token sees, itself included, as
+            bits, [tokens]; 0 where the request has no tree.
+        is_tree: whether a request has a tree, [requests].
+        max_tree: tokens of the largest tree, root included.
+    """
+
+    ancestors: Ints
+    is_tree: NDArray[np.bool_]
+    max_tree: int
+
+
+def plan_masks(slots: Sequence[TreeSlot], tokens: int, requests: int) -> MaskPlan | None:
+    """Turn a batch with trees into masks.
+
+    Args:
+        slots: the trees, by place in the batch.
+        tokens, requests: of the batch.
+
+    Returns:
+        The plan, or None where every tree is a chain, which a causal kernel verifies as it is.
+    """
+    if all(parent == node - 1 for slot in slots for node, parent in enumerate(slot.parents)):
+        return None
+    masks = np.zeros(tokens, dtype=np.uint64)
+    is_tree = np.zeros(requests, dtype=np.bool_)
+    for slot in slots:
+        seen = [1, *ancestors(slot.parents)]
+        masks[slot.first : slot.first + len(seen)] = np.asarray(seen, dtype=np.uint64)
+        is_tree[slot.index] = True
+    most = max(len(slot.parents) for slot in slots) + 1
+    return MaskPlan(masks.view(np.int64), is_tree, most)
