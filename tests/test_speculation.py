@@ -181,7 +181,7 @@ def test_a_draft_that_fails_is_given_up_and_the_answers_go_on(
     logger.addHandler(caplog.handler)
     try:
         engine.scheduler.update_draft_token_ids(
-            trees.DraftTrees([], [], failure="RuntimeError: out of memory")
+            trees.DraftTrees.none("RuntimeError: out of memory")
         )
     finally:
         logger.removeHandler(caplog.handler)

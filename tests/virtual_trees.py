@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -73,19 +74,22 @@ class TreeEngine(VirtualEngine):
 
     def _draft(self, output: SchedulerOutput) -> trees.DraftTrees:
         step = trees.of(output)
-        found = trees.DraftTrees([], [])
         if not step.depth:
-            return found
+            return trees.DraftTrees.none()
+        names: list[str] = []
+        rows = []
         for name in output.num_scheduled_tokens:
             request = self.scheduler.requests.get(name)
             if request is None or request.is_prefill_chunk or name in step.silent:
                 continue
-            tokens, parents, said = self._candidates(step.depth, step.width)
-            found.req_ids.append(name)
-            found.draft_token_ids.append(tokens)
-            found.parents.append(parents)
-            found.probabilities.append(said)
-        return found
+            names.append(name)
+            rows.append(self._candidates(step.depth, step.width))
+        if not names:
+            return trees.DraftTrees.none()
+        tokens, parents, said = zip(*rows, strict=True)
+        return trees.DraftTrees(
+            names, [], np.asarray(tokens), np.asarray(parents, dtype=np.int32), np.asarray(said)
+        )
 
     def _candidates(self, depth: int, width: int) -> tuple[list[int], list[int], list[float]]:
         """A beam search where each node's children have the chances of the class."""

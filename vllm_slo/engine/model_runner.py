@@ -224,7 +224,7 @@ class TreeRunner(GPUModelRunner):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts, self._drafts = self._drafts, None
         if self._failure is not None:
-            return trees.DraftTrees([], [], failure=self._failure)
+            return trees.DraftTrees.none(self._failure)
         return drafts
 
 

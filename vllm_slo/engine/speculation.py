@@ -10,10 +10,11 @@ next travel with the step (``send``).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ from vllm_slo.core.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
     TreeControl,
+    arrange_trees,
     depth_and_width,
     select_trees,
 )
@@ -64,7 +66,7 @@ PROMISED_WINDOW = 16
 
 @dataclass(slots=True)
 class Candidate:
-    """What the draft guesses of one request, or the part of it that is verified.
+    """What the draft guesses of one request.
 
     Attributes:
         at: tokens of the request when it was drafted; of another length, it is out of date.
@@ -73,6 +75,14 @@ class Candidate:
     """
 
     at: int
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int32]
+    probabilities: Floats
+
+
+class Planted(NamedTuple):
+    """The part of it that a step verifies; lists of one length."""
+
     tokens: list[int]
     parents: list[int]
     probabilities: list[float]
@@ -104,8 +114,8 @@ class Grove:
         self.found = found
         self.limits = np.asarray(limits, dtype=np.int64)
         self.offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
-        self.parents = np.asarray([p for c in found for p in c.parents], dtype=np.int32)
-        said = np.asarray([q for c in found for q in c.probabilities])
+        self.parents = np.concatenate([c.parents for c in found])
+        said = np.concatenate([c.probabilities for c in found])
         self.chances = calibration.path_probabilities(self.offsets, self.parents, said)
         self.required = np.full(len(requests), -INFINITY)
         self.pace_s = np.full(len(requests), INFINITY)
@@ -160,10 +170,10 @@ class Speculation:
         self._steps = 0
         self._settled: tuple[int, int, int] | None = None
         self._candidates: dict[str, Candidate] = {}
-        self._planted: dict[str, Candidate] = {}
+        self._planted: dict[str, Planted] = {}
         self._grove: Grove | None = None
         self._needed = 0
-        self._chosen = [0, 0]
+        self._chosen = 0, 0
         self._selection_s = 0.0
         steering.speculated = self._measured.speculated
         _warm_up(config.max_depth)
@@ -177,7 +187,7 @@ class Speculation:
         began_s = time.perf_counter()
         self._planted.clear()
         self.steering.expected.clear()
-        self._chosen = [0, 0]
+        self._chosen = 0, 0
         self._needed = 0
         for request in self.scheduler.running:
             request.spec_token_ids = []
@@ -233,8 +243,9 @@ class Speculation:
         spare = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         spare -= len(scheduler.running)
         limits = []
+        held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         for request in requests:
-            blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            blocks = held.get(request.request_id, ())
             free = len(blocks) * size - request.num_tokens - scheduler.num_lookahead_tokens
             most = min(self.config.max_nodes, scheduler.max_model_len - request.num_tokens - 1)
             if most > free:
@@ -254,18 +265,15 @@ class Speculation:
         roots = len(self.scheduler.running)
         step_s = steering.steps.promise_model.predict_s(roots, self._context())
         ahead = self._ahead()
+        strength = steering.steps.strength
         for place, request in enumerate(grove.requests):
             tracked = steering.tracked.get(request.request_id)
-            if tracked is None or tracked.missed:
+            if tracked is None or tracked.missed or tracked.tpot_s == INFINITY:
                 continue
-            pace_s = views.pace_s(tracked, start_s)
-            if pace_s * ahead < step_s:
-                continue
-            grove.pace_s[place] = pace_s
-            strength = steering.steps.strength
-            needed = views.needed_tokens(tracked, start_s, start_s + step_s, strength)
-            grove.required[place] = needed
-            grove.promised[place] = tracked.promised
+            needs = views.tpot_needs(tracked, start_s, start_s + step_s, strength)
+            if needs is not None and needs.pace_s * ahead >= step_s:
+                grove.pace_s[place], grove.required[place] = needs
+                grove.promised[place] = tracked.promised
         behind = int(np.count_nonzero(grove.required > 1.0))
         model = steering.steps.expected_model
         grove.slo_floor = node_floor(behind, roots, ahead, model, step_s)
@@ -339,7 +347,7 @@ class Speculation:
             request, part = grove.requests[place], grove.part(place)
             nodes = np.flatnonzero(chosen[part])
             if len(nodes):
-                request.spec_token_ids = [grove.found[place].tokens[node] for node in nodes]
+                request.spec_token_ids = grove.found[place].tokens[nodes].tolist()
                 gain = float(grove.chances[part][nodes].sum())
                 self.steering.expected[request.request_id] = 1.0 + gain
 
@@ -365,11 +373,9 @@ class Speculation:
         nodes = max(min(nodes, self._unhurried(grove, roots + others, needed)), needed)
         budget = len(grove.requests) + nodes
         chosen = grove.select(budget, throughput=True)
-        rows = self.config.draft_tokens
-        for place, request in enumerate(grove.requests):
-            request.spec_token_ids = []
-            rows -= self._plant_one(grove, place, chosen[grove.part(place)], rows)
-            if nudge is not None and granted[place]:
+        self._plant(grove, chosen)
+        if nudge is not None:
+            for request in itertools.compress(grove.requests, granted):
                 nudge.token_budget += len(request.spec_token_ids)
                 nudge.tokens[request.request_id] = 1 + len(request.spec_token_ids)
         self._selection_s += time.perf_counter() - began_s
@@ -432,44 +438,50 @@ class Speculation:
             default=INFINITY,
         )
 
-    def _plant_one(self, grove: Grove, place: int, chosen: Marks, rows: int) -> int:
-        """Plant one request's chosen nodes, as many as ``rows`` extra paths allow; how many paths
-        they take."""
-        request, candidate = grove.requests[place], grove.found[place]
-        kept = np.flatnonzero(chosen).tolist()
-        if kept and request.use_structured_output:
-            kept = self._allowed(request, candidate, kept)
-        if not kept:
-            return 0
-        chances = grove.chances[grove.part(place)]
-        tokens, parents = token_tree.reorder(candidate.tokens, candidate.parents, kept)
-        order = token_tree.linearise(parents, chances[kept].tolist())
-        depths = token_tree.depths(parents)
-        left = request.max_tokens - request.num_output_tokens
-        order = [node for node in order if depths[node] < left]
-        while order:
-            planted, above = token_tree.reorder(tokens, parents, order)
-            taken = len(token_tree.path_rows(above)) - 1
-            if taken <= rows:
-                break
-            order.pop()
-        else:
-            return 0
-        request.spec_token_ids = planted
-        said = [candidate.probabilities[kept[node]] for node in order]
-        self._planted[request.request_id] = Candidate(candidate.at, planted, above, said)
-        phases = chosen[[kept[node] for node in order]]
-        self._chosen[0] += int(np.count_nonzero(phases == FOR_SLO))
-        self._chosen[1] += int(np.count_nonzero(phases == FOR_THROUGHPUT))
-        return taken
+    def _plant(self, grove: Grove, chosen: Marks) -> None:
+        """Give each request its chosen nodes, as many as there are extra paths for."""
+        for place, request in enumerate(grove.requests):
+            request.spec_token_ids = []
+            if request.use_structured_output:
+                self._keep_allowed(request, grove.found[place], chosen[grove.part(place)])
+        deepest = [r.max_tokens - r.num_output_tokens - 1 for r in grove.requests]
+        nodes, parents, counts = arrange_trees(
+            grove.offsets,
+            grove.chances,
+            grove.parents,
+            chosen,
+            np.asarray(deepest, dtype=np.int64),
+            self.config.draft_tokens,
+        )
+        phases = [0, 0, 0]
+        ends = np.cumsum(counts).tolist()
+        for place, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True)):
+            if not count:
+                continue
+            candidate, request = grove.found[place], grove.requests[place]
+            order = nodes[end - count : end]
+            request.spec_token_ids = candidate.tokens[order].tolist()
+            self._planted[request.request_id] = Planted(
+                request.spec_token_ids,
+                parents[end - count : end].tolist(),
+                candidate.probabilities[order].tolist(),
+            )
+            for phase in chosen[grove.part(place)][order].tolist():
+                phases[phase] += 1
+        self._chosen = phases[FOR_SLO], phases[FOR_THROUGHPUT]
 
-    def _allowed(self, request: Request, candidate: Candidate, kept: list[int]) -> list[int]:
+    def _keep_allowed(self, request: Request, candidate: Candidate, chosen: Marks) -> None:
+        """Leave of a structured request's chosen nodes what its grammar allows."""
         manager = self.scheduler.structured_output_manager
-        if not tree_grammar.constrains_now(manager, request):
-            return []
-        tokens, parents = token_tree.reorder(candidate.tokens, candidate.parents, kept)
+        kept = np.flatnonzero(chosen).tolist()
+        if not kept or not tree_grammar.constrains_now(manager, request):
+            chosen[:] = 0
+            return
+        tokens, parents = token_tree.reorder(
+            candidate.tokens.tolist(), candidate.parents.tolist(), kept
+        )
         allowed = tree_grammar.allowed(request, tokens, parents)
-        return [node for place, node in enumerate(kept) if place in allowed]
+        chosen[[node for place, node in enumerate(kept) if place not in allowed]] = 0
 
     # With a step.
 
@@ -548,16 +560,15 @@ class Speculation:
             self.steering.speculated = lambda: PLAIN
             self.steering.metrics.speculation_on(False)
             logger.error("vllm-slo: speculation is off: %s", drafts.failure)
-        for name, tokens, parents, said in zip(
-            drafts.req_ids,
-            drafts.draft_token_ids,
-            drafts.parents,
-            drafts.probabilities,
-            strict=True,
-        ):
+        for row, name in enumerate(drafts.req_ids):
             request = self.scheduler.requests.get(name)
             if request is not None and not request.is_finished():
-                self._candidates[name] = Candidate(request.num_tokens, tokens, parents, said)
+                self._candidates[name] = Candidate(
+                    request.num_tokens,
+                    drafts.tokens[row],
+                    drafts.parents[row],
+                    drafts.probabilities[row],
+                )
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
@@ -583,7 +594,7 @@ class _Seen:
         self.verified_by_depth = [0] * max_depth
         self.accepted_by_depth = [0] * max_depth
 
-    def walk(self, planted: Candidate, parents: Sequence[int], given: list[int]) -> None:
+    def walk(self, planted: Planted, parents: Sequence[int], given: list[int]) -> None:
         """Follow the tokens that came out of one tree."""
         self.accepted.append(len(given) - 1)
         for depth in token_tree.depths(parents):
@@ -614,4 +625,7 @@ def _warm_up(max_depth: int) -> None:
     calibration.observe(np.ones(1, dtype=np.int64), np.full(1, 0.5), np.ones(1, dtype=np.bool_))
     offsets, parents = np.array([0, 1]), np.array([-1], dtype=np.int32)
     chances = calibration.path_probabilities(offsets, parents, np.full(1, 0.5))
-    select_trees(offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1))
+    chosen = select_trees(
+        offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1)
+    )
+    arrange_trees(offsets, chances, parents, chosen, np.ones(1, dtype=np.int64), 1)

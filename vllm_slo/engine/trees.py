@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -57,17 +59,25 @@ def of(output: SchedulerOutput) -> StepTrees:
 
 @dataclass
 class DraftTrees(DraftTokenIds):
-    """Worker -> scheduler, after a step: each request's candidates.
+    """Worker -> scheduler, after a step: candidates of the requests in ``req_ids``, as many nodes
+    for each.
 
     Attributes:
-        parents: like ``draft_token_ids``, the parent of each candidate, -1 for the root.
-        probabilities: the draft's probability of each candidate given its path.
+        tokens: of each candidate, [requests, nodes].
+        parents: of each candidate within its request, -1 for the root, [requests, nodes].
+        probabilities: the draft's, of each candidate given its path, [requests, nodes].
         failure: why the draft has stopped for good, or None.
     """
 
-    parents: list[list[int]] = field(default_factory=list)
-    probabilities: list[list[float]] = field(default_factory=list)
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    parents: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
+    probabilities: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
     failure: str | None = None
+
+    @classmethod
+    def none(cls, failure: str | None = None) -> DraftTrees:
+        """Nothing was drafted."""
+        return cls([], [], failure=failure)
 
 
 def note_drafting(done: ModelRunnerOutput, seconds: float) -> None:

@@ -205,7 +205,7 @@ class TreeProposer:
         names = self.runner.input_batch.req_ids
         lengths = self.runner.input_batch.num_tokens_no_spec
         if wanted.depth == 0:
-            return trees.DraftTrees([], [])
+            return trees.DraftTrees.none()
         speaking = [i for i, name in enumerate(names) if name not in wanted.silent]
         ends = {
             i: int(lengths[i]) if sampled[i] else self.runner.computed_after(output, i)
@@ -214,7 +214,7 @@ class TreeProposer:
         ready, roots = self._catch_up(ends, {i for i in speaking if sampled[i]})
         ready = ready[: max(self.config.draft_tokens // wanted.width, 1)]
         if not ready:
-            return trees.DraftTrees([], [])
+            return trees.DraftTrees.none()
         index = np.asarray(ready)
         table = self.runner.block_table_of_trees()
         search = BeamSearch(
@@ -229,9 +229,10 @@ class TreeProposer:
         found = search.run(roots[: len(ready)], wanted.depth, wanted.width)
         return trees.DraftTrees(
             [names[i] for i in ready],
-            found.tokens.flatten(1).tolist(),
-            found.parents.flatten(1).tolist(),
-            found.probabilities.flatten(1).tolist(),
+            [],
+            found.tokens.flatten(1).cpu().numpy(),
+            found.parents.flatten(1).int().cpu().numpy(),
+            found.probabilities.flatten(1).double().cpu().numpy(),
         )
 
     def _temperatures(self, index: Ints) -> Tensor:
