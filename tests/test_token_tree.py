@@ -101,7 +101,7 @@ def test_every_prefix_of_the_order_is_a_tree(tree) -> None:
 
 
 @given(scored_trees())
-def test_the_order_is_the_best_path_and_then_by_score(tree) -> None:
+def test_the_order_is_the_best_path_and_then_path_by_path(tree) -> None:
     _, parents, scores = tree
     order = linearise(parents, scores)
     led = []
@@ -110,9 +110,15 @@ def test_the_order_is_the_best_path_and_then_by_score(tree) -> None:
         node = max(children, key=lambda n: (scores[n], -n))
         led.append(node)
     assert order[: len(led)] == led
-    assert order[len(led) :] == sorted(order[len(led) :], key=lambda n: (-scores[n], n))
     _, fathers = reorder(order, parents, order)
     assert leading_chain(fathers) >= len(led)
+    rows = path_rows(fathers)
+    assert [t for row in rows for t in row.path[-row.queries :]] == list(range(len(order) + 1))
+    for place, node in enumerate(order[1:], start=1):
+        begins = fathers[place] != place - 1
+        waiting = [n for n in order[place:] if parents[n] < 0 or parents[n] in order[:place]]
+        if begins:
+            assert node == min(waiting, key=lambda n: (-scores[n], n))
 
 
 @given(scored_trees())

@@ -59,29 +59,35 @@ class PathRow(NamedTuple):
 
 
 def linearise(parents: Sequence[int], scores: Sequence[float]) -> list[int]:
-    """Order of the nodes in which every prefix is a tree and the best path comes first.
+    """Order of the nodes in which every prefix is a tree: path by path, the best path first.
 
-    The best path goes from the root to the best child, and so on to a leaf; then come the others
-    by descending score, ties by index.
+    The best path goes from the root to the best child, and so on to a leaf. Then the best of the
+    nodes left that hang on what is placed starts the next path, which goes on likewise. Ties go by
+    index. So the nodes that a row of `path_rows` computes are consecutive.
 
     Args:
         parents: (m,).
         scores: (m,) path probabilities; no child's exceeds its parent's.
     """
-    best = [-1] * (len(parents) + 1)  # best child of each node; best[-1] is the root's
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # children[-1]: the root's
     for node, parent in enumerate(parents):
-        if best[parent] < 0 or scores[node] > scores[best[parent]]:
-            best[parent] = node
-    order = []
-    node = best[-1]
-    while node >= 0:
-        order.append(node)
-        node = best[node]
-    on_path = set(order)
-    others = [node for node in range(len(parents)) if node not in on_path]
-    # The sort is stable, in reverse too: a parent stays ahead of a child of equal score.
-    others.sort(key=scores.__getitem__, reverse=True)
-    return order + others
+        children[parent].append(node)
+    for own in children:
+        own.sort(key=lambda node: (-scores[node], node))
+    order: list[int] = []
+    waiting: list[tuple[float, int]] = []
+    at = -1
+    while True:
+        own = children[at]
+        if own:
+            waiting.extend((-scores[node], node) for node in own[1:])
+            at = own[0]
+        elif waiting:
+            at = min(waiting)[1]
+            waiting.remove(min(waiting))
+        else:
+            return order
+        order.append(at)
 
 
 def reorder(

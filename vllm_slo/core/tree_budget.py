@@ -118,16 +118,26 @@ class TypicalTree:
 class DraftDepth:
     """Chooses how far ahead to draft, from what trees have been like.
 
+    Depths that were never drafted are taken to continue those above by ``FIRST_GUESS``; from time
+    to time one is tried, so that what is believed of it does not stay wrong.
+
     Args:
         max_depth, max_width: the largest tree there is.
-        memory: trees after which an old one counts for 1/e; the first ones count alike.
+        memory: trees after which an old one counts for 1/e.
     """
+
+    PRIOR = 16.0
+    """Trees that the first guess counts for."""
+    TRY_EVERY = 32
+    TRY_AGAIN = 256
+    """Steps until a draft that does not pay is tried: it first has to catch up."""
 
     def __init__(self, max_depth: int, max_width: int, memory: float = 200.0) -> None:
         self._chances = np.zeros((max_depth, max_width))
         self._chances[:, 0] = FIRST_GUESS ** np.arange(1, max_depth + 1)
         self._memory = memory
         self._seen = np.zeros(max_depth)
+        self._chosen = 0
 
     @property
     def typical(self) -> TypicalTree:
@@ -141,9 +151,13 @@ class DraftDepth:
             return
         layers = -np.sort(-chances.reshape(count, depth, width), axis=2)
         self._seen[:depth] += count
-        share = np.maximum(1.0 - np.exp(-count / self._memory), count / self._seen[:depth])
+        first = count / (self._seen[:depth] + self.PRIOR)
+        share = np.maximum(1.0 - np.exp(-count / self._memory), first)
         known = self._chances[:depth, :width]
         known += share[:, None] * (layers.mean(axis=0) - known)
+        for below in range(depth, len(self._chances)):
+            if not self._seen[below]:
+                self._chances[below] = FIRST_GUESS * self._chances[below - 1]
 
     def fastest(self, step_s: float, deepest: int, width: int, pass_s: float) -> int:
         """The depth at which one request gets its tokens soonest, in steps of ``step_s``."""
@@ -185,7 +199,10 @@ class DraftDepth:
             rate = float((tokens / np.maximum(times, SHORTEST_S)).max())
             if rate > best:
                 best, depth = rate, d
-        return depth
+        self._chosen += 1
+        every = self.TRY_EVERY if depth else self.TRY_AGAIN
+        tries = depth < deepest and self._chosen % every == 0
+        return depth + 1 if tries else depth
 
 
 def node_floor(

@@ -252,9 +252,8 @@ def arrange_trees(
 ) -> tuple[Ints, NDArray[np.int32], Ints]:
     """The chosen nodes of all requests as trees in the order in which they are verified.
 
-    Each tree is as `token_tree.linearise` orders it: the best path first, then by descending
-    probability. Where the trees have more leaves besides than ``paths``, the last requests' trees
-    lose their least likely nodes.
+    Each tree is as `token_tree.linearise` orders it: path by path, the best first. Where the trees
+    have more leaves besides than ``paths``, the last requests' trees lose their last nodes.
 
     Args:
         offsets, probability, parent: as `select_trees` takes them.
@@ -273,28 +272,27 @@ def arrange_trees(
 def _order(left: Bools, probability: Floats, parent: NDArray[np.int32], nodes: Ints) -> int:
     """Write the nodes that are ``left`` of one request to ``nodes``, as `token_tree.linearise`
     orders them; how many form the best path."""
-    at, count = -1, 0
+    placed = np.zeros(len(left), dtype=np.bool_)
+    at, count, chain = -1, 0, -1
     while True:
         best = -1
         for node in range(len(left)):
             better = best < 0 or probability[node] > probability[best]
             if left[node] and parent[node] == at and better:
                 best = node
+        if best < 0:  # a leaf: the best of the nodes that hang on what is placed comes next
+            chain = count if chain < 0 else chain
+            for node in range(len(left)):
+                hangs = parent[node] < 0 or placed[parent[node]]
+                better = best < 0 or probability[node] > probability[best]
+                if left[node] and hangs and better:
+                    best = node
         if best < 0:
-            break
+            return chain
         left[best] = False
+        placed[best] = True
         nodes[count] = at = best
         count += 1
-    chain = count
-    for node in range(len(left)):
-        if left[node]:
-            where = count
-            while where > chain and probability[nodes[where - 1]] < probability[node]:
-                nodes[where] = nodes[where - 1]
-                where -= 1
-            nodes[where] = node
-            count += 1
-    return chain
 
 
 @jit

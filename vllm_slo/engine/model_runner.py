@@ -10,6 +10,7 @@ the sampled token draws from the model's own distribution, whatever the sampling
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,13 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_slo.core import token_tree
 from vllm_slo.engine import tree_sampling, trees
 from vllm_slo.engine.proposers import TreeProposer
-from vllm_slo.engine.tree_attention.path_rows import MASKS, ROWS, MaskRows, VerifyRows
+from vllm_slo.engine.tree_attention.path_rows import (
+    MASKS,
+    ROWS,
+    MaskRows,
+    VerifyRows,
+    copy_blocks,
+)
 from vllm_slo.engine.tree_attention.plan import (
     MaskPlan,
     RowPlan,
@@ -138,7 +145,7 @@ class TreeRunner(GPUModelRunner):
         )
         if plan is None:
             return
-        self._verify = VerifyRows(plan, self._loose_tokens(), self.device)
+        self._verify = VerifyRows(plan, self.device)
         rows = _as_rows(common, plan, self.device)
         for group in self.attn_groups[_GROUP]:
             built = group.build_metadata(rows)
@@ -173,6 +180,37 @@ class TreeRunner(GPUModelRunner):
 
     def _compact(self, accepted: list[list[int]]) -> None:
         """Give the accepted nodes the slots in which a plain decode would have put them."""
+        if isinstance(self._verify, MaskRows):
+            self._move_tokens(self._verify, accepted)
+        elif self._verify is not None:
+            self._take_over_paths(self._verify, accepted)
+
+    def _take_over_paths(self, rows: VerifyRows, accepted: list[list[int]]) -> None:
+        """The scratch blocks of an accepted path hold what the request's own are to hold."""
+        size, table = self.block_size_of_trees(), self.block_table_of_trees()
+        contexts = {slot.index: slot.context for slot in self._slots}
+        sources: list[int] = []
+        targets: list[int] = []
+        for index, block in _accepted_paths(rows, accepted):
+            column, offset = divmod(contexts[index], size)
+            count = -(-(offset + 1 + len(accepted[index])) // size)
+            sources.extend(range(block, block + count))
+            targets.extend(table[index, column : column + count].tolist())
+        if sources:
+            source = torch.tensor(sources, device=self.device)
+            target = torch.tensor(targets, device=self.device)
+            for layer in self._target_layers():
+                copy_blocks(layer.kv_cache, source, target)
+
+    def _target_layers(self) -> list[Any]:
+        """The served model's attention layers."""
+        layers = self.compilation_config.static_forward_context
+        drafts = set(self.drafter.draft.layer_names)
+        names = self.kv_cache_config.kv_cache_groups[_GROUP].layer_names
+        return [layers[name] for name in names if name not in drafts]
+
+    def _move_tokens(self, rows: MaskRows, accepted: list[list[int]]) -> None:
+        """Write the accepted nodes' keys and values once more, where they belong."""
         size, table = self.block_size_of_trees(), self.block_table_of_trees()
         kept, slots = [], []
         for slot in self._slots:
@@ -184,11 +222,10 @@ class TreeRunner(GPUModelRunner):
                 slots.append(int(table[slot.index, position // size]) * size + position % size)
         if not kept:
             return
-        assert self._verify is not None
         sources = torch.tensor(kept, device=self.device)
         targets = torch.tensor(slots, dtype=torch.int64, device=self.device)
         layers = self.compilation_config.static_forward_context
-        for name, (key, value) in self._verify.kept.items():
+        for name, (key, value) in rows.kept.items():
             layer = layers[name]
             layer.impl.do_kv_cache_update(
                 layer, key[sources], value[sources], layer.kv_cache, targets
@@ -226,6 +263,17 @@ class TreeRunner(GPUModelRunner):
         if self._failure is not None:
             return trees.DraftTrees.none(self._failure)
         return drafts
+
+
+def _accepted_paths(rows: VerifyRows, accepted: list[list[int]]) -> Iterator[tuple[int, int]]:
+    """(request, first scratch block) of each accepted path that leaves its tree's leading chain."""
+    done: set[int] = set()
+    for index, path, block in rows.paths:
+        nodes = accepted[index]
+        leaves = nodes and nodes[-1] + 1 != len(nodes)
+        if leaves and index not in done and tuple(nodes) == path[: len(nodes)]:
+            done.add(index)
+            yield index, block
 
 
 class TreeMasks:

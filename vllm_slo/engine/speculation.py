@@ -57,9 +57,6 @@ logger = init_logger(__name__)
 Floats = NDArray[np.float64]
 Marks = NDArray[np.int8]
 
-DEPTH_REFRESH_STEPS = 16
-FIRST_STEPS = 64
-"""While little is known of the draft, its depth is decided anew in every step."""
 PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
 
@@ -167,8 +164,6 @@ class Speculation:
             steering.config.margin_quantile,
         )
         self._shape = 0, 1
-        self._steps = 0
-        self._settled: tuple[int, int, int] | None = None
         self._candidates: dict[str, Candidate] = {}
         self._planted: dict[str, Planted] = {}
         self._grove: Grove | None = None
@@ -291,22 +286,16 @@ class Speculation:
             steps.drafting(0.0, 0.0)
             return
         deepest, width = depth_and_width(active, self._control())
-        key = active, deepest, width
-        self._steps += 1
-        unsettled = self._steps < FIRST_STEPS or self._steps % DEPTH_REFRESH_STEPS == 0
-        if key != self._settled or unsettled:
-            self._settled = key
-            beams = min(active * width, self.config.draft_tokens)
-            self._pass_s = self._times.pass_s(beams)
-            model, context = steps.verifying_model, self._context()
-            self._paying = self._depths.choose(active, context, deepest, width, self._pass_s, model)
-            step_s = model.predict_s(active, context)
-            self._fastest = self._depths.fastest(step_s, deepest, width, self._pass_s)
-        depth = max(self._paying, self.config.min_depth)
+        beams = min(active * width, self.config.draft_tokens)
+        pass_s = self._times.pass_s(beams)
+        model, context = steps.verifying_model, self._context()
+        depth = self._depths.choose(active, context, deepest, width, pass_s, model)
         if self._wanting():
-            depth = max(depth, self._fastest)
+            step_s = model.predict_s(active, context)
+            depth = max(depth, self._depths.fastest(step_s, deepest, width, pass_s))
+        depth = max(depth, self.config.min_depth)
         self._shape = depth, width
-        steps.drafting(depth * self._pass_s, self._times.token_s if depth else 0.0)
+        steps.drafting(depth * pass_s, self._times.token_s if depth else 0.0)
 
     def _wanting(self) -> bool:
         """Whether a request's TPOT may need nodes in the step after this one: it asks for more

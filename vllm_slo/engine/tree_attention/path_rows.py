@@ -2,8 +2,8 @@
 """Trees on any paged backend: its own causal kernel over the rows of ``plan.RowPlan``.
 
 ``with_path_rows`` makes a backend of the same name and layout whose ``forward`` first writes what
-the rows of this pass need into scratch blocks, then calls the kernel with the queries in the order
-of the rows. A pass without trees is the backend's own.
+the rows of this pass need into scratch blocks. A tree's nodes lie path by path, so the queries lie
+as the rows do. A pass without trees is the backend's own.
 """
 
 from __future__ import annotations
@@ -26,50 +26,48 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Rows(Protocol):
-    """What the attention layers of one forward pass do beside the kernel call.
-
-    Attributes:
-        order: token of each query, [tokens]; None: as they lie.
-    """
-
-    order: Tensor | None
+    """What the attention layers of one forward pass do beside the kernel call."""
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         """Make this layer's KV cache what the rows read. ``key`` and ``value``: this pass's."""
 
 
+def copy_blocks(kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy whole blocks within one layer's KV cache."""
+    kv_cache.index_copy_(0, targets, kv_cache.index_select(0, sources))
+
+
 class VerifyRows:
-    """The rows of a verifying pass. Keeps the keys and values of the nodes that compaction may
-    have to move.
+    """The rows of a verifying pass.
 
     Args:
         plan: the batch as rows.
-        keep: tokens whose keys and values are kept, by place in the batch.
         device: of the KV cache.
 
     Attributes:
-        kept: layer name -> keys and values of ``keep``.
+        paths: see ``RowPlan``.
     """
 
-    def __init__(self, plan: RowPlan, keep: Tensor, device: torch.device) -> None:
+    def __init__(self, plan: RowPlan, device: torch.device) -> None:
         def on_device(numbers: Any) -> Tensor:
             return torch.from_numpy(numbers).to(device, non_blocking=True)
 
-        self.order: Tensor | None = on_device(plan.order)
+        self.paths = plan.paths
         self._from = on_device(plan.copies[:, 0].copy())
         self._to = on_device(plan.copies[:, 1].copy())
         self._sources = on_device(plan.sources)
         self._slots = on_device(plan.slots)
-        self._keep = keep
-        self.kept: dict[str, Pair] = {}
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         if len(self._from):
-            kv_cache[self._to] = kv_cache[self._from]
+            copy_blocks(kv_cache, self._from, self._to)
         impl.do_kv_cache_update(
-            layer, key[self._sources], value[self._sources], kv_cache, self._slots
+            layer,
+            key.index_select(0, self._sources),
+            value.index_select(0, self._sources),
+            kv_cache,
+            self._slots,
         )
-        self.kept[layer.layer_name] = key[self._keep], value[self._keep]
 
 
 class MaskRows:
@@ -83,15 +81,14 @@ class MaskRows:
         kept: layer name -> keys and values of ``keep``.
     """
 
-    order: Tensor | None = None
-
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep
         self.kept: dict[str, Pair] = {}
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         del impl, kv_cache
-        self.kept[layer.layer_name] = key[self._keep], value[self._keep]
+        kept = key.index_select(0, self._keep), value.index_select(0, self._keep)
+        self.kept[layer.layer_name] = kept
 
 
 class BeamRows:
@@ -99,13 +96,10 @@ class BeamRows:
     pass to pass while the path in them changes. Keeps every pass's keys and values.
 
     Attributes:
-        order: None, the queries lie as the rows do.
         sources: nodes of this pass's paths, [x], numbered through all passes, this one included.
         slots: where their keys and values go, [x].
         copies: (from, to) partly filled blocks, [y, 2]; None after the first pass.
     """
-
-    order: Tensor | None = None
 
     def __init__(self) -> None:
         self.sources: Tensor | None = None
@@ -115,7 +109,7 @@ class BeamRows:
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         if self.copies is not None:
-            kv_cache[self.copies[:, 1]] = kv_cache[self.copies[:, 0]]
+            copy_blocks(kv_cache, self.copies[:, 0], self.copies[:, 1])
         past = self._history.get(layer.layer_name)
         if past is not None:
             key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
@@ -146,29 +140,11 @@ def with_path_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             **kwargs: Any,
         ) -> Tensor:
             rows: Rows | None = getattr(attn_metadata, ROWS, None)
-            if rows is None:
-                return super().forward(
-                    layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-                )
-            rows.write(self, layer, key, value, kv_cache)
-            if rows.order is None:
-                return super().forward(
-                    layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-                )
-            ordered = torch.empty_like(output[: len(rows.order)])
-            super().forward(
-                layer,
-                query[rows.order],
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                ordered,
-                *args,
-                **kwargs,
+            if rows is not None:
+                rows.write(self, layer, key, value, kv_cache)
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-            output[rows.order] = ordered
-            return output
 
     Impl.__name__ = Impl.__qualname__ = f"PathRows{stock.__name__}"
 

@@ -35,7 +35,8 @@ class TreeSlot:
         index: the request's place in the batch.
         first: its root's place among the tokens of the batch; its nodes follow.
         context: KV tokens before the root.
-        parents: parent of each node, -1 for the root; see ``core.token_tree``.
+        parents: parent of each node, -1 for the root, path by path as ``token_tree.linearise``
+            orders them.
     """
 
     index: int
@@ -52,21 +53,21 @@ class RowPlan:
         owner: request whose block table each row starts from, [rows].
         query_start: where each row's queries begin, [rows + 1].
         seq_lens: KV tokens of each row with its queries, [rows].
-        order: token of the batch that is each query, [tokens].
         table: (row, column, block): what the extra rows' block tables hold instead, [x, 3].
         copies: (from, to): partly filled blocks to copy, [y, 2].
         sources: tokens whose keys and values are written once more, [z].
         slots: where to, [z].
+        paths: of each extra row, the request, its path as nodes, its first scratch block.
     """
 
     owner: Ints
     query_start: Ints
     seq_lens: Ints
-    order: Ints
     table: Ints
     copies: Ints
     sources: Ints
     slots: Ints
+    paths: list[tuple[int, tuple[int, ...], int]]
 
 
 class _Rows:
@@ -79,17 +80,17 @@ class _Rows:
         self.owner: list[int] = []
         self.lengths: list[int] = []
         self.seq_lens: list[int] = []
-        self.order: list[Ints] = []
+        self.paths: list[tuple[int, tuple[int, ...], int]] = []
         self.table: list[tuple[int, int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.sources: list[int] = []
         self.slots: list[int] = []
 
-    def add(self, owner: int, queries: Ints, seq_len: int) -> None:
+    def add(self, owner: int, queries: int, seq_len: int) -> None:
+        """A row whose queries are the next tokens of the batch."""
         self.owner.append(owner)
-        self.lengths.append(len(queries))
+        self.lengths.append(queries)
         self.seq_lens.append(seq_len)
-        self.order.append(queries)
 
     def add_path(self, slot: TreeSlot, path: Sequence[int], queries: int, table: Ints) -> None:
         """An extra row: ``path`` are token indices from the root on, the last ``queries`` new."""
@@ -109,7 +110,8 @@ class _Rows:
                 blocks[places // self.block_size] * self.block_size + places % self.block_size
             ).tolist()
         )
-        self.add(slot.index, tokens[len(path) - queries :], slot.context + len(path))
+        self.paths.append((slot.index, tuple(t - 1 for t in path[1:]), int(blocks[0])))
+        self.add(slot.index, queries, slot.context + len(path))
 
 
 def plan_rows(
@@ -140,10 +142,10 @@ def plan_rows(
         first, end = int(query_start[index]), int(query_start[index + 1])
         slot = trees.get(index)
         if slot is None:
-            rows.add(index, np.arange(first, end), int(seq_lens[index]))
+            rows.add(index, end - first, int(seq_lens[index]))
             continue
         main, *others = path_rows(slot.parents)
-        rows.add(index, first + np.arange(main.queries), slot.context + main.queries)
+        rows.add(index, main.queries, slot.context + main.queries)
         for row in others:
             extra = True
             rows.add_path(slot, row.path, row.queries, block_table)
@@ -153,11 +155,11 @@ def plan_rows(
         np.asarray(rows.owner),
         np.cumsum([0, *rows.lengths]),
         np.asarray(rows.seq_lens),
-        np.concatenate(rows.order),
         np.asarray(rows.table, dtype=np.int64).reshape(-1, 3),
         np.asarray(rows.copies, dtype=np.int64).reshape(-1, 2),
         np.asarray(rows.sources, dtype=np.int64),
         np.asarray(rows.slots, dtype=np.int64),
+        rows.paths,
     )
 
 
