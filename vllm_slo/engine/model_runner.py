@@ -142,10 +142,11 @@ class TreeRunner(GPUModelRunner):
             self.block_table_of_trees(),
             self.block_size_of_trees(),
             np.arange(self.drafter.scratch, self.kv_cache_config.num_blocks),
+            self.drafter.blocks_per_row,
         )
         if plan is None:
             return
-        self._verify = VerifyRows(plan, self.device)
+        self._verify = VerifyRows(plan, self.drafter.blocks_per_row, self.device)
         rows = _as_rows(common, plan, self.device)
         for group in self.attn_groups[_GROUP]:
             built = group.build_metadata(rows)
@@ -189,18 +190,14 @@ class TreeRunner(GPUModelRunner):
         """The scratch blocks of an accepted path hold what the request's own are to hold."""
         size, table = self.block_size_of_trees(), self.block_table_of_trees()
         contexts = {slot.index: slot.context for slot in self._slots}
-        sources: list[int] = []
-        targets: list[int] = []
+        copies: list[list[int]] = []
         for index, block in _accepted_paths(rows, accepted):
             column, offset = divmod(contexts[index], size)
             count = -(-(offset + 1 + len(accepted[index])) // size)
-            sources.extend(range(block, block + count))
-            targets.extend(table[index, column : column + count].tolist())
-        if sources:
-            source = torch.tensor(sources, device=self.device)
-            target = torch.tensor(targets, device=self.device)
+            copies.extend([block + i, int(table[index, column + i]), 1] for i in range(count))
+        if copies:
             for layer in self._target_layers():
-                copy_blocks(layer.kv_cache, source, target)
+                copy_blocks(layer.kv_cache, copies, 1)
 
     def _target_layers(self) -> list[Any]:
         """The served model's attention layers."""

@@ -122,16 +122,15 @@ class BeamSearch:
         table[:, : self.tables.shape[1]] = self.tables[owner, :columns]
         places = column[owner, None] + np.arange(self.blocks_per_row)
         np.put_along_axis(table, places, blocks.astype(np.int32), axis=1)
-        partial = np.flatnonzero(offset[owner])
-        copies = np.stack(
-            (self.tables[owner[partial], column[owner[partial]]], blocks[partial, 0]), axis=1
-        )
+        copies = [
+            [int(self.tables[i, column[i]]), int(blocks[i * width, 0]), width]
+            for i in np.flatnonzero(offset)
+        ]
         self._owner = owner
         self._table = torch.from_numpy(table).to(device, non_blocking=True)
         self._first_slot = torch.from_numpy(blocks[:, 0] * self.block_size + offset[owner])
         self._first_slot = self._first_slot.to(device, non_blocking=True)
-        self._rows = BeamRows()
-        self._rows.copies = torch.from_numpy(copies.astype(np.int64)).to(device)
+        self._rows = BeamRows(copies, self.blocks_per_row)
 
     def _extend(self, tokens: Tensor, paths: Tensor, level: int) -> Tensor:
         """Logits after each beam's last token, [n * width, vocabulary]; paths: [n, width, level].
@@ -155,7 +154,6 @@ class BeamSearch:
             positions,
         )
         hidden = self.draft.forward(tokens.view(-1).int(), positions, common, rows=rows)
-        rows.copies = None
         return self.draft.logits(hidden[: n * width])
 
 
@@ -187,6 +185,7 @@ class TreeProposer:
         """Take the runner's KV cache, once it is there."""
         self.runner = runner
         self.block_size = runner.block_size_of_trees()
+        self.blocks_per_row = scratch_blocks_per_row(self.block_size, self.config.max_depth)
         self.draft.bind([group for groups in runner.attn_groups for group in groups])
         num_blocks = runner.kv_cache_config.num_blocks
         self.scratch = num_blocks - trees.scratch_blocks(self.config, self.block_size)
@@ -224,7 +223,7 @@ class TreeProposer:
             self._temperatures(index),
             scratch=self.scratch,
             block_size=self.block_size,
-            blocks_per_row=scratch_blocks_per_row(self.block_size, self.config.max_depth),
+            blocks_per_row=self.blocks_per_row,
         )
         found = search.run(roots[: len(ready)], wanted.depth, wanted.width)
         return trees.DraftTrees(

@@ -32,9 +32,11 @@ class Rows(Protocol):
         """Make this layer's KV cache what the rows read. ``key`` and ``value``: this pass's."""
 
 
-def copy_blocks(kv_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy whole blocks within one layer's KV cache."""
-    kv_cache.index_copy_(0, targets, kv_cache.index_select(0, sources))
+def copy_blocks(kv_cache: Tensor, copies: list[list[int]], step: int) -> None:
+    """Copy blocks within one layer's KV cache: (from, to, count), ``count`` times, each ``step``
+    blocks further on."""
+    for source, first, count in copies:
+        kv_cache[first : first + count * step : step].copy_(kv_cache[source])
 
 
 class VerifyRows:
@@ -42,25 +44,25 @@ class VerifyRows:
 
     Args:
         plan: the batch as rows.
+        blocks_per_row: scratch blocks of each extra row.
         device: of the KV cache.
 
     Attributes:
         paths: see ``RowPlan``.
     """
 
-    def __init__(self, plan: RowPlan, device: torch.device) -> None:
+    def __init__(self, plan: RowPlan, blocks_per_row: int, device: torch.device) -> None:
         def on_device(numbers: Any) -> Tensor:
             return torch.from_numpy(numbers).to(device, non_blocking=True)
 
         self.paths = plan.paths
-        self._from = on_device(plan.copies[:, 0].copy())
-        self._to = on_device(plan.copies[:, 1].copy())
+        self._copies = plan.copies.tolist()
+        self._step = blocks_per_row
         self._sources = on_device(plan.sources)
         self._slots = on_device(plan.slots)
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        if len(self._from):
-            copy_blocks(kv_cache, self._from, self._to)
+        copy_blocks(kv_cache, self._copies, self._step)
         impl.do_kv_cache_update(
             layer,
             key.index_select(0, self._sources),
@@ -95,23 +97,27 @@ class BeamRows:
     """The rows of the draft's beam: one query each, on scratch blocks that keep their place from
     pass to pass while the path in them changes. Keeps every pass's keys and values.
 
+    Args:
+        copies: (from, to, count) of partly filled blocks; made before the first pass.
+        blocks_per_row: scratch blocks of each row.
+
     Attributes:
         sources: nodes of this pass's paths, [x], numbered through all passes, this one included.
         slots: where their keys and values go, [x].
-        copies: (from, to) partly filled blocks, [y, 2]; None after the first pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: list[list[int]], blocks_per_row: int) -> None:
         self.sources: Tensor | None = None
         self.slots: Tensor | None = None
-        self.copies: Tensor | None = None
+        self._copies = copies
+        self._step = blocks_per_row
         self._history: dict[str, Pair] = {}
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        if self.copies is not None:
-            copy_blocks(kv_cache, self.copies[:, 0], self.copies[:, 1])
         past = self._history.get(layer.layer_name)
-        if past is not None:
+        if past is None:
+            copy_blocks(kv_cache, self._copies, self._step)
+        else:
             key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
         self._history[layer.layer_name] = key, value
         impl.do_kv_cache_update(layer, key[self.sources], value[self.sources], kv_cache, self.slots)

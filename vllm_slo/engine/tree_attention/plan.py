@@ -54,7 +54,8 @@ class RowPlan:
         query_start: where each row's queries begin, [rows + 1].
         seq_lens: KV tokens of each row with its queries, [rows].
         table: (row, column, block): what the extra rows' block tables hold instead, [x, 3].
-        copies: (from, to): partly filled blocks to copy, [y, 2].
+        copies: (from, to, count): partly filled blocks to copy, each to the first block of so many
+            consecutive rows, [y, 3].
         sources: tokens whose keys and values are written once more, [z].
         slots: where to, [z].
         paths: of each extra row, the request, its path as nodes, its first scratch block.
@@ -73,16 +74,17 @@ class RowPlan:
 class _Rows:
     """The plan while rows are added; scratch blocks are handed out in order."""
 
-    def __init__(self, block_size: int, scratch: Ints) -> None:
+    def __init__(self, block_size: int, scratch: Ints, blocks_per_row: int) -> None:
         self.block_size = block_size
         self.scratch = scratch
+        self.blocks_per_row = blocks_per_row
         self.taken = 0
         self.owner: list[int] = []
         self.lengths: list[int] = []
         self.seq_lens: list[int] = []
         self.paths: list[tuple[int, tuple[int, ...], int]] = []
         self.table: list[tuple[int, int, int]] = []
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[list[int]] = []
         self.sources: list[int] = []
         self.slots: list[int] = []
 
@@ -96,13 +98,16 @@ class _Rows:
         """An extra row: ``path`` are token indices from the root on, the last ``queries`` new."""
         tokens = np.asarray(path, dtype=np.int64) + slot.first
         column, offset = divmod(slot.context, self.block_size)
-        count = -(-(offset + len(path)) // self.block_size)
-        blocks = self.scratch[self.taken : self.taken + count]
-        self.taken += count
+        blocks = self.scratch[self.taken : self.taken + self.blocks_per_row]
+        self.taken += self.blocks_per_row
         row = len(self.owner)
         self.table.extend((row, column + i, int(block)) for i, block in enumerate(blocks))
         if offset:
-            self.copies.append((int(table[slot.index, column]), int(blocks[0])))
+            source = int(table[slot.index, column])
+            if self.copies and self.copies[-1][0] == source:
+                self.copies[-1][2] += 1
+            else:
+                self.copies.append([source, int(blocks[0]), 1])
         places = offset + np.arange(len(path))
         self.sources.extend(tokens.tolist())
         self.slots.extend(
@@ -121,6 +126,7 @@ def plan_rows(
     block_table: Ints,
     block_size: int,
     scratch: Ints,
+    blocks_per_row: int,
 ) -> RowPlan | None:
     """Turn a batch with trees into rows.
 
@@ -130,12 +136,13 @@ def plan_rows(
         seq_lens: KV tokens of each request with this step's, [requests].
         block_table: blocks of each request, [requests, columns].
         block_size: tokens per block.
-        scratch: blocks that belong to nobody; enough for the extra rows.
+        scratch: consecutive blocks that belong to nobody; enough for the extra rows.
+        blocks_per_row: scratch blocks of each extra row.
 
     Returns:
         The plan, or None where every tree is a chain, which a causal kernel verifies as it is.
     """
-    rows = _Rows(block_size, scratch)
+    rows = _Rows(block_size, scratch, blocks_per_row)
     trees = {slot.index: slot for slot in slots}
     extra = False
     for index in range(len(seq_lens)):
@@ -156,7 +163,7 @@ def plan_rows(
         np.cumsum([0, *rows.lengths]),
         np.asarray(rows.seq_lens),
         np.asarray(rows.table, dtype=np.int64).reshape(-1, 3),
-        np.asarray(rows.copies, dtype=np.int64).reshape(-1, 2),
+        np.asarray(rows.copies, dtype=np.int64).reshape(-1, 3),
         np.asarray(rows.sources, dtype=np.int64),
         np.asarray(rows.slots, dtype=np.int64),
         rows.paths,
