@@ -229,4 +229,4 @@ def test_promises_are_kept_beside_trees() -> None:
     assert len(promised) > 15
     broken = [o for o in promised if not o.report["attained"]]
     assert len(broken) <= 1
-    assert sum(sizes(engine)) > 200
+    assert sum(sizes(engine)) > 100

@@ -128,6 +128,9 @@ class DraftDepth:
 
     PRIOR = 16.0
     """Trees that the first guess counts for."""
+    USE_SHARE = 0.05
+    RECOVERY = 0.004
+    """Of the use, in each step that drafts nothing."""
     TRY_EVERY = 32
     TRY_AGAIN = 256
     """Steps until a draft that does not pay is tried: it first has to catch up."""
@@ -138,6 +141,7 @@ class DraftDepth:
         self._memory = memory
         self._seen = np.zeros(max_depth)
         self._chosen = 0
+        self._use = 1.0
 
     @property
     def typical(self) -> TypicalTree:
@@ -159,9 +163,14 @@ class DraftDepth:
             if not self._seen[below]:
                 self._chances[below] = FIRST_GUESS * self._chances[below - 1]
 
+    def used(self, share: float) -> None:
+        """Tell what share of the nodes that would have paid a step had room for: objectives may
+        leave less, and what is not verified is drafted in vain."""
+        self._use += self.USE_SHARE * (min(share, 1.0) - self._use)
+
     def fastest(self, step_s: float, deepest: int, width: int, pass_s: float) -> int:
         """The depth at which one request gets its tokens soonest, in steps of ``step_s``."""
-        expected = 1.0 + np.cumsum(self._chances[:deepest, :width].sum(axis=1))
+        expected = 1.0 + self._use * np.cumsum(self._chances[:deepest, :width].sum(axis=1))
         times = step_s + pass_s * np.arange(1, len(expected) + 1)
         if not len(expected) or (expected / times).max() <= 1.0 / max(step_s, SHORTEST_S):
             return 0
@@ -188,18 +197,22 @@ class DraftDepth:
         """
         if not active:
             return 0
+        if not deepest:
+            return 0
         reading_s = model.kv_s * context
         best, depth = active / max(model.predict_s(active, context), SHORTEST_S), 0
         for d in range(1, deepest + 1):
             chances = TypicalTree(self._chances[:, :width]).nodes(d)
             counts = np.arange(1.0, len(chances) + 1.0)
-            tokens = active * (1.0 + np.cumsum(chances))
+            tokens = active * (1.0 + self._use * np.cumsum(chances))
             batches = np.asarray(active * (1.0 + counts), dtype=np.float64)
             times = step_times(model, batches) + reading_s + d * pass_s
             rate = float((tokens / np.maximum(times, SHORTEST_S)).max())
             if rate > best:
                 best, depth = rate, d
         self._chosen += 1
+        if not depth:
+            self._use = min(self._use + self.RECOVERY, 1.0)
         every = self.TRY_EVERY if depth else self.TRY_AGAIN
         tries = depth < deepest and self._chosen % every == 0
         return depth + 1 if tries else depth

@@ -57,6 +57,8 @@ logger = init_logger(__name__)
 Floats = NDArray[np.float64]
 Marks = NDArray[np.int8]
 
+SURE_SHARE = 0.8
+"""Of the expected tokens of a tree, what a promise is lengthened by."""
 PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
 
@@ -357,12 +359,19 @@ class Speculation:
         roots, others, room = self._room(nudge, grove)
         likely = np.sort(grove.chances[np.repeat(granted, np.diff(grove.offsets))])[::-1]
         model = self.steering.steps.expected_model
-        nodes = worthwhile_nodes(likely, roots, others, self._context(), model, room)
+        most = self.steering.max_step_tokens - roots - others
+        nodes = worthwhile_nodes(likely, roots, others, self._context(), model, most)
         needed = min(self._needed, max(room, 0))
-        nodes = max(min(nodes, self._unhurried(grove, roots + others, needed)), needed)
+        worthwhile = nodes
+        nodes = min(nodes, self._unhurried(grove, roots + others, needed))
+        if nodes > room:
+            nodes = self._affordable(grove, likely, nodes, roots + others, nudge) or max(room, 0)
+        nodes = max(nodes, needed)
         budget = len(grove.requests) + nodes
         chosen = grove.select(budget, throughput=True)
         self._plant(grove, chosen)
+        hoped = float(likely[:worthwhile].sum())
+        self._depths.used(float(grove.chances[chosen > 0].sum()) / hoped if hoped else 1.0)
         if nudge is not None:
             for request in itertools.compress(grove.requests, granted):
                 nudge.token_budget += len(request.spec_token_ids)
@@ -412,20 +421,46 @@ class Speculation:
         least_s = model.predict_s(used + needed, context)
         return model.time_to_tokens(max(hurry_s, least_s), context) - used
 
+    def _affordable(
+        self, grove: Grove, likely: Floats, most: int, used: int, nudge: Nudge | None
+    ) -> int:
+        """Nodes, at most ``most``, that make a step longer than a TPOT allows and yield the tokens
+        to make up for it; 0 where none do, or a prompt's deadline is what limits the step."""
+        limits = self._limits_s()
+        if nudge is not None and nudge.limit_s < min(limits.values(), default=INFINITY) - 1e-6:
+            return 0
+        places = {request.request_id: place for place, request in enumerate(grove.requests)}
+        tracked = self.steering.tracked
+        context = self._context()
+        for nodes in (most, most * 3 // 4, most // 2, most // 4):
+            if nodes < 1:
+                break
+            taken = np.where(grove.chances >= likely[nodes - 1], grove.chances, 0.0)
+            gains = SURE_SHARE * np.add.reduceat(taken, grove.offsets[:-1])
+            step_s = self.steering.steps.promise_model.predict_s(used + nodes, context)
+            if all(
+                step_s
+                <= limit_s + (gains[places[name]] if name in places else 0.0) * tracked[name].tpot_s
+                for name, limit_s in limits.items()
+            ):
+                return nodes
+        return 0
+
     def _limit_s(self) -> float:
         """Longest step that keeps every promise of a batch that vLLM plans by itself."""
+        return min(self._limits_s().values(), default=INFINITY)
+
+    def _limits_s(self) -> dict[str, float]:
+        """Longest step that keeps the TPOT of each promised request that decodes."""
         steering = self.steering
         steps = steering.steps
         start_s = steps.next_start_s(steering.now_s)
         shortest_s = steps.promise_model.predict_s(len(self.scheduler.running))
-        return min(
-            (
-                decode_limit_s(start_s, steering.decode_view(tracked, start_s), shortest_s)
-                for tracked in steering.tracked.values()
-                if tracked.promised and tracked.decodes
-            ),
-            default=INFINITY,
-        )
+        return {
+            name: decode_limit_s(start_s, steering.decode_view(tracked, start_s), shortest_s)
+            for name, tracked in steering.tracked.items()
+            if tracked.promised and tracked.decodes
+        }
 
     def _plant(self, grove: Grove, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""
