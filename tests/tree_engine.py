@@ -14,6 +14,7 @@ import os
 import sys
 from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -169,7 +170,10 @@ def break_it(what: str) -> None:
     elif what == "compaction":
         runner._compact = lambda self, accepted: None  # type: ignore[method-assign]
     elif what == "positions":
-        model_runner.token_tree.depths = lambda parents: list(range(1, len(parents) + 1))
+        model_runner.token_tree = SimpleNamespace(
+            depths=lambda parents: list(range(1, len(parents) + 1)),
+            leading_chain=model_runner.token_tree.leading_chain,
+        )
     elif what == "walk":  # the likeliest child is accepted whatever was sampled
         model_runner.tree_sampling.token_tree.walk = lambda tokens, parents, sampled: [0]
     else:
