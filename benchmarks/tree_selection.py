@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from routing_decision import timed
 
 from vllm_slo.core.draft_calibration import DraftCalibration
-from vllm_slo.core.token_tree import linearise, path_rows, reorder, walk
-from vllm_slo.core.tree_selection import select_trees
+from vllm_slo.core.token_tree import path_rows, walk
+from vllm_slo.core.tree_selection import arrange_trees, select_trees
 
 WIDTH = 8
 SIZES = ((64, 64), (256, 32))
@@ -118,29 +118,32 @@ def calibrations(requests: int, nodes: int, repeats: int) -> list[list[str]]:
 
 
 def shapes(requests: int, nodes: int, repeats: int) -> list[list[str]]:
-    """What a worker does with the chosen trees, in plain Python."""
+    """Laying out the chosen trees in the scheduler, and what a worker does with them."""
     found = batch(requests, nodes)
     marks = select_trees(
-        found.offsets, found.path, found.parent, found.required, found.depth, budget=8 * requests
-    )
-    trees = []
-    for r in range(requests):
-        own = slice(int(found.offsets[r]), int(found.offsets[r + 1]))
-        picked = np.flatnonzero(marks[own]).tolist()
-        tokens, parents = reorder(range(nodes), found.parent[own].tolist(), picked)
-        trees.append((tokens, parents, found.path[own][picked].tolist()))
+        found.offsets, found.path, found.parent, found.required,
+        np.full(requests, found.depth), budget=8 * requests,
+    )  # fmt: skip
+    deepest = np.full(requests, found.depth)
 
-    def order() -> object:
-        return [reorder(t, p, linearise(p, s)) for t, p, s in trees]
+    def arrange() -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        return arrange_trees(found.offsets, found.path, found.parent, marks, deepest, 8 * requests)
+
+    order, parents, counts = arrange()
+    ends = np.cumsum(counts)
+    trees = [
+        (order[end - count : end].tolist(), parents[end - count : end].tolist())
+        for end, count in zip(ends, counts, strict=True)
+    ]
 
     def rows() -> object:
-        return [path_rows(p) for _, p, _ in trees]
+        return [path_rows(above) for _, above in trees]
 
     def accept() -> object:
-        return [walk(t, p, [*t, 0]) for t, p, _ in trees]
+        return [walk(tokens, above, [*tokens, 0]) for tokens, above in trees]
 
-    name = f"{requests} trees of 7 nodes on average"
-    work = {"linearise and reorder": order, "path_rows": rows, "walk": accept}
+    name = f"{requests} trees of {counts.mean():.1f} nodes"
+    work = {"arrange": arrange, "path_rows": rows, "walk": accept}
     return [[f"{what}: {name}", *timed(do, repeats), ""] for what, do in work.items()]
 
 

@@ -54,6 +54,25 @@ def test_many_requests_are_not_slowed_down() -> None:
     assert took_s < 1.03 * plain_s
 
 
+def test_trees_go_on_beside_a_prompt_that_comes_in_chunks() -> None:
+    shape = EngineShape(
+        max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=256, block_size=32
+    )
+    engine = TreeEngine(FLAT, shape=shape)
+    for i in range(2):
+        engine.add(f"r{i}", 16, 80)
+    for _ in range(4):
+        engine.step()
+    engine.add("long", 1800, 4)
+    beside = []
+    while engine.scheduler.requests["long"].num_output_tokens == 0:
+        output = engine.step()
+        if "long" in output.num_scheduled_tokens:
+            beside.append(sum(map(len, engine.seen_trees[-1][1].parents.values())))
+    assert len(beside) > 5
+    assert max(beside) > 0
+
+
 def test_drafting_stops_under_load_and_comes_back() -> None:
     shape = EngineShape(max_model_len=512, max_num_seqs=256, block_size=32)
     engine = TreeEngine(FLAT, shape=shape, honest=0.5, pass_s=0.01)

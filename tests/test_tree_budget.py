@@ -95,7 +95,7 @@ class TestDepth:
         return depths
 
     def test_what_was_seen_is_typical(self) -> None:
-        assert self.deep().typical.chances[:, 0] == pytest.approx(0.8 ** np.arange(1, 7), rel=1e-3)
+        assert self.deep().typical[:, 0] == pytest.approx(0.8 ** np.arange(1, 7), rel=1e-3)
 
     def test_few_requests_are_drafted_deep_and_many_not_at_all(self) -> None:
         depths = self.deep()
@@ -121,9 +121,9 @@ class TestDepth:
 
     def test_a_shallower_tree_leaves_what_is_known_of_the_deeper(self) -> None:
         depths = self.deep()
-        before = depths.typical.chances[4:].copy()
+        before = depths.typical[4:].copy()
         depths.observe(np.full((10, 4), 0.5), 2, 2)
-        assert (depths.typical.chances[4:] == before).all()
+        assert (depths.typical[4:] == before).all()
 
 
 class TestTimes:

@@ -143,9 +143,9 @@ def engine_options(said: dict[str, Any]) -> dict[str, Any]:
 
 def grow_all() -> None:
     """Verify every node for which there is room, whether it pays or not."""
-    from vllm_slo.engine import speculation
+    from vllm_slo.core import grove
 
-    speculation.worthwhile_nodes = lambda chances, *_: len(chances)
+    grove.worthwhile_nodes = lambda chances, *_: len(chances)
 
 
 def take_masks() -> None:

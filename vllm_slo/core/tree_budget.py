@@ -11,7 +11,6 @@ counted. Where nothing pays, nothing is drafted.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,22 +98,6 @@ class DraftTimes:
         self._passes[octave] = known + self.SHARE * (took_s - known)
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalTree:
-    """What a drafted tree is like: the mean path probabilities by depth and rank.
-
-    Attributes:
-        chances: (depths, width), each row descending; row 0 is depth 1.
-    """
-
-    chances: Floats
-
-    def nodes(self, depth: int) -> Floats:
-        """Path probabilities of the nodes down to ``depth``, descending."""
-        found: Floats = np.sort(self.chances[:depth].ravel())[::-1]
-        return found
-
-
 class DraftDepth:
     """Chooses how far ahead to draft, from what trees have been like.
 
@@ -144,9 +127,9 @@ class DraftDepth:
         self._use = 1.0
 
     @property
-    def typical(self) -> TypicalTree:
-        """A tree of the kind that is drafted now."""
-        return TypicalTree(self._chances)
+    def typical(self) -> Floats:
+        """(depths, width) mean path probabilities of what is drafted now, by depth and rank."""
+        return self._chances
 
     def observe(self, chances: Floats, depth: int, width: int) -> None:
         """Take in candidates: (n, depth * width) path probabilities, layer by layer."""
@@ -195,17 +178,14 @@ class DraftDepth:
             pass_s: seconds of one pass of the draft.
             model: expected step times without drafting.
         """
-        if not active:
-            return 0
-        if not deepest:
+        if not active or not deepest:
             return 0
         reading_s = model.kv_s * context
         best, depth = active / max(model.predict_s(active, context), SHORTEST_S), 0
         for d in range(1, deepest + 1):
-            chances = TypicalTree(self._chances[:, :width]).nodes(d)
-            counts = np.arange(1.0, len(chances) + 1.0)
+            chances = np.sort(self._chances[:d, :width], axis=None)[::-1]
             tokens = active * (1.0 + self._use * np.cumsum(chances))
-            batches = np.asarray(active * (1.0 + counts), dtype=np.float64)
+            batches: Floats = active * np.arange(2.0, len(chances) + 2.0, dtype=np.float64)
             times = step_times(model, batches) + reading_s + d * pass_s
             rate = float((tokens / np.maximum(times, SHORTEST_S)).max())
             if rate > best:

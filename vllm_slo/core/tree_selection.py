@@ -109,7 +109,6 @@ def select_trees(
     most: ArrayLike | None = None,
     slo_phase: bool = True,
     throughput_phase: bool = True,
-    floor: float = 0.0,
     slo_floor: float = 0.0,
 ) -> Marks:
     """Algorithm 2: first what the objectives need, the most demanding request first, then the best.
@@ -125,9 +124,9 @@ def select_trees(
         most: (n,) most nodes of a request, root not included, in both phases; default no limit.
         slo_phase: whether there is a first phase.
         throughput_phase: whether there is a second phase.
-        floor: nodes of a smaller path probability are not chosen in the second phase.
-        slo_floor: the same in the first phase, where n_max alone would let a request that is far
-            behind fill a step with nodes that hardly ever help it.
+        slo_floor: nodes of a smaller path probability are not chosen in the first phase, where
+            n_max alone would let a request that is far behind fill a step with nodes that hardly
+            ever help it.
 
     Returns:
         (N,) `NOT_CHOSEN`, `FOR_SLO` or `FOR_THROUGHPUT` for each node. The chosen ones of a
@@ -147,8 +146,7 @@ def select_trees(
     _check(starts, scores, parents, needed, cap, limit)
     return _select(
         starts, scores, parents, np.argsort(-needed, kind="stable"), cap, limit,
-        int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(floor),
-        float(slo_floor),
+        int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(slo_floor),
     )  # fmt: skip
 
 
@@ -189,7 +187,6 @@ def _select(
     n_max: int,
     slo_phase: bool,
     throughput_phase: bool,
-    floor: float,
     slo_floor: float,
 ) -> Marks:
     """`select_trees` with A_cap and the requests' order worked out."""
@@ -231,8 +228,6 @@ def _select(
     heapq.heapify(frontier)
     while left > 0 and len(frontier) > 0:
         score, node = heapq.heappop(frontier)
-        if -score < floor:
-            break
         r = owner[node]
         if size[r] < most[r]:
             chosen[node] = 2

@@ -58,6 +58,7 @@ class TreeRunner(GPUModelRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._layers: dict[str, Any] = {}  # the served model's attention layers
         self._slots: list[TreeSlot] = []
         self._verify: VerifyRows | MaskRows | None = None
         self._kept: dict[int, int] = {}
@@ -88,6 +89,10 @@ class TreeRunner(GPUModelRunner):
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self.drafter.bind(self)
+        layers = self.compilation_config.static_forward_context
+        drafts = set(self.drafter.draft.layer_names)
+        names = self.kv_cache_config.kv_cache_groups[_GROUP].layer_names
+        self._layers = {name: layers[name] for name in names if name not in drafts}
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
@@ -196,15 +201,8 @@ class TreeRunner(GPUModelRunner):
             count = -(-(offset + 1 + len(accepted[index])) // size)
             copies.extend([block + i, int(table[index, column + i]), 1] for i in range(count))
         if copies:
-            for layer in self._target_layers():
+            for layer in self._layers.values():
                 copy_blocks(layer.kv_cache, copies, 1)
-
-    def _target_layers(self) -> list[Any]:
-        """The served model's attention layers."""
-        layers = self.compilation_config.static_forward_context
-        drafts = set(self.drafter.draft.layer_names)
-        names = self.kv_cache_config.kv_cache_groups[_GROUP].layer_names
-        return [layers[name] for name in names if name not in drafts]
 
     def _move_tokens(self, rows: MaskRows, accepted: list[list[int]]) -> None:
         """Write the accepted nodes' keys and values once more, where they belong."""
@@ -221,9 +219,8 @@ class TreeRunner(GPUModelRunner):
             return
         sources = torch.tensor(kept, device=self.device)
         targets = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        layers = self.compilation_config.static_forward_context
         for name, (key, value) in rows.kept.items():
-            layer = layers[name]
+            layer = self._layers[name]
             layer.impl.do_kv_cache_update(
                 layer, key[sources], value[sources], layer.kv_cache, targets
             )

@@ -28,13 +28,15 @@ from vllm_slo.core import token_tree
 from vllm_slo.core.admission import PLAIN
 from vllm_slo.core.batch_plan import decode_limit_s
 from vllm_slo.core.draft_calibration import DraftCalibration
-from vllm_slo.core.tree_budget import (
-    DraftDepth,
-    DraftTimes,
-    MeasuredSpeculation,
-    node_floor,
-    worthwhile_nodes,
+from vllm_slo.core.grove import (
+    Grove,
+    Marks,
+    StepLoad,
+    TPOTLimit,
+    nodes_of_step,
+    tpot_needs,
 )
+from vllm_slo.core.tree_budget import DraftDepth, DraftTimes, MeasuredSpeculation
 from vllm_slo.core.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
@@ -55,10 +57,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Floats = NDArray[np.float64]
-Marks = NDArray[np.int8]
 
-SURE_SHARE = 0.8
-"""Of the expected tokens of a tree, what a promise is lengthened by."""
 PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
 
@@ -85,59 +84,6 @@ class Planted(NamedTuple):
     tokens: list[int]
     parents: list[int]
     probabilities: list[float]
-
-
-class Grove:
-    """The candidates of all requests that one step could verify, as flat arrays.
-
-    Attributes:
-        requests: whose they are.
-        found: their candidates.
-        offsets, parents: as ``tree_selection`` takes them.
-        chances: calibrated path probabilities.
-        limits: most nodes of each request.
-        required: A(r) of each request; -inf where nothing is needed, or nothing helps.
-        promised: whether it is promised.
-        pace_s: seconds per token at which each request still keeps its TPOT; infinite without one.
-        slo_floor: least path probability of a node that is to help an objective.
-    """
-
-    def __init__(
-        self,
-        requests: list[Request],
-        found: list[Candidate],
-        limits: list[int],
-        calibration: DraftCalibration,
-    ) -> None:
-        self.requests = requests
-        self.found = found
-        self.limits = np.asarray(limits, dtype=np.int64)
-        self.offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
-        self.parents = np.concatenate([c.parents for c in found])
-        said = np.concatenate([c.probabilities for c in found])
-        self.chances = calibration.path_probabilities(self.offsets, self.parents, said)
-        self.required = np.full(len(requests), -INFINITY)
-        self.pace_s = np.full(len(requests), INFINITY)
-        self.slo_floor = 0.0
-        self.promised = np.zeros(len(requests), dtype=np.bool_)
-
-    def part(self, place: int) -> slice:
-        """Where the nodes of one request lie."""
-        return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
-
-    def select(self, budget: int, *, throughput: bool) -> Marks:
-        """Algorithm 2 over the grove."""
-        return select_trees(
-            self.offsets,
-            self.chances,
-            self.parents,
-            self.required,
-            np.full(len(self.requests), len(self.chances)),
-            budget=budget,
-            most=self.limits,
-            throughput_phase=throughput,
-            slo_floor=self.slo_floor,
-        )
 
 
 class Speculation:
@@ -168,9 +114,10 @@ class Speculation:
         self._shape = 0, 1
         self._candidates: dict[str, Candidate] = {}
         self._planted: dict[str, Planted] = {}
+        self._requests: list[Request] = []
         self._grove: Grove | None = None
-        self._needed = 0
         self._chosen = 0, 0
+        self._prompt_tokens = 0
         self._selection_s = 0.0
         steering.speculated = self._measured.speculated
         _warm_up(config.max_depth)
@@ -185,27 +132,31 @@ class Speculation:
         self._planted.clear()
         self.steering.expected.clear()
         self._chosen = 0, 0
-        self._needed = 0
         for request in self.scheduler.running:
             request.spec_token_ids = []
-        self._grove = self._gather()
+        barred = self._barred()
+        self._grove = None if barred else self._gather()
         if self._grove is not None:
             self._require(self._grove)
-        self._decide_shape()
-        if self._grove is not None and self._grove.required.max() > 1.0:
+        self._decide_shape(barred)
+        if self._grove is not None and self._grove.wanting:
             self._plant_needed(self._grove)
         self._selection_s = time.perf_counter() - began_s
 
     def _gather(self) -> Grove | None:
-        requests = [r for r in self.scheduler.running if self._may_grow(r)]
-        if not requests or self._barred():
+        """The candidates of this step; ``self._requests`` are whose they are."""
+        self._requests = [r for r in self.scheduler.running if self._may_grow(r)]
+        if not self._requests:
             return None
-        found = [self._candidates[r.request_id] for r in requests]
-        grove = Grove(requests, found, self._node_limits(requests), self.calibration)
+        found = [self._candidates[r.request_id] for r in self._requests]
+        offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
+        parents = np.concatenate([c.parents for c in found])
+        said = np.concatenate([c.probabilities for c in found])
+        chances = self.calibration.path_probabilities(offsets, parents, said)
         depth, width = self._shape
-        if depth and len(grove.chances) == len(requests) * depth * width:
-            self._depths.observe(grove.chances.reshape(len(requests), -1), depth, width)
-        return grove
+        if depth and len(chances) == len(found) * depth * width:
+            self._depths.observe(chances.reshape(len(found), -1), depth, width)
+        return Grove(offsets, parents, chances, np.asarray(self._node_limits()))
 
     def _may_grow(self, request: Request) -> bool:
         candidate = self._candidates.get(request.request_id)
@@ -229,7 +180,7 @@ class Speculation:
             for request in self.scheduler.running
         )
 
-    def _node_limits(self, requests: list[Request]) -> list[int]:
+    def _node_limits(self) -> list[int]:
         """Most nodes of each request for which there is memory, without anybody's preemption.
 
         A root needs its own slot and, once accepted, one for the draft; nodes follow. Roots come
@@ -241,7 +192,7 @@ class Speculation:
         spare -= len(scheduler.running)
         limits = []
         held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-        for request in requests:
+        for request in self._requests:
             blocks = held.get(request.request_id, ())
             free = len(blocks) * size - request.num_tokens - scheduler.num_lookahead_tokens
             most = min(self.config.max_nodes, scheduler.max_model_len - request.num_tokens - 1)
@@ -259,31 +210,34 @@ class Speculation:
         alone."""
         steering = self.steering
         start_s = steering.steps.next_start_s(steering.now_s)
-        roots = len(self.scheduler.running)
-        step_s = steering.steps.promise_model.predict_s(roots, self._context())
+        step_s = self._plain_step_s()
         ahead = self._ahead()
-        strength = steering.steps.strength
-        for place, request in enumerate(grove.requests):
+        for place, request in enumerate(self._requests):
             tracked = steering.tracked.get(request.request_id)
             if tracked is None or tracked.missed or tracked.tpot_s == INFINITY:
                 continue
-            needs = views.tpot_needs(tracked, start_s, start_s + step_s, strength)
-            if needs is not None and needs.pace_s * ahead >= step_s:
-                grove.pace_s[place], grove.required[place] = needs
-                grove.promised[place] = tracked.promised
-        behind = int(np.count_nonzero(grove.required > 1.0))
-        model = steering.steps.expected_model
-        grove.slo_floor = node_floor(behind, roots, ahead, model, step_s)
+            if not tracked.decodes:
+                continue
+            view = views.decode_view(tracked, start_s, steering.steps.strength)
+            left = max(request.max_tokens - request.num_output_tokens, 1)
+            needs = tpot_needs(view, start_s, start_s + step_s, left)
+            if needs.pace_s * ahead >= step_s:
+                grove.require(place, needs, promised=tracked.promised)
+
+    def _plain_step_s(self) -> float:
+        """A step of the roots alone, by the time to promise by."""
+        model = self.steering.steps.promise_model
+        return model.predict_s(len(self.scheduler.running), self._context())
 
     def _ahead(self) -> float:
         """Tokens that a step yields at best, of a typical tree."""
-        return 1.0 + float(self._depths.typical.chances[:, 0].sum())
+        return 1.0 + float(self._depths.typical[:, 0].sum())
 
-    def _decide_shape(self) -> None:
+    def _decide_shape(self, barred: bool) -> None:
         """Depth and width of what is drafted after this step: equations 8 and 9, and what pays."""
         active = len(self.scheduler.running)
         steps = self.steering.steps
-        if self.failed or not active:
+        if self.failed or barred or not active:
             self._shape = 0, 1
             steps.drafting(0.0, 0.0)
             return
@@ -302,7 +256,7 @@ class Speculation:
     def _wanting(self) -> bool:
         """Whether a request's TPOT may need nodes in the step after this one: it asks for more
         than a plain step gives, or lags."""
-        if self._grove is not None and self._grove.required.max() > 1.0:
+        if self._grove is not None and self._grove.wanting:
             return True
         step_s = self.steering.steps.verifying_model.predict_s(len(self.scheduler.running))
         return any(
@@ -330,17 +284,22 @@ class Speculation:
 
     def _plant_needed(self, grove: Grove) -> None:
         """Choose what objectives need; the promised requests' part is planned with."""
-        chosen = grove.select(self.steering.max_step_tokens, throughput=False)
-        self._needed = int(np.count_nonzero(chosen))
-        gains = np.add.reduceat(np.where(chosen > 0, grove.chances, 0.0), grove.offsets[:-1])
-        grove.pace_s *= 1.0 + gains
+        steering = self.steering
+        chosen = grove.select_needed(
+            steering.max_step_tokens,
+            len(self.scheduler.running),
+            self._ahead(),
+            steering.steps.expected_model,
+            self._plain_step_s(),
+        )
+        gains = grove.gains(chosen > 0)
         for place in np.flatnonzero(grove.promised):
-            request, part = grove.requests[place], grove.part(place)
-            nodes = np.flatnonzero(chosen[part])
+            request = self._requests[place]
+            nodes = np.flatnonzero(chosen[grove.part(place)])
             if len(nodes):
-                request.spec_token_ids = grove.found[place].tokens[nodes].tolist()
-                gain = float(grove.chances[part][nodes].sum())
-                self.steering.expected[request.request_id] = 1.0 + gain
+                tokens = self._candidates[request.request_id].tokens
+                request.spec_token_ids = tokens[nodes].tolist()
+                steering.expected[request.request_id] = 1.0 + float(gains[place])
 
     # When a step is planned.
 
@@ -354,121 +313,68 @@ class Speculation:
         if grove is None:
             return
         began_s = time.perf_counter()
-        granted = np.asarray([_is_granted(nudge, request) for request in grove.requests])
-        grove.limits = np.where(granted, grove.limits, 0)
-        roots, others, room = self._room(nudge, grove)
-        likely = np.sort(grove.chances[np.repeat(granted, np.diff(grove.offsets))])[::-1]
-        model = self.steering.steps.expected_model
-        most = self.steering.max_step_tokens - roots - others
-        nodes = worthwhile_nodes(likely, roots, others, self._context(), model, most)
-        needed = min(self._needed, max(room, 0))
-        worthwhile = nodes
-        nodes = min(nodes, self._unhurried(grove, roots + others, needed))
-        if nodes > room:
-            nodes = self._affordable(grove, likely, nodes, roots + others, nudge) or max(room, 0)
-        nodes = max(nodes, needed)
-        budget = len(grove.requests) + nodes
-        chosen = grove.select(budget, throughput=True)
+        granted = np.asarray([_is_granted(nudge, request) for request in self._requests])
+        grove.leave_out(granted)
+        steps = self.steering.steps
+        load = self._load(nudge)
+        step = nodes_of_step(grove, load, steps.expected_model, steps.promise_model)
+        chosen = grove.select(step.nodes)
         self._plant(grove, chosen)
-        hoped = float(likely[:worthwhile].sum())
-        self._depths.used(float(grove.chances[chosen > 0].sum()) / hoped if hoped else 1.0)
+        taken = float(grove.gains(chosen > 0).sum())
+        self._depths.used(taken / step.hoped if step.hoped else 1.0)
         if nudge is not None:
-            for request in itertools.compress(grove.requests, granted):
+            for request in itertools.compress(self._requests, granted):
                 nudge.token_budget += len(request.spec_token_ids)
                 nudge.tokens[request.request_id] = 1 + len(request.spec_token_ids)
         self._selection_s += time.perf_counter() - began_s
 
-    def _room(self, nudge: Nudge | None, grove: Grove) -> tuple[int, int, int]:
-        """(requests that decode in the step, its other tokens, nodes for which there is time).
-
-        The nodes planted so far are taken out of the nudge.
-        """
-        scheduler, steering = self.scheduler, self.steering
-        most = steering.max_step_tokens
+    def _load(self, nudge: Nudge | None) -> StepLoad:
+        """The step as planned; the nodes planted so far are taken out of the nudge."""
+        running, most = self.scheduler.running, self.steering.max_step_tokens
         if nudge is None:
-            roots = sum(views.is_decoding(r) for r in scheduler.running)
-            prompts = scheduler.waiting or len(scheduler.running) > roots
-            return roots, (most - roots if prompts else 0), self._free(roots, self._limit_s())
-        for request in grove.requests:
-            if nudge.tokens.get(request.request_id):
-                nudge.token_budget -= len(request.spec_token_ids)
-        roots = sum(
-            views.is_decoding(r) and bool(nudge.tokens.get(r.request_id)) for r in scheduler.running
-        )
-        others = max(nudge.token_budget - roots, 0)
-        return roots, others, self._free(nudge.token_budget, nudge.limit_s)
-
-    def _free(self, used: int, limit_s: float) -> int:
-        """Tokens that a step of ``used`` tokens may still take."""
-        most = self.steering.max_step_tokens
-        if limit_s < INFINITY:
-            model = self.steering.steps.promise_model
-            most = min(most, model.time_to_tokens(limit_s, self._context()))
-        return most - used
+            roots = planned = sum(map(views.is_decoding, running))
+            prompts = self.scheduler.waiting or len(running) > roots
+            others = most - roots if prompts else 0
+            limit_s = min((limit.limit_s for limit in self._limits()), default=INFINITY)
+        else:
+            for request in self._requests:
+                if nudge.tokens.get(request.request_id):
+                    nudge.token_budget -= len(request.spec_token_ids)
+            roots = sum(
+                views.is_decoding(r) and bool(nudge.tokens.get(r.request_id)) for r in running
+            )
+            planned, limit_s = nudge.token_budget, nudge.limit_s
+            others = max(planned - roots, 0)
+        return StepLoad(roots, others, planned, self._context(), most, limit_s, self._limits)
 
     def _context(self) -> int:
         """KV tokens that the running requests read."""
         return sum(r.num_computed_tokens for r in self.scheduler.running)
 
-    def _unhurried(self, grove: Grove, used: int, needed: int) -> int:
-        """Nodes beside which requests that hurry without a promise still keep their TPOT; where
-        even the ``needed`` ones take too long, those that cost no time."""
-        hurry_s = float(grove.pace_s.min())
-        if hurry_s == INFINITY:
-            return self.steering.max_step_tokens
-        model = self.steering.steps.expected_model
-        context = self._context()
-        least_s = model.predict_s(used + needed, context)
-        return model.time_to_tokens(max(hurry_s, least_s), context) - used
-
-    def _affordable(
-        self, grove: Grove, likely: Floats, most: int, used: int, nudge: Nudge | None
-    ) -> int:
-        """Nodes, at most ``most``, that make a step longer than a TPOT allows and yield the tokens
-        to make up for it; 0 where none do, or a prompt's deadline is what limits the step."""
-        limits = self._limits_s()
-        if nudge is not None and nudge.limit_s < min(limits.values(), default=INFINITY) - 1e-6:
-            return 0
-        places = {request.request_id: place for place, request in enumerate(grove.requests)}
-        tracked = self.steering.tracked
-        context = self._context()
-        for nodes in (most, most * 3 // 4, most // 2, most // 4):
-            if nodes < 1:
-                break
-            taken = np.where(grove.chances >= likely[nodes - 1], grove.chances, 0.0)
-            gains = SURE_SHARE * np.add.reduceat(taken, grove.offsets[:-1])
-            step_s = self.steering.steps.promise_model.predict_s(used + nodes, context)
-            if all(
-                step_s
-                <= limit_s + (gains[places[name]] if name in places else 0.0) * tracked[name].tpot_s
-                for name, limit_s in limits.items()
-            ):
-                return nodes
-        return 0
-
-    def _limit_s(self) -> float:
-        """Longest step that keeps every promise of a batch that vLLM plans by itself."""
-        return min(self._limits_s().values(), default=INFINITY)
-
-    def _limits_s(self) -> dict[str, float]:
+    def _limits(self) -> list[TPOTLimit]:
         """Longest step that keeps the TPOT of each promised request that decodes."""
         steering = self.steering
         steps = steering.steps
         start_s = steps.next_start_s(steering.now_s)
         shortest_s = steps.promise_model.predict_s(len(self.scheduler.running))
-        return {
-            name: decode_limit_s(start_s, steering.decode_view(tracked, start_s), shortest_s)
+        places = {request.request_id: place for place, request in enumerate(self._requests)}
+        return [
+            TPOTLimit(
+                decode_limit_s(start_s, steering.decode_view(tracked, start_s), shortest_s),
+                tracked.tpot_s,
+                places.get(name, -1),
+            )
             for name, tracked in steering.tracked.items()
             if tracked.promised and tracked.decodes
-        }
+        ]
 
     def _plant(self, grove: Grove, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""
-        for place, request in enumerate(grove.requests):
+        for place, request in enumerate(self._requests):
             request.spec_token_ids = []
             if request.use_structured_output:
-                self._keep_allowed(request, grove.found[place], chosen[grove.part(place)])
-        deepest = [r.max_tokens - r.num_output_tokens - 1 for r in grove.requests]
+                self._keep_allowed(request, chosen[grove.part(place)])
+        deepest = [r.max_tokens - r.num_output_tokens - 1 for r in self._requests]
         nodes, parents, counts = arrange_trees(
             grove.offsets,
             grove.chances,
@@ -482,7 +388,8 @@ class Speculation:
         for place, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True)):
             if not count:
                 continue
-            candidate, request = grove.found[place], grove.requests[place]
+            request = self._requests[place]
+            candidate = self._candidates[request.request_id]
             order = nodes[end - count : end]
             request.spec_token_ids = candidate.tokens[order].tolist()
             self._planted[request.request_id] = Planted(
@@ -494,8 +401,9 @@ class Speculation:
                 phases[phase] += 1
         self._chosen = phases[FOR_SLO], phases[FOR_THROUGHPUT]
 
-    def _keep_allowed(self, request: Request, candidate: Candidate, chosen: Marks) -> None:
+    def _keep_allowed(self, request: Request, chosen: Marks) -> None:
         """Leave of a structured request's chosen nodes what its grammar allows."""
+        candidate = self._candidates[request.request_id]
         manager = self.scheduler.structured_output_manager
         kept = np.flatnonzero(chosen).tolist()
         if not kept or not tree_grammar.constrains_now(manager, request):
@@ -516,12 +424,12 @@ class Speculation:
             name: self._planted[name].parents[: len(tokens)] for name, tokens in drafts.items()
         }
         silent = frozenset(filter(self._is_silent, output.num_scheduled_tokens))
-        prompt_tokens = 0
+        self._prompt_tokens = 0
         for name, scheduled in output.num_scheduled_tokens.items():
             self._candidates.pop(name, None)
             if scheduled > 1 + len(drafts.get(name, ())):
-                prompt_tokens += scheduled
-        trees.attach(output, StepTrees(parents, *self._shape, silent, prompt_tokens))
+                self._prompt_tokens += scheduled
+        trees.attach(output, StepTrees(parents, *self._shape, silent))
 
     def grammar_output(self, output: SchedulerOutput) -> GrammarOutput | None:
         """The bit masks of a step: one row for each node of a structured request's tree."""
@@ -555,7 +463,7 @@ class Speculation:
         step = trees.of(output)
         drafting_s = trees.drafting_s(done)
         beams = min(len(output.num_scheduled_tokens) * step.width, self.config.draft_tokens)
-        self._times.observe(step.depth, beams, step.prompt_tokens, drafting_s)
+        self._times.observe(step.depth, beams, self._prompt_tokens, drafting_s)
         self.steering.metrics.tree_times(draft_s=drafting_s, selection_s=self._selection_s)
         seen = _Seen(self.config.max_depth)
         for name, parents in step.parents.items():

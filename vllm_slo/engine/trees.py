@@ -36,14 +36,12 @@ class StepTrees:
         depth: how many tokens ahead the draft is to guess after this step; 0: not at all.
         width: candidates for each of them.
         silent: requests that are not drafted for.
-        prompt_tokens: tokens of the step that belong to prompts; the worker does not need them.
     """
 
     parents: dict[str, Sequence[int]] = field(default_factory=dict)
     depth: int = 0
     width: int = 1
     silent: frozenset[str] = frozenset()
-    prompt_tokens: int = 0
 
 
 def attach(output: SchedulerOutput, trees: StepTrees) -> None:

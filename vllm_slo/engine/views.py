@@ -6,7 +6,7 @@ Everything that reads a ``vllm.v1.request.Request`` for a policy does it here.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
@@ -236,32 +236,6 @@ def decode_view(
         tokens,
         context,
     )
-
-
-class TPOTNeeds(NamedTuple):
-    """What a decoding request's TPOT asks of a step.
-
-    Attributes:
-        pace_s: seconds per token at which it is still kept, to the end of the window by which it
-            is judged, or of the answer, whichever comes first.
-        tokens: A(r), tokens that the step must yield (AdaServe, equation 3, over that window).
-    """
-
-    pace_s: float
-    tokens: float
-
-
-def tpot_needs(tracked: Tracked, start_s: float, end_s: float, strength: float) -> TPOTNeeds | None:
-    """What the TPOT of ``tracked`` asks of a step from ``start_s`` to ``end_s``; None before its
-    first token."""
-    if not tracked.decodes:
-        return None
-    view = decode_view(tracked, start_s, strength)
-    tpot_s = tracked.tpot_s * strength
-    left = max(tracked.request.max_tokens - tracked.request.num_output_tokens, 1)
-    beyond = max(view.window_left - left, 0.0)
-    pace_s = (view.window_end_s - beyond * tpot_s - start_s) / min(view.window_left, left)
-    return TPOTNeeds(pace_s, (end_s - view.due_s) / tpot_s + 1.0)
 
 
 def prefill_view(tracked: Tracked) -> PrefillView:

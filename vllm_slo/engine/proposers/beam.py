@@ -172,13 +172,12 @@ class TreeProposer:
         assert config is not None and config.draft_model is not None  # it would have been refused
         self.vllm_config = vllm_config
         self.config = config
-        self.block_size = 0
-        self.draft = DraftModel(
-            vllm_config, config.draft_model, torch.device(current_platform.device_type)
-        )
+        self._name = config.draft_model
 
     def load_model(self, _target: Any) -> None:
         """Load the draft beside the target."""
+        device = torch.device(current_platform.device_type)
+        self.draft = DraftModel(self.vllm_config, self._name, device)
         self.draft.load()
 
     def bind(self, runner: TreeRunner) -> None:

@@ -39,6 +39,20 @@ def copy_blocks(kv_cache: Tensor, copies: list[list[int]], step: int) -> None:
         kv_cache[first : first + count * step : step].copy_(kv_cache[source])
 
 
+def _write_again(
+    impl: Any,
+    layer: Any,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    sources: Tensor,
+    slots: Tensor,
+) -> None:
+    """Write the keys and values of the tokens ``sources`` to ``slots`` besides."""
+    chosen = key.index_select(0, sources), value.index_select(0, sources)
+    impl.do_kv_cache_update(layer, *chosen, kv_cache, slots)
+
+
 class VerifyRows:
     """The rows of a verifying pass.
 
@@ -63,13 +77,7 @@ class VerifyRows:
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         copy_blocks(kv_cache, self._copies, self._step)
-        impl.do_kv_cache_update(
-            layer,
-            key.index_select(0, self._sources),
-            value.index_select(0, self._sources),
-            kv_cache,
-            self._slots,
-        )
+        _write_again(impl, layer, key, value, kv_cache, self._sources, self._slots)
 
 
 class MaskRows:
@@ -107,8 +115,7 @@ class BeamRows:
     """
 
     def __init__(self, copies: list[list[int]], blocks_per_row: int) -> None:
-        self.sources: Tensor | None = None
-        self.slots: Tensor | None = None
+        self.sources = self.slots = torch.empty(0, dtype=torch.int64)
         self._copies = copies
         self._step = blocks_per_row
         self._history: dict[str, Pair] = {}
@@ -120,7 +127,7 @@ class BeamRows:
         else:
             key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
         self._history[layer.layer_name] = key, value
-        impl.do_kv_cache_update(layer, key[self.sources], value[self.sources], kv_cache, self.slots)
+        _write_again(impl, layer, key, value, kv_cache, self.sources, self.slots)
 
 
 def with_path_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
