@@ -28,6 +28,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from adaserve_engine import ABLATIONS
 
 from vllm_slo import house_style, profiles, tiny
 from vllm_slo.bench import traces
@@ -68,7 +69,7 @@ SYSTEMS: Final = (
     *("stock", "priority", "sarathi", "chain-1", "chain-2", "chain-3", "chain-4", "dynamic"),
     "ours",
 )
-RATES: Final = (0.75, 1.0, 1.5, 2.0, 3.0)
+RATES: Final = (1.0, 2.0, 3.0, 4.0, 5.0)
 LONE: Final = (64, 5)
 """Tokens of each request, and requests, that measure the zero-load latency."""
 TOLERANCE: Final = 0.02
@@ -278,6 +279,7 @@ class System:
     engine: Mapping[str, Any]
     send_slo: bool = False
     by_priority: bool = False
+    without: str = ""
 
     @property
     def ours(self) -> bool:
@@ -302,7 +304,8 @@ def _speculation(base: str, models: Models, dynamic: Sequence[Sequence[int]]) ->
         return {"method": "ngram", "num_speculative_tokens": int(number)} | lookup
     raise SystemExit(
         f"system {base!r} is unknown: stock, chain-K, dynamic, adaptive, ngram-K, ours, "
-        "ours-no-trees, each with +priority or +chunk-N; sarathi; priority; or a --variant"
+        "ours-no-trees, ours-without-PART (slo, throughput, adaptation, calibration, waiting), "
+        "each with +priority or +chunk-N; sarathi; priority; or a --variant"
     )
 
 
@@ -346,7 +349,10 @@ class Kitchen:
         whole = {"priority": "stock+priority", "sarathi": f"stock+chunk-{CHUNK}"}.get(name, name)
         base, *extras = whole.split("+")
         engine = {"model": str(self.models.target), **ENGINE, **(self.engine or {})}
-        ours = base in self.variants or base in ("ours", "ours-no-trees")
+        without = base.removeprefix("ours-without-") if base.startswith("ours-without-") else ""
+        if without and without not in ABLATIONS:
+            raise SystemExit(f"system {name!r}: {without!r} is unknown: one of {list(ABLATIONS)}")
+        ours = bool(without) or base in self.variants or base in ("ours", "ours-no-trees")
         if ours:
             config = merged(self.slo_config, self.variants.get(base, {}))
             engine |= _ours(base != "ours-no-trees", self.models, config)
@@ -360,7 +366,7 @@ class Kitchen:
                 engine["max_num_batched_tokens"] = int(number)
             else:
                 raise SystemExit(f"system {name!r}: {extra!r} is unknown: priority or chunk-N")
-        return System(name, engine, ours, "priority" in extras)
+        return System(name, engine, ours, "priority" in extras, without)
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,6 +421,7 @@ def ask_of(
         "requests": tokenised(requests),
         "send_slo": system.send_slo,
         "by_priority": system.by_priority,
+        "without": system.without,
         "alone": alone,
         "temperature": args.temperature,
         "limit_s": requests[-1].arrival_s + args.patience,
@@ -1000,7 +1007,8 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="shows that it runs, about a minute; writes nothing")
     add("--dry", action="store_true", help="only show the result, write none")
     add("--systems", type=lambda text: text.split(","), default=list(SYSTEMS),
-        help="stock, priority, sarathi, chain-K, dynamic, ngram-K, ours, ours-no-trees; "
+        help="stock, priority, sarathi, chain-K, dynamic, ngram-K, ours, ours-no-trees, "
+        "ours-without-slo (-throughput, -adaptation, -calibration, -waiting); "
         "+priority and +chunk-N change vLLM's own (chain-2+priority)")  # fmt: skip
     add("--rates", type=numbers_list, default=list(RATES), help="requests/s")
     add("--urgent", type=numbers_list, help="shares of category 1 (figure 10); default: trace's")
@@ -1008,14 +1016,15 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--trace", default="rps3.6", help="NAME of AdaServe's emission_NAME.json")
     add("--requests", type=int, default=72, help="of a window")
     add("--windows", type=int, default=3, help="of the trace; each system serves each")
-    add("--prompt-scale", type=float, default=0.5, help="prompt tokens for one of the trace's")
-    add("--output-scale", type=float, default=1.0, help="answer tokens for one of the trace's")
+    add("--prompt-scale", type=float, default=0.25, help="prompt tokens for one of the trace's")
+    add("--output-scale", type=float, default=0.5, help="answer tokens for one of the trace's")
     add("--most-prompt", type=int, default=1024, help="no prompt is longer, tokens")
     add("--temperature", type=float, default=0.0)
     add("--parameters", type=float, default=300e6, help="of the target's twin; 0: itself")
     add("--draft-parameters", type=float, default=0.0, help="of the draft's twin; 0: itself")
     add("--models", type=Path, default=profiles.cache_dir() / "models", help="folder of the twins")
-    add("--profile-s", type=float, default=60.0, help="of profiling step times for ours; 0: none")
+    add("--profile-s", type=float, default=0.0,
+        help="of profiling step times for ours; 0: it learns them while it serves")  # fmt: skip
     add("--slo-config", help="JSON: configuration of ours, on top of what is measured")
     add("--variant", action="append", default=[], metavar="NAME=JSON",
         help="a further system: ours with this on top of its configuration")  # fmt: skip

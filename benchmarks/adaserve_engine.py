@@ -52,6 +52,7 @@ class Ask(TypedDict):
         requests: by rising arrival.
         send_slo: whether requests carry their objective.
         by_priority: whether requests have vLLM's priority, the tighter objective first.
+        without: a part of ours to leave out, of ``ABLATIONS``; empty: none.
         alone: each request is sent when the one before has ended, whatever its arrival.
         temperature: of the sampler.
         limit_s: the run is broken off then; what has not ended by then never ends.
@@ -61,6 +62,7 @@ class Ask(TypedDict):
     requests: list[Asked]
     send_slo: bool
     by_priority: bool
+    without: str
     alone: bool
     temperature: float
     limit_s: float
@@ -94,6 +96,64 @@ class Step(TypedDict):
     decodes: int
     given: int
     draft_s: float
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Change what is there; AttributeError where it is not."""
+    getattr(owner, name)
+    setattr(owner, name, value)
+
+
+def _without_slo() -> None:
+    """No node is chosen because an objective needs it."""
+    from vllm_slo.core.grove import Grove
+
+    require = Grove.require
+
+    def changed(self: Any, place: int, needs: Any, *, promised: bool) -> None:
+        require(self, place, needs._replace(tokens=float("-inf")), promised=promised)
+
+    _replace(Grove, "require", changed)
+
+
+def _without_throughput() -> None:
+    """No node is chosen because there is room for it."""
+    from vllm_slo.core import grove
+
+    _replace(grove, "worthwhile_nodes", lambda *_: 0)
+
+
+def _without_adaptation() -> None:
+    """Every tree has the same depth and width, whatever the load."""
+    from vllm_slo.core.tree_budget import DraftDepth
+    from vllm_slo.engine import speculation
+
+    _replace(speculation, "depth_and_width", lambda *_: FIXED)
+    _replace(DraftDepth, "choose", lambda *_: FIXED[0])
+
+
+def _without_calibration() -> None:
+    """The draft's probabilities are taken at their word."""
+    from vllm_slo.core.draft_calibration import DraftCalibration
+
+    _replace(DraftCalibration, "observe", lambda *_: None)
+
+
+def _without_waiting() -> None:
+    """Requests begin when they arrive, promised or not."""
+    from vllm_slo.engine.steering import Steering
+
+    _replace(Steering, "can_wait", lambda *_: False)
+
+
+FIXED: Final = (4, 2)
+ABLATIONS: Final = {
+    "slo": _without_slo,
+    "throughput": _without_throughput,
+    "adaptation": _without_adaptation,
+    "calibration": _without_calibration,
+    "waiting": _without_waiting,
+}
 
 
 class Steps:
@@ -162,6 +222,8 @@ class Server:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.ask = ask
+        if ask["without"]:
+            ABLATIONS[ask["without"]]()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**ask["engine"]))
         self.steps = Steps(self.engine)
 

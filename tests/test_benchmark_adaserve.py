@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +29,8 @@ def load(name):
     return module
 
 
-bench = load("adaserve")
 engine = load("adaserve_engine")
+bench = load("adaserve")
 
 RATIOS = {"copilot": 1.2, "chatbot": -50.0, "summarization": -150.0}
 LENGTHS = bench.Lengths(prompt=0.5, output=0.25, most=100)
@@ -190,6 +192,22 @@ def test_ours_its_variants_and_without_trees():
     plain = KITCHEN.system("ours-no-trees")
     assert plain.ours and "worker_cls" not in plain.engine
     assert plain.engine["scheduler_cls"] == bench.SCHEDULER
+
+
+def test_ours_without_a_part():
+    assert KITCHEN.system("ours").without == ""
+    for part in engine.ABLATIONS:
+        system = KITCHEN.system(f"ours-without-{part}")
+        assert system.ours and system.without == part
+    with pytest.raises(SystemExit, match="'walls' is unknown: one of"):
+        KITCHEN.system("ours-without-walls")
+
+
+def test_every_part_that_can_be_left_out_is_there():
+    """Each replaces what it names in a process of its own; a renamed one is an error."""
+    code = "import adaserve_engine as e; [leave_out() for leave_out in e.ABLATIONS.values()]"
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 @pytest.mark.parametrize("name", ["chain", "chain-0", "chain-x", "magic", "stock+fast", "ngram"])

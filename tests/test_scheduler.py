@@ -181,3 +181,55 @@ def test_a_prompt_in_the_prefix_cache_is_promised_what_a_fresh_one_is_not(engine
 def test_without_chunked_prefill_it_does_not_start(engine: Any) -> None:
     with pytest.raises(ConfigError, match=r"enable_chunked_prefill: .* remove"):
         engine(enable_chunked_prefill=False, shape=EngineShape(max_num_batched_tokens=8192))
+
+
+NARROW = StepTimeModel(((0.0, 0.0, 0.0), (0.002, 0.0, 0.020)), max_tokens=4096)
+"""A step of ten tokens takes 40 ms."""
+
+
+def test_without_a_ttft_requests_wait_for_their_tpot(engine: Any) -> None:
+    """Thirty come at once where ten keep 40 ms: each begins when it can keep it to its end."""
+    one = engine(model=NARROW)
+    for i in range(30):
+        one.add(f"r{i}", 8, 40, SLO(tpot_ms=45))
+    one.run()
+    outcomes = list(one.outcomes.values())
+    assert all(outcome.finish_reason == "stop" for outcome in outcomes)
+    assert sum(kept(outcome) for outcome in outcomes) >= 29
+    assert max(map(ttft_s, outcomes)) > 1.0
+    busy = [len(output.num_scheduled_tokens) for output in one.history[20:-60]]
+    assert min(busy) >= 8, "nobody waits while there is room"
+
+
+def test_nobody_waits_for_a_tpot_for_ever(engine: Any) -> None:
+    """Three waves of ten would take turns; who has aged begins beside the first."""
+
+    def longest_wait_s(**config: float) -> float:
+        one = engine(model=NARROW, slo_config=config)
+        for i in range(30):
+            one.add(f"r{i}", 8, 100, SLO(tpot_ms=45))
+        one.run()
+        return max(map(ttft_s, one.outcomes.values()))
+
+    assert longest_wait_s(ageing_s=0.5) < 6.0 < 8.0 < longest_wait_s()
+
+
+def test_a_tpot_that_cannot_be_kept_is_not_waited_for(engine: Any) -> None:
+    one = engine(model=NARROW)
+    for i in range(6):
+        one.add(f"r{i}", 8, 100, SLO(tpot_ms=45))
+    for _ in range(4):
+        one.step()
+    one.add("hasty", 8, 10, SLO(tpot_ms=10))
+    one.run()
+    assert ttft_s(one.outcomes["hasty"]) < 0.5
+
+
+def test_a_declining_request_without_a_ttft_is_ruled_on_by_its_tpot_alone(engine: Any) -> None:
+    one = engine(model=NARROW)
+    for i in range(20):
+        one.add(f"r{i}", 400, 20, SLO(tpot_ms=45, on_unattainable="decline"))
+    one.run()
+    served = [o for o in one.outcomes.values() if o.finish_reason == "stop"]
+    assert 8 <= len(served) < 20
+    assert all(kept(o) for o in served)

@@ -249,3 +249,36 @@ def test_promises_are_kept_beside_trees() -> None:
     broken = [o for o in promised if not o.report["attained"]]
     assert len(broken) <= 1
     assert sum(sizes(engine)) > 100
+
+
+def test_more_requests_keep_a_tpot_with_trees_than_without() -> None:
+    """Steps of 20 ms and 2 ms a token: a dozen TPOTs of 30 ms, of which plain steps keep five."""
+    narrow = StepTimeModel(((0.0, 0.0, 0.0), (0.002, 0.0, 0.020)), max_tokens=4096)
+    engine = TreeEngine(narrow, honest=0.9, slo_config={"tpot_window_tokens": 64})
+    slo = SLO(tpot_ms=30.0)
+    for i in range(4):
+        engine.add(f"early{i}", 8, 200, slo)
+    engine.run()
+    for i in range(30):
+        engine.add(f"r{i}", 8, 128, slo)
+    engine.run()
+    new = [engine.outcomes[f"r{i}"] for i in range(30)]
+    pace = [(o.token_times_s[-1] - o.token_times_s[0]) / 127 for o in new]
+    assert sum(one <= 0.030 for one in pace) >= 27
+    together = [
+        sum(name.startswith("r") for name in output.num_scheduled_tokens)
+        for output, _ in engine.seen_trees
+    ]
+    assert max(together) > 6
+
+
+def test_requests_that_lag_get_what_they_need_by_what_the_step_takes() -> None:
+    """Everybody's 30 ms is below a plain step of 40: without verified trees all would miss it."""
+    engine = TreeEngine(FLAT, honest=0.9, slo_config={"tpot_window_tokens": 100})
+    for i in range(6):
+        engine.add(f"r{i}", 16, 200, SLO(tpot_ms=30.0))
+    engine.run()
+    nodes = sizes(engine)[20:]
+    assert sum(n > 0 for n in nodes) > 0.9 * len(nodes), "a step without trees helps nobody"
+    pace = [(o.token_times_s[-1] - o.token_times_s[0]) / 199 for o in engine.outcomes.values()]
+    assert max(pace) < 0.030

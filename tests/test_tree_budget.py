@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from vllm_slo.core.admission import PLAIN
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.tree_budget import (
+    TREE,
     DraftDepth,
     DraftTimes,
-    MeasuredSpeculation,
+    MeasuredTrees,
     step_times,
+    sustained_trees,
     worthwhile_nodes,
 )
 
@@ -152,33 +154,84 @@ class TestTimes:
         assert times.pass_s(8) == 0.004
 
 
+class TestFastest:
+    def test_who_lags_alone_gets_a_deeper_tree_than_all_would(self) -> None:
+        depths = DraftDepth(6, 2)
+        for _ in range(50):
+            chances = [p for d in range(1, 7) for p in (0.8**d, 0.05)]
+            depths.observe(np.tile(chances, (100, 1)), 6, 2)
+        all_of_them = depths.choose(40, 0, 6, 2, 0.001, FLAT)
+        one = depths.fastest(40, 1, 0, 6, 2, 0.001, FLAT)
+        assert one > all_of_them
+        assert depths.fastest(40, 40, 0, 6, 2, 0.001, FLAT) <= one
+
+    def test_a_draft_that_slows_everybody_down_is_not_used(self) -> None:
+        assert DraftDepth(4, 2).fastest(8, 1, 0, 4, 2, 0.2, FLAT) == 0
+
+
 class TestMeasured:
     def test_nothing_is_counted_on_before_enough_was_seen(self) -> None:
-        measured = MeasuredSpeculation(10, 0.95)
-        for _ in range(31):
-            for _ in range(4):
-                measured.observe("a", 8, 3)
-        assert measured.speculated() == PLAIN
+        measured = MeasuredTrees(10, 0.95)
+        for _ in range(15):
+            for _ in range(5):
+                measured.observe("a", 2.0, 3)
+        assert measured.share() == 0.0
+        for _ in range(5):
+            measured.observe("a", 2.0, 3)
+        assert measured.share() == pytest.approx(1.5)
 
     def test_promises_count_on_what_nearly_all_windows_yield(self) -> None:
-        """One window in ten takes ten steps, the others four."""
-        measured = MeasuredSpeculation(10, 0.95)
-        for window in range(200):
-            for _ in range(10 if window % 10 == 0 else 4):
-                measured.observe("a", 8, 1 if window % 10 == 0 else 3)
-        assert measured.speculated().tokens_out == pytest.approx(1.0)
-        assert measured.speculated().tokens_in == pytest.approx(9.0, rel=0.02)
-        assert MeasuredSpeculation(10, 0.95).speculated() == PLAIN
-        sure = MeasuredSpeculation(10, 0.5)
-        for _ in range(160):
-            sure.observe("b", 8, 3)
-        assert sure.speculated().tokens_out == pytest.approx(3.0)
+        """One window in ten yields half of what was expected."""
+        for quantile, share in ((0.95, 0.5), (0.8, 1.0), (0.5, 1.0)):
+            measured = MeasuredTrees(12, quantile)
+            for window in range(200):
+                for _ in range(6):
+                    measured.observe("a", 2.0, 1 if window % 10 == 0 else 2)
+            assert measured.share() == pytest.approx(share)
 
     def test_windows_are_told_apart_by_request(self) -> None:
-        measured = MeasuredSpeculation(4, 0.5)
+        measured = MeasuredTrees(4, 0.5)
         for _ in range(64):
-            measured.observe("slow", 3, 1)
-            measured.observe("fast", 3, 4)
-        assert measured.speculated().tokens_out == 4.0  # of five windows four are the fast one's
+            measured.observe("slow", 2.0, 1)
+            measured.observe("fast", 4.0, 8)
+        assert measured.share() == 2.0  # of three windows two are the fast one's
         measured.forget("slow")
         measured.forget("never seen")
+
+
+@given(
+    best=st.floats(0.05, 0.98),
+    width=st.integers(1, 4),
+    share=st.floats(0.0, 1.2),
+    tpot_s=st.floats(0.005, 0.2),
+    pass_s=st.floats(0.0, 0.02),
+)
+def test_no_other_tree_sustains_more_requests(
+    best: float, width: int, share: float, tpot_s: float, pass_s: float
+) -> None:
+    chances = np.array([[best**d * 0.3**rank for rank in range(width)] for d in range(1, 5)])
+    found, drafting_s, most = sustained_trees(chances, share, tpot_s, FLAT, pass_s)
+
+    def requests(tokens_out: float, tokens_in: float, took_s: float) -> float:
+        return FLAT.time_to_tokens(tpot_s * tokens_out - took_s) / tokens_in
+
+    assert most == requests(found.tokens_out, found.tokens_in, drafting_s)
+    assert most >= requests(1.0, 1.0, 0.0)
+    for depth in range(1, 5):
+        likely = sorted(chances[:depth].ravel(), reverse=True)[:TREE]
+        for nodes in range(1, len(likely) + 1):
+            out = max(share * (1.0 + sum(likely[:nodes])), 1.0)
+            assert requests(out - 1e-12, nodes + 1, depth * pass_s) <= most + 1e-9
+    if share < 0.5 and best < 0.3:
+        assert found == PLAIN, "nothing to count on"
+
+
+def test_trees_that_sustain_most_by_hand() -> None:
+    """A lone chain of 0.9 each: two tokens more for two nodes; steps of 20 ms and 1 ms a token."""
+    line = StepTimeModel(((0.0, 0.0, 0.0), (0.001, 0.0, 0.020)))
+    chances = np.array([[0.9], [0.8]])
+    found, drafting_s, most = sustained_trees(chances, 1.0, 0.030, line, 0.002)
+    assert found.tokens_out == pytest.approx(2.7)
+    assert found.tokens_in == 3.0
+    assert drafting_s == pytest.approx(0.004)
+    assert most == 57 / 3, "2.7 * 30 - 4 - 20 ms; 10 without trees"

@@ -243,10 +243,10 @@ def test_a_preempted_request_is_resumed_by_one_prefill() -> None:
 def test_a_demand_is_a_prefill_until_the_first_token_and_a_rate_after_it() -> None:
     length = LengthPrediction(40, "learnt")
     waiting = tracked(num_computed_tokens=0, num_tokens=15)
-    new = views.demand(waiting, 101.0, 15.4, length, 3, guard_s=0.25)
+    new = views.demand(waiting, 101.0, 102.0, 15.4, length, 3, guard_s=0.25)
     assert (new.deadline_s, new.prefill_tokens, new.blocks) == (101.75, 15, 3)
     assert new.context_tokens == 15 + 20
-    begun = views.demand(tracked(times=[101.5]), 105.0, 1.0, length, 3)
+    begun = views.demand(tracked(times=[101.5]), 105.0, 102.0, 1.0, length, 3)
     assert (begun.deadline_s, begun.prefill_tokens, begun.tpot_s) == (105.0, 0, 1.0)
 
 

@@ -82,6 +82,15 @@ class Speculated:
 PLAIN = Speculated(1.0, 1.0)
 
 
+def tokens_of_step(asked: float, speculated: Speculated) -> float:
+    """Tokens to verify in a step for a request that is to get ``asked`` tokens from it; fewer than
+    one: it takes part in some steps only."""
+    if asked <= 1.0 or speculated.tokens_out <= 1.0:
+        return asked
+    share = (asked - 1.0) / (speculated.tokens_out - 1.0)
+    return 1.0 + (speculated.tokens_in - 1.0) * share
+
+
 @jit
 def _tokens_in(time_s: float, engine: Floats) -> float:
     """Tokens that one step of ``time_s`` seconds processes: the paper's time2bs."""

@@ -89,8 +89,7 @@ def plan_step(
     decoding, context, pairs = _load(decodes)
     shortest = model.predict_s(decoding, context, pairs=pairs)
     limit = min((decode_limit_s(start_s, d, shortest) for d in decodes), default=INFINITY)
-    limit = _meet_next_deadline(batch, limit, decodes, prefills)
-    batch.set_limit(limit)
+    batch.set_limits(limit, _meet_next_deadline(batch, limit, decodes, prefills))
     urgent, patient = _split_by_urgency(batch, decodes)
     batch.grant_decodes(urgent, forced=True)
     kept = batch.reserve(
@@ -173,6 +172,7 @@ class _Batch:
         self.model = model
         self.limits = limits
         self.limit_s = INFINITY
+        self.deadline_s = INFINITY
         self.longest_s = model.predict_s(min(limits.max_step_tokens, model.max_tokens))
         self.tokens: dict[str, int] = {}
         self.used = 0
@@ -181,8 +181,10 @@ class _Batch:
         self.pairs = 0.0
         self.seats = limits.seats
 
-    def set_limit(self, limit_s: float) -> None:
-        self.limit_s = limit_s
+    def set_limits(self, limit_s: float, with_deadlines_s: float) -> None:
+        self.limit_s = with_deadlines_s
+        if with_deadlines_s < limit_s:
+            self.deadline_s = with_deadlines_s
 
     def reserve(self, tokens: int) -> int:
         """Keep tokens out of reach of the promises until ``release``."""
@@ -339,7 +341,8 @@ class _Batch:
 
     def plan(self) -> StepPlan:
         predicted = self.model.predict_s(self.used, self.context, pairs=self.pairs)
-        return StepPlan(self.used, self.tokens, predicted if self.used else 0.0, self.limit_s)
+        predicted = predicted if self.used else 0.0
+        return StepPlan(self.used, self.tokens, predicted, self.limit_s, self.deadline_s)
 
 
 class RecentObjectives:

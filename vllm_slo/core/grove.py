@@ -24,10 +24,6 @@ Ints: TypeAlias = NDArray[np.int64]
 Marks: TypeAlias = NDArray[np.int8]
 Bools: TypeAlias = NDArray[np.bool_]
 
-SURE_SHARE = 0.8
-"""Of the expected tokens of a tree, what a step may be longer by for a promised request."""
-EPS_S = 1e-6
-
 
 class TPOTNeeds(NamedTuple):
     """What a decoding request's TPOT asks of a step.
@@ -57,11 +53,11 @@ def tpot_needs(view: DecodeView, start_s: float, end_s: float, left: int) -> TPO
 
 
 class TPOTLimit(NamedTuple):
-    """How long a step may be for a promised request that decodes.
+    """How long a step may be for a request that decodes.
 
     Attributes:
         limit_s: longest step, a token a step being expected.
-        tpot_s: its objective.
+        tpot_s: how much longer, for each token besides that one to count on.
         place: in the grove; -1: it has no candidates.
     """
 
@@ -81,6 +77,7 @@ class StepLoad:
         context: KV tokens that are read.
         max_tokens: most tokens of a step.
         limit_s: longest step that its plan allows.
+        deadline_s: longest step that a prompt's deadline allows.
         limits: asked for where that is too short for the nodes that would pay.
     """
 
@@ -90,6 +87,7 @@ class StepLoad:
     context: int
     max_tokens: int
     limit_s: float
+    deadline_s: float
     limits: Callable[[], Sequence[TPOTLimit]]
 
 
@@ -100,27 +98,36 @@ class Grove:
         offsets, parents: as `select_trees` takes them.
         chances: calibrated path probabilities.
         limits: (n,) most nodes of each request.
+        share: of the tokens that a tree is expected to yield, what to count on.
 
     Attributes:
         required: (n,) A(r); -inf where nothing is needed, or nothing helps.
-        pace_s: (n,) seconds per step at which a request still keeps its TPOT; infinite without.
+        pace_s: (n,) seconds per token at which a TPOT is still kept; infinite without.
         promised: (n,) whether its TPOT is promised.
         needed: nodes that objectives need.
+        needed_gains: (n,) expected tokens of these.
     """
 
     def __init__(
-        self, offsets: Ints, parents: NDArray[np.int32], chances: Floats, limits: Ints
+        self,
+        offsets: Ints,
+        parents: NDArray[np.int32],
+        chances: Floats,
+        limits: Ints,
+        share: float = 1.0,
     ) -> None:
         requests = len(limits)
         self.offsets = offsets
         self.parents = parents
         self.chances = chances
         self.limits = limits
+        self.share = share
         self.required = np.full(requests, -INFINITY)
         self.pace_s = np.full(requests, INFINITY)
         self.promised = np.zeros(requests, dtype=np.bool_)
         self.needed = 0
         self._slo_floor = 0.0
+        self.needed_gains = np.zeros(requests)
 
     def part(self, place: int) -> slice:
         """Where the nodes of one request lie."""
@@ -152,7 +159,7 @@ class Grove:
         self._slo_floor = node_floor(behind, roots, ahead, model, step_s)
         chosen = self._select(budget, throughput=False)
         self.needed = int(np.count_nonzero(chosen))
-        self.pace_s *= 1.0 + self.gains(chosen > 0)
+        self.needed_gains = self.gains(chosen > 0)
         return chosen
 
     def select(self, nodes: int) -> Marks:
@@ -175,6 +182,16 @@ class Grove:
     def gains(self, taken: Bools) -> Floats:
         """(n,) expected tokens of the nodes that are ``taken``."""
         gains: Floats = np.add.reduceat(np.where(taken, self.chances, 0.0), self.offsets[:-1])
+        return gains
+
+    def hurries(self) -> list[TPOTLimit]:
+        """Requests that keep a TPOT without its being promised."""
+        places = np.flatnonzero(~self.promised & (self.pace_s < INFINITY)).tolist()
+        return [TPOTLimit(self.pace_s[n].item(), self.pace_s[n].item(), n) for n in places]
+
+    def sure_gains(self, taken: Bools) -> Floats:
+        """(n,) tokens besides the roots' to count on, of the nodes that are ``taken``."""
+        gains: Floats = np.maximum(self.share * (1.0 + self.gains(taken)) - 1.0, 0.0)
         return gains
 
     def leave_out(self, granted: Bools) -> None:
@@ -216,21 +233,24 @@ def nodes_of_step(
     paying = worthwhile_nodes(
         likely, load.roots, load.others, load.context, expected, load.max_tokens - load.planned
     )
-    room = load.max_tokens
+    room = max(load.max_tokens - load.planned, 0)
+    calm = min(room, _unhurried(grove, load, min(grove.needed, room), expected))
     if load.limit_s < INFINITY:
-        room = min(room, promise.time_to_tokens(load.limit_s, load.context))
-    room = max(room - load.planned, 0)
-    needed = min(grove.needed, room)
-    nodes = min(paying, _unhurried(grove, load, needed, expected))
-    if nodes > room:
-        nodes = max(_affordable(grove, load, likely, nodes, promise), room)
-    return StepNodes(max(nodes, needed), float(likely[:paying].sum()))
+        within = promise.time_to_tokens(load.limit_s, load.context) - load.planned
+        calm = max(min(calm, within), 0)
+    nodes = paying
+    if paying > calm:
+        nodes = _fairest(grove, load, likely, (paying, calm), expected, promise)
+    return StepNodes(max(nodes, min(grove.needed, calm)), float(likely[:paying].sum()))
 
 
 def _unhurried(grove: Grove, load: StepLoad, needed: int, expected: StepTimeModel) -> int:
-    """Nodes beside which requests that hurry without a promise still keep their TPOT; where even
-    the ``needed`` ones take too long, those that cost no time."""
-    hurry_s = float(grove.pace_s.min())
+    """Nodes beside which requests that hurry without a promise still keep their TPOT, by what the
+    needed ones yield; where even these take too long, those that cost no time."""
+    hurry_s = min(
+        (limit_s * (1.0 + grove.needed_gains[place]) for limit_s, _, place in grove.hurries()),
+        default=INFINITY,
+    )
     if hurry_s == INFINITY:
         return load.max_tokens
     used = load.roots + load.others
@@ -238,22 +258,49 @@ def _unhurried(grove: Grove, load: StepLoad, needed: int, expected: StepTimeMode
     return expected.time_to_tokens(max(hurry_s, least_s), load.context) - used
 
 
-def _affordable(
-    grove: Grove, load: StepLoad, likely: Floats, most: int, promise: StepTimeModel
+def _fairest(
+    grove: Grove,
+    load: StepLoad,
+    likely: Floats,
+    bounds: tuple[int, int],
+    expected: StepTimeModel,
+    promise: StepTimeModel,
 ) -> int:
-    """Nodes, at most ``most``, that make a step longer than a TPOT allows and yield the tokens to
-    make up for it; 0 where none do, or a prompt's deadline is what limits the step."""
-    limits = load.limits()
-    if load.limit_s < min((limit.limit_s for limit in limits), default=INFINITY) - EPS_S:
-        return 0
-    for nodes in (most, most * 3 // 4, most // 2, most // 4):
-        if nodes < 1:
-            break
-        gains = SURE_SHARE * grove.gains(grove.chances >= likely[nodes - 1])
-        step_s = promise.predict_s(load.roots + load.others + nodes, load.context)
-        if all(
-            step_s <= limit_s + (gains[place] if place >= 0 else 0.0) * tpot_s
-            for limit_s, tpot_s, place in limits
-        ):
-            return nodes
-    return 0
+    """How many nodes, from the first of the ``bounds`` down to the second, are best for everybody's
+    TPOT: a step may be longer than one of them allows where its trees yield the tokens to make up
+    for it.
+
+    Where the second keeps every TPOT, so must the answer. Where it does not, plain steps are too
+    slow for somebody: then as many as give most of the pace that is asked for. No prompt misses its
+    deadline for them.
+    """
+    most, calm = bounds
+    limits, hurries = load.limits(), grove.hurries()
+    if not limits and load.limit_s < INFINITY:
+        return calm
+    used = load.roots + load.others
+
+    def paces(nodes: int) -> list[float]:
+        least = likely[nodes - 1] if nodes else INFINITY
+        gains = grove.sure_gains(grove.chances >= least)
+        tokens = used + nodes
+        return [
+            *_paces(limits, gains, promise.predict_s(tokens, load.context)),
+            *_paces(hurries, gains, expected.predict_s(tokens, load.context)),
+        ]
+
+    levels = sorted({most, most * 3 // 4, most // 2, most // 4, calm}, reverse=True)
+    soonest = promise.time_to_tokens(load.deadline_s, load.context) - used
+    levels = [nodes for nodes in levels if calm <= nodes <= max(soonest, calm)]
+    if min(paces(calm), default=1.0) >= 1.0:
+        return next((nodes for nodes in levels if min(paces(nodes), default=1.0) >= 1.0), calm)
+    return max(levels, key=lambda nodes: sum(min(pace, 1.0) for pace in paces(nodes)))
+
+
+def _paces(limits: Sequence[TPOTLimit], gains: Floats, step_s: float) -> list[float]:
+    """Of each TPOT's due, how much a step of ``step_s`` gives; ``gains``: tokens besides the
+    roots'."""
+    return [
+        (max(limit_s, 0.0) + (gains[place] if place >= 0 else 0.0) * tpot_s) / step_s
+        for limit_s, tpot_s, place in limits
+    ]

@@ -18,6 +18,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ DEFAULT_MARGIN = 1.10
 """Multiplicative margin while too few steps have been seen to measure one."""
 DEFAULT_HORIZON = 5
 """Steps of a run whose time a margin covers: half of a TPOT window, so that both halves hold."""
+LONGEST_HORIZON = 32
+"""However long the window is: a prefill's deadline is nearer."""
 
 _MIN_STEP_S = 1e-7
 _MAX_STEP_S = 3600.0
@@ -41,6 +44,11 @@ _NAMES = (
     "terms[1].k1", "terms[1].k2", "terms[1].b", "kv_s", "pair_s",
 )  # fmt: skip
 _FIX = "measure again with 'vllm-slo profile MODEL'"
+
+
+def horizon_of(window: int) -> int:
+    """Steps of a run whose time a margin covers, for a TPOT judged over ``window`` tokens."""
+    return min(max(window // 2, DEFAULT_HORIZON), LONGEST_HORIZON)
 
 
 def chunk_pairs(tokens: int, context_tokens: int) -> int:
@@ -451,16 +459,24 @@ class StepTimeEstimator:
     fitted anew to live steps, after 64 of them and then at every doubling up to every 4096th;
     samples are kept per octave of tokens and context, so rare shapes are not washed out.
     One refit takes some milliseconds and happens only when token counts span a factor of 8.
+    ``horizon``: see :class:`OnlineCorrection`.
     """
 
     FIRST_REFIT = 64
     LAST_REFIT_GAP = 4096
     PER_BUCKET = 8
 
-    def __init__(self, base: StepTimeModel | None = None, *, learn: bool | None = None) -> None:
+    def __init__(
+        self,
+        base: StepTimeModel | None = None,
+        *,
+        learn: bool | None = None,
+        horizon: int = DEFAULT_HORIZON,
+    ) -> None:
         self.base = base if base is not None else StepTimeModel.prior()
         self.learn = learn if learn is not None else base is None
-        self.correction = OnlineCorrection()
+        self._horizon = horizon
+        self.correction = OnlineCorrection(horizon=horizon)
         self._buckets: dict[tuple[int, int], deque[Sample]] = {}
         self._seen = 0
         self._next_refit = self.FIRST_REFIT
@@ -493,6 +509,8 @@ class StepTimeEstimator:
             return
         samples = [sample for bucket in self._buckets.values() for sample in bucket]
         self.base = fit(samples, max_tokens=self.base.max_tokens).model
-        self.correction = OnlineCorrection()
-        for shape, actual_s in samples:
-            self.correction.observe(self.base.predict_shape_s(shape), actual_s)
+        self.correction = OnlineCorrection(horizon=self._horizon)
+        # Shapes take turns, as in live runs of steps: runs of one shape would differ more.
+        for turn in zip_longest(*self._buckets.values()):
+            for shape, actual_s in filter(None, turn):
+                self.correction.observe(self.base.predict_shape_s(shape), actual_s)

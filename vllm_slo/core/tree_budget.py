@@ -151,13 +151,30 @@ class DraftDepth:
         leave less, and what is not verified is drafted in vain."""
         self._use += self.USE_SHARE * (min(share, 1.0) - self._use)
 
-    def fastest(self, step_s: float, deepest: int, width: int, pass_s: float) -> int:
-        """The depth at which one request gets its tokens soonest, in steps of ``step_s``."""
-        expected = 1.0 + self._use * np.cumsum(self._chances[:deepest, :width].sum(axis=1))
-        times = step_s + pass_s * np.arange(1, len(expected) + 1)
-        if not len(expected) or (expected / times).max() <= 1.0 / max(step_s, SHORTEST_S):
-            return 0
-        return int(np.argmax(expected / times)) + 1
+    def fastest(
+        self,
+        active: int,
+        behind: int,
+        context: int,
+        deepest: int,
+        width: int,
+        pass_s: float,
+        model: StepTimeModel,
+    ) -> int:
+        """The depth at which each of the ``behind`` requests gets its tokens soonest, where only
+        they have trees. Arguments as in ``choose``."""
+        reading_s = model.kv_s * context
+        best, depth = 1.0 / max(model.predict_s(active, context), SHORTEST_S), 0
+        for d in range(1, deepest + 1):
+            chances = np.sort(self._chances[:d, :width], axis=None)[::-1]
+            tokens = 1.0 + self._use * np.cumsum(chances)
+            nodes: Floats = np.arange(1.0, len(chances) + 1.0, dtype=np.float64)
+            batches: Floats = np.asarray(active + behind * nodes)
+            times = step_times(model, batches) + reading_s + d * pass_s
+            rate = float((tokens / np.maximum(times, SHORTEST_S)).max())
+            if rate > best:
+                best, depth = rate, d
+        return depth
 
     def choose(
         self,
@@ -219,47 +236,77 @@ def node_floor(
     return min(expected * longer_s / max(step_s, SHORTEST_S), 1.0)
 
 
-class MeasuredSpeculation:
-    """What decoding with trees yields, window by window, for promises to count on.
+class MeasuredTrees:
+    """How much of what trees were expected to yield they did yield, on the safe side.
 
-    A TPOT is judged over a window of tokens, so what matters is how many steps a window takes: a
-    single step may accept nothing.
+    A TPOT is judged over a window of tokens, so it is windows that are looked at: a single step may
+    accept nothing.
 
     Args:
         window: tokens over which a TPOT is judged.
-        quantile: share of the windows that yield at least what is counted on.
+        quantile: share of the windows that yield at least that much.
     """
 
-    ENOUGH = 32
+    ENOUGH = 16
     """Windows before anything is counted on."""
     REMEMBERED = 256
-    SHARE = 0.02
 
     def __init__(self, window: int, quantile: float) -> None:
         self._window = window
         self._quantile = quantile
-        self._open: dict[str, tuple[int, int]] = {}
-        self._yields: deque[float] = deque(maxlen=self.REMEMBERED)
-        self._nodes = 0.0
+        self._open: dict[str, tuple[float, int]] = {}
+        self._shares: deque[float] = deque(maxlen=self.REMEMBERED)
 
-    def observe(self, request_id: str, nodes: int, tokens: int) -> None:
-        """A step verified ``nodes`` nodes of a request and yielded ``tokens`` tokens."""
-        self._nodes += self.SHARE * (nodes - self._nodes)
-        had, steps = self._open.get(request_id, (0, 0))
-        had, steps = had + tokens, steps + 1
-        if had >= self._window:
-            self._yields.append(had / steps)
-            had = steps = 0
-        self._open[request_id] = had, steps
+    def observe(self, request_id: str, hoped: float, tokens: int) -> None:
+        """A step yielded ``tokens`` tokens of a request where ``hoped`` were expected, its root's
+        included."""
+        expected, had = self._open.get(request_id, (0.0, 0))
+        expected, had = expected + hoped, had + tokens
+        if expected >= self._window:
+            self._shares.append(had / expected)
+            expected, had = 0.0, 0
+        self._open[request_id] = expected, had
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._open.pop(request_id, None)
 
-    def speculated(self) -> Speculated:
-        """What admission may count on; plain decoding until enough was seen."""
-        if len(self._yields) < self.ENOUGH:
-            return PLAIN
-        ranked = sorted(self._yields)
-        safe = ranked[int((1.0 - self._quantile) * len(ranked))]
-        return Speculated(max(safe, 1.0), 1.0 + self._nodes)
+    def share(self) -> float:
+        """What to count on, of expected tokens; 0 until enough was seen."""
+        if len(self._shares) < self.ENOUGH:
+            return 0.0
+        ranked = sorted(self._shares)
+        return ranked[int((1.0 - self._quantile) * len(ranked))]
+
+
+def sustained_trees(
+    chances: Floats,
+    share: float,
+    tpot_s: float,
+    model: StepTimeModel,
+    pass_s: float,
+) -> tuple[Speculated, float, float]:
+    """The trees with which most requests keep a TPOT together.
+
+    Args:
+        chances: (depths, width) typical path probabilities.
+        share: of what these promise, what to count on.
+        tpot_s: the objective.
+        model: step times without drafting.
+        pass_s: seconds of one pass of the draft.
+
+    Returns:
+        What decoding is like with them, the seconds a step then drafts, and how many requests keep
+        the TPOT; plain decoding where no tree is better.
+    """
+    most = float(model.time_to_tokens(tpot_s))
+    found, drafting_s = PLAIN, 0.0
+    for depth in range(1, len(chances) + 1):
+        likely = np.sort(chances[:depth], axis=None)[::-1][:TREE]
+        yields = np.maximum(share * (1.0 + np.cumsum(likely)), 1.0).tolist()
+        for nodes, tokens in enumerate(yields, 1):
+            left_s = tpot_s * tokens - depth * pass_s
+            requests = model.time_to_tokens(left_s) / (1 + nodes)
+            if requests > most:
+                most, found, drafting_s = requests, Speculated(tokens, 1.0 + nodes), depth * pass_s
+    return found, drafting_s, most

@@ -89,7 +89,7 @@ class PrefillView(NamedTuple):
 
     Attributes:
         request_id: its id.
-        deadline_s: when the first token is due; infinite without a TTFT.
+        deadline_s: when the first token is due; infinite where it can wait for ever.
         remaining_tokens: tokens still to compute until it samples.
         tpot_s: its decode objective once it has begun; infinite without one.
         context_tokens: KV length already computed.
@@ -131,9 +131,12 @@ class StepPlan:
         tokens: the most each named request may be given; 0 keeps it out of this step.
         predicted_s: predicted step time if every grant is used.
         limit_s: the step time that the promises allow; infinite when nothing limits it.
+        deadline_s: the step time that a prompt's deadline allows; infinite where it does not end
+            the step sooner than the decodes do.
     """
 
     token_budget: int
     tokens: dict[str, int]
     predicted_s: float
     limit_s: float
+    deadline_s: float = INFINITY

@@ -93,7 +93,7 @@ class Scheduler(AsyncScheduler):
         steering = self._steering
         begun = steering.begin_step()
         if self._speculation is not None:
-            self._speculation.plant_needed()
+            self._speculation.plant()
         if not steering.active or self._pause_state != PauseState.UNPAUSED:
             output = self._schedule(throttle_prefills, None)
         else:

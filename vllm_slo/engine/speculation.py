@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of trees: candidates come in, selected trees go out with the next step.
 
-A step is planned in three parts. First each promised request gets the nodes that its TPOT needs in
-this step, and the step is planned with them (``plant_needed``, AdaServe's SLO-customised
-selection). Then the time that the plan leaves, as far as it pays, goes to the likeliest nodes of
-all requests (``fill``, throughput-optimised selection). Last, the parents and what is to be drafted
-next travel with the step (``send``).
+A step is planned in three parts. First trees are chosen as if it were of all roots and no prompts:
+what objectives need (AdaServe's SLO-customised selection), then what pays; it is planned with the
+trees of the promised requests, and what these are expected to yield (``plant``). Then the trees of
+everybody who is in the plan are chosen anew, within the time that it leaves (``fill``). Last, the
+parents and what is to be drafted next travel with the step (``send``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 
 from vllm_slo.config import SpeculationConfig
 from vllm_slo.core import token_tree
-from vllm_slo.core.admission import PLAIN
+from vllm_slo.core.admission import PLAIN, Speculated
 from vllm_slo.core.batch_plan import decode_limit_s
 from vllm_slo.core.draft_calibration import DraftCalibration
 from vllm_slo.core.grove import (
@@ -36,7 +36,7 @@ from vllm_slo.core.grove import (
     nodes_of_step,
     tpot_needs,
 )
-from vllm_slo.core.tree_budget import DraftDepth, DraftTimes, MeasuredSpeculation
+from vllm_slo.core.tree_budget import DraftDepth, DraftTimes, MeasuredTrees, sustained_trees
 from vllm_slo.core.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
@@ -45,14 +45,14 @@ from vllm_slo.core.tree_selection import (
     depth_and_width,
     select_trees,
 )
-from vllm_slo.core.types import INFINITY
+from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine import tree_grammar, trees, views
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.engine.trees import DraftTrees, StepTrees
 
 if TYPE_CHECKING:
     from vllm_slo.engine.scheduler import Scheduler
-    from vllm_slo.engine.steering import Steering
+    from vllm_slo.engine.steering import Steering, WayToDecode
 
 logger = init_logger(__name__)
 
@@ -84,6 +84,7 @@ class Planted(NamedTuple):
     tokens: list[int]
     parents: list[int]
     probabilities: list[float]
+    chances: list[float]
 
 
 class Speculation:
@@ -107,7 +108,7 @@ class Speculation:
         self.failed = False
         self._depths = DraftDepth(config.max_depth, config.max_width)
         self._times = DraftTimes()
-        self._measured = MeasuredSpeculation(
+        self._measured = MeasuredTrees(
             min(steering.config.tpot_window_tokens, PROMISED_WINDOW),
             steering.config.margin_quantile,
         )
@@ -119,19 +120,19 @@ class Speculation:
         self._chosen = 0, 0
         self._prompt_tokens = 0
         self._selection_s = 0.0
-        steering.speculated = self._measured.speculated
+        steering.speculation = self._promisable
+        steering.bearable = self._bearable
         _warm_up(config.max_depth)
         steering.metrics.speculation_on(True)
 
     # Before a step is planned.
 
-    def plant_needed(self) -> None:
-        """Give promised requests the nodes that their TPOT needs, for the step to be planned with
-        them; decide what is to be drafted after it."""
+    def plant(self) -> None:
+        """Give promised requests the trees that the step is to be planned with; decide what is to
+        be drafted after it."""
         began_s = time.perf_counter()
         self._planted.clear()
         self.steering.expected.clear()
-        self._chosen = 0, 0
         for request in self.scheduler.running:
             request.spec_token_ids = []
         barred = self._barred()
@@ -139,8 +140,8 @@ class Speculation:
         if self._grove is not None:
             self._require(self._grove)
         self._decide_shape(barred)
-        if self._grove is not None and self._grove.wanting:
-            self._plant_needed(self._grove)
+        if self._grove is not None and any(t.promised for t in self.steering.tracked.values()):
+            self._plant_promised(self._grove)
         self._selection_s = time.perf_counter() - began_s
 
     def _gather(self) -> Grove | None:
@@ -156,7 +157,8 @@ class Speculation:
         depth, width = self._shape
         if depth and len(chances) == len(found) * depth * width:
             self._depths.observe(chances.reshape(len(found), -1), depth, width)
-        return Grove(offsets, parents, chances, np.asarray(self._node_limits()))
+        limits = np.asarray(self._node_limits())
+        return Grove(offsets, parents, chances, limits, self._measured.share())
 
     def _may_grow(self, request: Request) -> bool:
         candidate = self._candidates.get(request.request_id)
@@ -206,11 +208,10 @@ class Speculation:
         return limits
 
     def _require(self, grove: Grove) -> None:
-        """A(r) of every request that has a TPOT and can still keep it, for a step of the roots
-        alone."""
+        """A(r) of every request that has a TPOT and can still keep it."""
         steering = self.steering
         start_s = steering.steps.next_start_s(steering.now_s)
-        step_s = self._plain_step_s()
+        step_s = self._step_s()
         ahead = self._ahead()
         for place, request in enumerate(self._requests):
             tracked = steering.tracked.get(request.request_id)
@@ -224,10 +225,11 @@ class Speculation:
             if needs.pace_s * ahead >= step_s:
                 grove.require(place, needs, promised=tracked.promised)
 
-    def _plain_step_s(self) -> float:
-        """A step of the roots alone, by the time to promise by."""
-        model = self.steering.steps.promise_model
-        return model.predict_s(len(self.scheduler.running), self._context())
+    def _step_s(self) -> float:
+        """A step of all roots and of as many nodes as the last one had, by the time to promise
+        by."""
+        tokens = len(self.scheduler.running) + sum(self._chosen)
+        return self.steering.steps.promise_model.predict_s(tokens, self._context())
 
     def _ahead(self) -> float:
         """Tokens that a step yields at best, of a typical tree."""
@@ -246,23 +248,43 @@ class Speculation:
         pass_s = self._times.pass_s(beams)
         model, context = steps.verifying_model, self._context()
         depth = self._depths.choose(active, context, deepest, width, pass_s, model)
-        if self._wanting():
-            step_s = model.predict_s(active, context)
-            depth = max(depth, self._depths.fastest(step_s, deepest, width, pass_s))
+        if behind := self._behind():
+            fastest = self._depths.fastest(active, behind, context, deepest, width, pass_s, model)
+            depth = max(depth, fastest)
         depth = max(depth, self.config.min_depth)
         self._shape = depth, width
         steps.drafting(depth * pass_s, self._times.token_s if depth else 0.0)
 
-    def _wanting(self) -> bool:
-        """Whether a request's TPOT may need nodes in the step after this one: it asks for more
-        than a plain step gives, or lags."""
-        if self._grove is not None and self._grove.wanting:
-            return True
+    def _behind(self) -> int:
+        """Requests whose TPOT may need nodes in the step after this one: they ask for more than a
+        plain step gives, or lag."""
+        lag = 0 if self._grove is None else int(np.count_nonzero(self._grove.required > 1.0))
         step_s = self.steering.steps.verifying_model.predict_s(len(self.scheduler.running))
-        return any(
+        ask = sum(
             t.tpot_s < step_s and not t.missed and t.first_token_s is not None
             for t in self.steering.tracked.values()
         )
+        return max(lag, ask)
+
+    def _bearable(self, tpot_s: float) -> tuple[float, Speculated]:
+        """How many requests keep a TPOT together, by typical step times, and with what trees."""
+        active = max(len(self.scheduler.running), 1)
+        beams = min(active * self.config.max_width, self.config.draft_tokens)
+        model, pass_s = self.steering.steps.verifying_model, self._times.pass_s(beams)
+        trees, _, most = sustained_trees(self._depths.typical, 1.0, tpot_s, model, pass_s)
+        return most, trees
+
+    def _promisable(self, tpot_s: float) -> WayToDecode | None:
+        """Decoding with trees that keeps a TPOT, for promises to count on."""
+        steps, share = self.steering.steps, self._measured.share()
+        active = max(len(self.scheduler.running), 1)
+        beams = min(active * self.config.max_width, self.config.draft_tokens)
+        pass_s = self._times.pass_s(beams) * steps.margin
+        plain = steps.plain_promise_model
+        speculated, drafting_s, _ = sustained_trees(
+            self._depths.typical, share, tpot_s, plain, pass_s
+        )
+        return None if speculated == PLAIN else (plain.besides(drafting_s), speculated)
 
     def _control(self) -> TreeControl:
         """Equation 8's B1 is the largest batch within the tightest TPOT, what is accepted of a
@@ -282,24 +304,31 @@ class Speculation:
             max_width=config.max_width,
         )
 
-    def _plant_needed(self, grove: Grove) -> None:
-        """Choose what objectives need; the promised requests' part is planned with."""
+    def _plant_promised(self, grove: Grove) -> None:
+        """Choose trees for a step of all roots; the promised requests' are planned with."""
         steering = self.steering
-        chosen = grove.select_needed(
-            steering.max_step_tokens,
-            len(self.scheduler.running),
-            self._ahead(),
-            steering.steps.expected_model,
-            self._plain_step_s(),
-        )
-        gains = grove.gains(chosen > 0)
-        for place in np.flatnonzero(grove.promised):
-            request = self._requests[place]
-            nodes = np.flatnonzero(chosen[grove.part(place)])
-            if len(nodes):
+        steps = steering.steps
+        if grove.wanting:
+            grove.select_needed(
+                steering.max_step_tokens,
+                len(self.scheduler.running),
+                self._ahead(),
+                steps.expected_model,
+                self._step_s(),
+            )
+        load = replace(self._load(None), others=0)
+        step = nodes_of_step(grove, load, steps.expected_model, steps.promise_model)
+        chosen = grove.select(step.nodes)
+        gains = grove.sure_gains(chosen > 0)
+        for place, request in enumerate(self._requests):
+            tracked = steering.tracked.get(request.request_id)
+            taken = np.flatnonzero(chosen[grove.part(place)])
+            if tracked is not None and (tracked.promised or tracked.in_good_faith) and len(taken):
                 tokens = self._candidates[request.request_id].tokens
-                request.spec_token_ids = tokens[nodes].tolist()
-                steering.expected[request.request_id] = 1.0 + float(gains[place])
+                request.spec_token_ids = tokens[taken].tolist()
+                view = views.decode_view(tracked, steering.now_s)
+                gain = _evened_out(view) * float(gains[place])
+                steering.expected[request.request_id] = 1.0 + gain
 
     # When a step is planned.
 
@@ -311,6 +340,7 @@ class Speculation:
         """
         grove = self._grove
         if grove is None:
+            self._chosen = 0, 0
             return
         began_s = time.perf_counter()
         granted = np.asarray([_is_granted(nudge, request) for request in self._requests])
@@ -336,6 +366,7 @@ class Speculation:
             prompts = self.scheduler.waiting or len(running) > roots
             others = most - roots if prompts else 0
             limit_s = min((limit.limit_s for limit in self._limits()), default=INFINITY)
+            deadline_s = INFINITY
         else:
             for request in self._requests:
                 if nudge.tokens.get(request.request_id):
@@ -344,29 +375,31 @@ class Speculation:
                 views.is_decoding(r) and bool(nudge.tokens.get(r.request_id)) for r in running
             )
             planned, limit_s = nudge.token_budget, nudge.limit_s
+            deadline_s = nudge.deadline_s
             others = max(planned - roots, 0)
-        return StepLoad(roots, others, planned, self._context(), most, limit_s, self._limits)
+        return StepLoad(
+            roots, others, planned, self._context(), most, limit_s, deadline_s, self._limits
+        )
 
     def _context(self) -> int:
         """KV tokens that the running requests read."""
         return sum(r.num_computed_tokens for r in self.scheduler.running)
 
     def _limits(self) -> list[TPOTLimit]:
-        """Longest step that keeps the TPOT of each promised request that decodes."""
+        """Longest step of a token that keeps the TPOT of each promised request that decodes."""
         steering = self.steering
         steps = steering.steps
         start_s = steps.next_start_s(steering.now_s)
-        shortest_s = steps.promise_model.predict_s(len(self.scheduler.running))
         places = {request.request_id: place for place, request in enumerate(self._requests)}
-        return [
-            TPOTLimit(
-                decode_limit_s(start_s, steering.decode_view(tracked, start_s), shortest_s),
-                tracked.tpot_s,
-                places.get(name, -1),
-            )
-            for name, tracked in steering.tracked.items()
-            if tracked.promised and tracked.decodes
-        ]
+        found = []
+        for name, tracked in steering.tracked.items():
+            if tracked.promised and tracked.decodes:
+                view = views.decode_view(tracked, start_s, steps.strength)
+                if view.window_end_s > start_s:  # else it is lost, and hurries nobody
+                    limit_s = decode_limit_s(start_s, view, 0.0)
+                    tpot_s = tracked.tpot_s * _evened_out(view)
+                    found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
+        return found
 
     def _plant(self, grove: Grove, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""
@@ -396,6 +429,7 @@ class Speculation:
                 request.spec_token_ids,
                 parents[end - count : end].tolist(),
                 candidate.probabilities[order].tolist(),
+                grove.chances[grove.part(place)][order].tolist(),
             )
             for phase in chosen[grove.part(place)][order].tolist():
                 phases[phase] += 1
@@ -472,7 +506,8 @@ class Speculation:
             if index is not None and planted is not None and done.sampled_token_ids[index]:
                 given = done.sampled_token_ids[index]
                 seen.walk(planted, parents, given)
-                self._measured.observe(name, len(parents), len(given))
+                hoped = 1.0 + sum(planted.chances[: len(parents)])
+                self._measured.observe(name, hoped, len(given))
         if seen.accepted:
             self.calibration.observe(
                 np.asarray(seen.depths), np.asarray(seen.said), np.asarray(seen.hits)
@@ -489,7 +524,7 @@ class Speculation:
         """Take the candidates that the worker drafted after the last step."""
         if drafts.failure is not None and not self.failed:
             self.failed = True
-            self.steering.speculated = lambda: PLAIN
+            self.steering.without_trees()
             self.steering.metrics.speculation_on(False)
             logger.error("vllm-slo: speculation is off: %s", drafts.failure)
         for row, name in enumerate(drafts.req_ids):
@@ -544,6 +579,12 @@ class _Seen:
                 self.accepted_by_depth[depth - 1] += 1
                 if depth < len(given):
                     due[node] = depth + 1, given[depth]
+
+
+def _evened_out(view: DecodeView) -> float:
+    """Share of what a tree may be counted on for that does so for the rest of a TPOT's window: a
+    single step may accept nothing, many make up for each other."""
+    return min((view.window_left - 1.0) / PROMISED_WINDOW, 1.0)
 
 
 def _is_granted(nudge: Nudge | None, request: Request) -> bool:

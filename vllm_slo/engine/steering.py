@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,7 +17,7 @@ from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.core.replica_state import ReplicaState
-from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
+from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel, horizon_of
 from vllm_slo.core.types import INFINITY, DecodeView, Demand, PrefillView
 from vllm_slo.engine import views
 from vllm_slo.engine.metrics import SchedulerMetrics
@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MIN_REPLAN_S = 0.02
+NEARLY = 1.25
 
 UNLABELLED = "none"
+
+WayToDecode: TypeAlias = tuple[StepTimeModel, admission.Speculated]
 
 
 class Steering:
@@ -53,7 +56,10 @@ class Steering:
         finish_interval_s: observed seconds between two promises that ended.
         seen: the highest ticket that ever came; see ``views.ticket``.
         expected: tokens that the next step is to yield, of requests that have a tree for it.
-        speculated: what promises may count on from trees.
+        speculation: a TPOT -> decoding with trees that keeps it, for promises to count on, and the
+            step times with it; None: plain decoding.
+        bearable: a TPOT -> how many requests typical steps keep it for, and what decoding is then
+            like.
 
     Raises:
         ConfigError, ProfileError: the configuration cannot be used.
@@ -73,7 +79,10 @@ class Steering:
         self.classes = self.config.slo_classes()
         self.clock = clock
         self.now_s = clock.monotonic_s()
-        estimator = step_time or StepTimeEstimator(find_profile(vllm_config, self.config.profile))
+        estimator = step_time or StepTimeEstimator(
+            find_profile(vllm_config, self.config.profile),
+            horizon=horizon_of(self.config.tpot_window_tokens),
+        )
         self.steps = StepClock(
             estimator, self.config.margin_quantile, self.config.tpot_window_tokens, self.now_s
         )
@@ -100,13 +109,24 @@ class Steering:
         self._ended: list[Request] = []
         self._refused: list[Request] = []
         self._unordered = False
+        self._ways: tuple[float, list[WayToDecode]] = -INFINITY, []
         self.seen = 0
         self.expected: dict[str, float] = {}
-        self.speculated: Callable[[], admission.Speculated] = lambda: admission.PLAIN
+        self.speculation: Callable[[float], WayToDecode | None]
+        self.bearable: Callable[[float], tuple[float, admission.Speculated]]
+        self.without_trees()
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
         if self._publisher is not None:
             self._publisher.publish(self.state(), self.now_s)
+
+    def without_trees(self) -> None:
+        """From now on, decoding is plain."""
+        self.speculation = lambda _: None
+        self.bearable = self._plainly_bearable
+
+    def _plainly_bearable(self, tpot_s: float) -> tuple[float, admission.Speculated]:
+        return self.steps.verifying_model.time_to_tokens(tpot_s), admission.PLAIN
 
     @property
     def active(self) -> bool:
@@ -346,21 +366,59 @@ class Steering:
                 decoding_context=context,
                 speculated=speculated,
             )
-            for believed, speculated in self._ways_to_decode(model)
+            for believed, speculated in self._ways_to_decode()
         ]
         worth = {demand.request_id: demand.value for demand in new}
         plan = max(plans, key=lambda plan: sum(worth[name] for name in plan.admitted))
-        self._settle(plan.admitted, plan.refused, plan.retry_after_s)
+        due_s = {demand.request_id: demand.deadline_s for demand in new}
+        self._settle(plan.admitted, plan.refused, plan.retry_after_s, due_s)
 
-    def _ways_to_decode(
-        self, model: StepTimeModel
-    ) -> list[tuple[StepTimeModel, admission.Speculated]]:
+    def _ways_to_decode(self) -> list[WayToDecode]:
         """What a promise may count on: plain steps, and steps that verify trees."""
+        if self._ways[0] == self.now_s:
+            return self._ways[1]
         ways = [(self.steps.plain_promise_model, admission.PLAIN)]
-        speculated = self.speculated()
-        if speculated != admission.PLAIN:
-            ways.append((model, speculated))
+        tightest_s = min(
+            (t.tpot_s for t in self.tracked.values() if t.promised or not t.missed),
+            default=INFINITY,
+        )
+        trees = self.speculation(tightest_s) if tightest_s < INFINITY else None
+        if trees is not None:
+            ways.append(trees)
+        self._ways = self.now_s, ways
         return ways
+
+    def can_wait(self, tracked: Tracked) -> bool:
+        """Whether a request had better not begin without a promise.
+
+        Without a TTFT it loses nothing by waiting, and begun beside too many others it loses its
+        TPOT. It waits if it could have that at all, and not too long.
+        """
+        return (
+            tracked.deadline_s == INFINITY
+            and tracked.tpot_s < INFINITY
+            and tracked.request.num_computed_tokens == 0
+            and tracked.wants_promise(self.now_s)
+            and self.now_s - self.since_served_s(tracked.request) <= self.config.ageing_s
+            and self.bearable(tracked.tpot_s * NEARLY)[0] >= 1.0
+        )
+
+    def room(self) -> int:
+        """How many more requests may run, by typical step times, with the tightest TPOT kept of
+        those that do, or are promised to."""
+        live = {request.request_id for request in self.scheduler.running}
+        tpots = [
+            t.tpot_s
+            for name, t in self.tracked.items()
+            if (t.promised or name in live) and not t.missed
+        ]
+        tightest_s = min(tpots, default=INFINITY)
+        if tightest_s == INFINITY:
+            return self.scheduler.max_num_active_reqs
+        most, speculated = self.bearable(tightest_s)
+        step_s = tightest_s * speculated.tokens_out
+        taken = sum(admission.tokens_of_step(step_s / tpot_s, speculated) for tpot_s in tpots)
+        return max(int(most - taken / speculated.tokens_in), 0)
 
     def _turn_away_expired(self, start_s: float) -> None:
         """New requests whose deadline passed before anything could be planned for them."""
@@ -372,14 +430,18 @@ class Steering:
             and not t.wants_promise(start_s)
         }
         if expired:
-            self._settle((), expired, dict.fromkeys(expired, self.finish_interval_s))
+            self._settle((), expired, dict.fromkeys(expired, self.finish_interval_s), {})
 
     def _settle(
-        self, admitted: tuple[str, ...], refused: dict[str, str], retry_after_s: dict[str, float]
+        self,
+        admitted: tuple[str, ...],
+        refused: dict[str, str],
+        retry_after_s: dict[str, float],
+        due_s: dict[str, float],
     ) -> None:
         for request_id in admitted:
             tracked = self.tracked[request_id]
-            tracked.promise()
+            tracked.promise(due_s[request_id])
             self._unpromised -= 1
             self._served_s.pop(request_id, None)
             self._unordered = True
@@ -431,6 +493,7 @@ class Steering:
         return views.demand(
             tracked,
             start_s - origin_s,
+            tracked.due_s(start_s, model.predict_s(work)),
             work,
             length,
             self._blocks_of(tracked),
@@ -505,7 +568,7 @@ class Steering:
                 decoding_context=context,
                 speculated=speculated,
             )
-            for believed, speculated in self._ways_to_decode(model)
+            for believed, speculated in self._ways_to_decode()
         )
 
     def decode_view(self, tracked: Tracked, start_s: float) -> DecodeView:

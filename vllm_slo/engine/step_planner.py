@@ -32,6 +32,7 @@ class Nudge:
         tokens: request id -> most tokens of this step.
         token_budget: tokens of the whole step.
         limit_s: the step time that promises, and best effort by itself, allow.
+        deadline_s: the step time that a prompt's deadline allows.
         timestamp: for vLLM's preemption event.
     """
 
@@ -41,6 +42,7 @@ class Nudge:
     tokens: dict[str, int]
     token_budget: int
     limit_s: float
+    deadline_s: float
     timestamp: float
 
 
@@ -60,22 +62,28 @@ class StepPlanner:
         self.prefills: list[Tracked] = []
         self.others: list[Request] = []
         self.resuming = 0
+        self.holding = False
         self._sort_running()
 
     def _sort_running(self) -> None:
         tracked = self.steering.tracked
         for request in self.scheduler.running:
             one = tracked.get(request.request_id)
-            if one is None or not one.promised:
+            if one is None or not (one.promised or self._is_trusted(one)):
                 self.others.append(request)
             elif views.is_decoding(request):
                 self.decodes.append(one)
             else:
                 self.prefills.append(one)
 
+    def _is_trusted(self, one: Tracked) -> bool:
+        """Whether a request is planned for like a promised one. Only where trees yield: in plain
+        steps the margin of promises is all that there is to spare."""
+        return one.in_good_faith and bool(self.steering.expected)
+
     def nudge(self) -> Nudge | None:
         waiting_promised, waiting_others = self._sort_waiting()
-        quiet = not (waiting_promised or waiting_others or self.prefills)
+        quiet = not (waiting_promised or waiting_others or self.prefills or self.holding)
         if quiet and not self.others:
             return None
         self.prefills += waiting_promised
@@ -104,6 +112,8 @@ class StepPlanner:
         scheduler = self.scheduler
         tracked = self.steering.tracked
         promised: list[Tracked] = []
+        busy = any(t.promised for t in tracked.values())
+        room: int | None = None
         others: list[Request] = []
         loras = {views.lora_id(r) for r in scheduler.running}
         for request in (*scheduler.kv_holding_waiting, *scheduler.waiting):
@@ -115,6 +125,13 @@ class StepPlanner:
             self.resuming += views.holds_kv(request)
             if one is not None and one.promised:
                 promised.append(one)
+            elif busy and one is not None and self.steering.can_wait(one):
+                room = self.steering.room() if room is None else room
+                self.holding = self.holding or room <= 0
+                if room > 0:
+                    room -= 1
+                    one.let_in = True
+                    others.append(request)
             elif len(others) < WAITING_LOOKAHEAD:
                 others.append(request)
         promised.sort(key=_by_deadline)
@@ -257,5 +274,6 @@ class StepPlanner:
             tokens,
             self._with_padding(plan.token_budget, len(offered)),
             min(plan.limit_s, self.steering.responsive_step_s(self.model)),
+            plan.deadline_s,
             self.steering.now_s,
         )

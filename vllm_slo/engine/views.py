@@ -20,6 +20,11 @@ UNCLASSED = "custom"
 
 _MAX_AGE_S = 86_400.0
 
+BEGIN_S = 1.0
+"""In which a promised request without a TTFT begins, more or less."""
+BEGIN_SHARE = 0.1
+"""The same of a long prompt: the share of the engine's time that its prefill gets."""
+
 
 class Tracked:
     """One live request that carries an SLO, and how it is doing.
@@ -31,9 +36,12 @@ class Tracked:
         arrival_s: arrival at the server on the scheduler's clock, queueing included; with a front
             ahead of it, arrival there.
         deadline_s: when its first token is due; infinite without a TTFT.
+        begin_by_s: the same once it is promised; without a TTFT, when its prefill is to have ended
+            for the promises that follow it.
         tpot_s: its TPOT; infinite without one.
         promised: whether its objectives are guaranteed now.
         was_promised: whether they ever were.
+        let_in: whether it could begin without, as there was room by typical step times.
         planned: whether a dynamic program has ruled on it yet.
         reason: what stood in the way of a promise when it was first ruled on, or None.
         first_token_s: when its first token came out, or None.
@@ -44,9 +52,11 @@ class Tracked:
 
     __slots__ = (
         "arrival_s",
+        "begin_by_s",
         "cached_tokens",
         "deadline_s",
         "first_token_s",
+        "let_in",
         "planned",
         "promised",
         "reason",
@@ -69,9 +79,11 @@ class Tracked:
         self.slo_class = slo.slo_class or UNCLASSED
         self.arrival_s = arrival_s
         self.deadline_s = INFINITY if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1e3
+        self.begin_by_s = self.deadline_s
         self.tpot_s = INFINITY if slo.tpot_ms is None else slo.tpot_ms / 1e3
         self.promised = False
         self.was_promised = False
+        self.let_in = False
         self.planned = False
         self.reason: str | None = None
         self.cached_tokens = 0
@@ -85,7 +97,17 @@ class Tracked:
             self.first_token_s = now_s
         self.tpot.add(now_s, count)
 
-    def promise(self) -> None:
+    def due_s(self, now_s: float, prefill_s: float) -> float:
+        """When its prefill, which takes ``prefill_s`` by itself, is to end in a plan made now."""
+        if self.promised or self.deadline_s < INFINITY or self.tpot_s == INFINITY:
+            return self.begin_by_s
+        if self.slo.on_unattainable == "decline":
+            return INFINITY  # it would rather wait than be told to come back
+        return now_s + max(BEGIN_S, prefill_s / BEGIN_SHARE)
+
+    def promise(self, begin_by_s: float = INFINITY) -> None:
+        """Its objectives are guaranteed from now on."""
+        self.begin_by_s = self.deadline_s if self.deadline_s < INFINITY else begin_by_s
         self.promised = True
         self.was_promised = True
 
@@ -109,6 +131,11 @@ class Tracked:
         # An open window may still recover; a full one may not.
         worst_s = self.tpot.worst_full_s
         return worst_s is not None and worst_s > self.tpot_s
+
+    @property
+    def in_good_faith(self) -> bool:
+        """Whether it decodes without a promise and is to keep its TPOT all the same."""
+        return self.let_in and self.decodes and not self.missed
 
     def wants_promise(self, now_s: float) -> bool:
         """Whether a promise can still be asked for."""
@@ -268,6 +295,7 @@ def best_effort_view(request: Request, since_s: float, needed_blocks: int = 0) -
 def demand(
     tracked: Tracked,
     now_s: float,
+    due_s: float,
     work_tokens: float,
     length: LengthPrediction,
     blocks: int,
@@ -275,13 +303,14 @@ def demand(
 ) -> Demand:
     """The line of figure 5 that a request draws, from where it stands now.
 
-    ``guard_s`` moves its deadline forward by what steps, being indivisible, may overrun it.
+    ``due_s``: when its prefill is to end; ``guard_s`` moves that forward by what steps, being
+    indivisible, may overrun it.
     """
     begun = tracked.first_token_s is not None
     request = tracked.request
     return Demand(
         request.request_id,
-        now_s if begun else tracked.deadline_s - guard_s,
+        now_s if begun else due_s - guard_s,
         0 if tracked.decodes else max(round(work_tokens), 1),
         tracked.tpot_s,
         blocks,
