@@ -27,8 +27,9 @@ ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 WARM_UP: Final = ((16, 24),) * 8 + ((300, 24),) * 2 + ((900, 8),)
-"""(prompt, answer) tokens of requests that come at once, twice: an engine's first steps are slow,
-and a scheduler that learns step times has seen some."""
+"""(prompt, answer) tokens of requests that come at once, several times: an engine's first steps are
+slow, and a scheduler that learns step times and what a draft is worth has seen some."""
+TURNS: Final = 8
 TOKEN_IDS: Final = 2_000
 """Below it, every token is an ordinary one of the built-in models."""
 
@@ -284,7 +285,7 @@ class Server:
         words = random.Random(0)
         objectives = sorted({one["tpot_slo_s"] for one in self.ask["requests"]})
         room = int(self.ask["engine"]["max_model_len"])
-        for turn in range(2):
+        for turn in range(TURNS):
             burst = [
                 Asked(
                     request_id=f"warm-{turn}-{n}", category="", arrival_s=0.0,
