@@ -197,16 +197,7 @@ class DraftDepth:
         """
         if not active or not deepest:
             return 0
-        reading_s = model.kv_s * context
-        best, depth = active / max(model.predict_s(active, context), SHORTEST_S), 0
-        for d in range(1, deepest + 1):
-            chances = np.sort(self._chances[:d, :width], axis=None)[::-1]
-            tokens = active * (1.0 + self._use * np.cumsum(chances))
-            batches: Floats = active * np.arange(2.0, len(chances) + 2.0, dtype=np.float64)
-            times = step_times(model, batches) + reading_s + d * pass_s
-            rate = float((tokens / np.maximum(times, SHORTEST_S)).max())
-            if rate > best:
-                best, depth = rate, d
+        depth = self.fastest(active, active, context, deepest, width, pass_s, model)
         self._chosen += 1
         if not depth:
             self._use = min(self._use + self.RECOVERY, 1.0)
