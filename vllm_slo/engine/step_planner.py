@@ -10,7 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core import batch_plan
 from vllm_slo.core.step_time import StepTimeModel
-from vllm_slo.core.types import INFINITY, BestEffortView, StepPlan
+from vllm_slo.core.types import INFINITY, BestEffortView, PrefillView, StepPlan
 from vllm_slo.engine import views
 from vllm_slo.engine.views import Tracked
 
@@ -79,7 +79,7 @@ class StepPlanner:
     def _is_trusted(self, one: Tracked) -> bool:
         """Whether a request is planned for like a promised one. Only where trees yield: in plain
         steps the margin of promises is all that there is to spare."""
-        return one.in_good_faith and bool(self.steering.expected)
+        return one.in_good_faith and (not one.decodes or bool(self.steering.expected))
 
     def nudge(self) -> Nudge | None:
         waiting_promised, waiting_others = self._sort_waiting()
@@ -112,8 +112,6 @@ class StepPlanner:
         scheduler = self.scheduler
         tracked = self.steering.tracked
         promised: list[Tracked] = []
-        busy = any(t.promised for t in tracked.values())
-        room: int | None = None
         others: list[Request] = []
         loras = {views.lora_id(r) for r in scheduler.running}
         for request in (*scheduler.kv_holding_waiting, *scheduler.waiting):
@@ -125,17 +123,19 @@ class StepPlanner:
             self.resuming += views.holds_kv(request)
             if one is not None and one.promised:
                 promised.append(one)
-            elif busy and one is not None and self.steering.can_wait(one):
-                room = self.steering.room() if room is None else room
-                self.holding = self.holding or room <= 0
-                if room > 0:
-                    room -= 1
-                    one.let_in = True
-                    others.append(request)
+            elif one is not None and (one.in_good_faith or self.steering.can_wait(one)):
+                one.let_in = one.let_in or self._finds_room(one)
+                if one.let_in:
+                    promised.append(one)
             elif len(others) < WAITING_LOOKAHEAD:
                 others.append(request)
         promised.sort(key=_by_deadline)
         return promised, others
+
+    def _finds_room(self, one: Tracked) -> bool:
+        """Whether a request may begin without a promise; nobody behind one who may not."""
+        self.holding = self.holding or not self.steering.has_room_for(one)
+        return not self.holding
 
     def _takes_lora(self, request: Request, loaded: set[int]) -> bool:
         """Whether a request finds its LoRA among those ``loaded``, or a slot for it.
@@ -230,8 +230,15 @@ class StepPlanner:
             others,
             self.model,
             limits,
-            may_start=lambda view: steering.may_start(view, self.start_s, self.model),
+            may_start=self._may_start,
         )
+
+    def _may_start(self, view: PrefillView) -> bool:
+        """Whether a prefill may end now: there was room for it, it is due, or nobody's promise
+        suffers."""
+        one = self.steering.tracked[view.request_id]
+        due = one.let_in or one.begin_by_s <= self.start_s
+        return due or self.steering.may_start(view, self.start_s, self.model)
 
     def _fullest_step(self) -> int:
         tightest = min((t.tpot_s for t in self.decodes), default=INFINITY)

@@ -134,8 +134,8 @@ class Tracked:
 
     @property
     def in_good_faith(self) -> bool:
-        """Whether it decodes without a promise and is to keep its TPOT all the same."""
-        return self.let_in and self.decodes and not self.missed
+        """Whether it begins or decodes without a promise and is to keep its TPOT all the same."""
+        return self.let_in and not self.missed and (self.first_token_s is None or self.decodes)
 
     def wants_promise(self, now_s: float) -> bool:
         """Whether a promise can still be asked for."""
