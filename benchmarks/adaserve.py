@@ -23,12 +23,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from adaserve_engine import ABLATIONS
+from adaserve_engine import ABLATIONS, ENVIRONMENT
+from quiet import Limits, Machine
 
 from vllm_slo import house_style, profiles, tiny
 from vllm_slo.bench import traces
@@ -382,16 +384,19 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
 # --- running it -----------------------------------------------------------------------------------
 
 
+def child_environment() -> dict[str, str]:
+    """Of an engine's process: vLLM binds its threads to cores itself."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return {"VLLM_CPU_KVCACHE_SPACE": str(KV_GB), **ENVIRONMENT, **environment}
+
+
 def in_own_process(ask: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """Run ``ask`` (see ``adaserve_engine.py``); RuntimeError with what it said where it fails."""
     path = work / "ask.json"
     path.write_text(json.dumps(ask))
-    # vLLM binds its threads to cores itself.
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_GB))
     done = subprocess.run(
         [sys.executable, str(CHILD), str(path)],
-        env=environment, capture_output=True, text=True, check=False,
+        env=child_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -428,44 +433,21 @@ def ask_of(
     }
 
 
-def undisturbed(ask: Mapping[str, Any], args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Run ``ask`` once the machine is quiet; again where others took too much of it meanwhile."""
-    best: dict[str, Any] | None = None
-    for _ in range(1 + args.retries):
-        wait_until_quiet(args.disturbance, args.wait)
-        run = in_own_process(ask, work)
-        if best is None or run["others"] < best["others"]:
-            best = run
-        if best["others"] <= args.disturbance:
-            break
-        say(f"  others took {run['others']:.0%} of the machine")
-    assert best is not None
-    return best
-
-
-def wait_until_quiet(disturbance: float, most_s: float) -> None:
-    """Until others take less of the machine than that, but no longer than ``most_s``."""
-    import adaserve_engine
-
-    until_s = time.monotonic() + most_s
-    while time.monotonic() < until_s:
-        found = adaserve_engine.Disturbance()
-        time.sleep(2.0)
-        if found.share() <= disturbance:
-            return
-    if most_s:
-        say(f"  the machine did not become quiet in {most_s:g} s")
-
-
 def zero_load_s(
-    kitchen: Kitchen, pool: Sequence[Row], args: argparse.Namespace, lengths: Lengths, work: Path
+    kitchen: Kitchen,
+    pool: Sequence[Row],
+    args: argparse.Namespace,
+    lengths: Lengths,
+    work: Path,
+    machine: Machine,
 ) -> float:
     """Seconds per token of a lone request on stock vLLM: median over some of the trace's."""
     tokens, count = LONE
     point = Point(1.0, None, 1.0)
     lone = workload(pool, count, point, args.seed, lengths, 1.0)
     lone = [replace(one, output_tokens=tokens) for one in lone]
-    result = undisturbed(ask_of(kitchen.system("stock"), lone, args, alone=True), args, work)
+    ask = ask_of(kitchen.system("stock"), lone, args, alone=True)
+    result = machine.undisturbed(lambda: in_own_process(ask, work))
     times = [one["times_s"] for one in result["requests"].values()]
     return float(median((t[-1] - t[0]) / (len(t) - 1) for t in times))
 
@@ -500,6 +482,7 @@ def go_live(
     lengths: Lengths,
     zero_s: float,
     work: Path,
+    machine: Machine,
 ) -> tuple[dict[tuple[Point, str], list[Numbers]], dict[str, str]]:
     """Every system at every point, ``--windows`` times; and why systems failed that did."""
     systems = [kitchen.system(name) for name in args.systems]
@@ -518,7 +501,7 @@ def go_live(
                 if run is None:
                     say(f"window {repetition + 1}, {shown(point)}: {system.name}")
                     try:
-                        run = undisturbed(ask, args, work)
+                        run = machine.undisturbed(partial(in_own_process, ask, work))
                     except RuntimeError as error:
                         failed[system.name] = str(error)
                         say(f"{system.name} failed: {error}")
@@ -549,8 +532,10 @@ class Numbers:
         tokens_per_step: scheduled, draft tokens included.
         step_s: median.
         draft_share: of the time of all steps, spent drafting.
+        choosing_share: the same, spent choosing trees in the scheduler.
         unfinished: share of requests.
         others: of the machine's time, taken by other processes.
+        slower: than usual, the machine: its time for a fixed piece of work, before or after.
     """
 
     violations: float
@@ -562,8 +547,10 @@ class Numbers:
     tokens_per_step: float
     step_s: float
     draft_share: float
+    choosing_share: float
     unfinished: float
     others: float
+    slower: float
 
     def line(self) -> str:
         """In short."""
@@ -571,8 +558,9 @@ class Numbers:
             f"violations {self.violations:.1%}, goodput {self.goodput:.1f}/s, throughput "
             f"{self.throughput:.1f}/s, TTFT {self.ttft_s:.2f} s, accepted {self.accepted:.2f}, "
             f"step {1e3 * self.step_s:.1f} ms of {self.tokens_per_step:.1f} tokens, "
-            f"drafting {self.draft_share:.0%}, unfinished {self.unfinished:.0%}, "
-            f"others {self.others:.0%}"
+            f"drafting {self.draft_share:.0%}, choosing {self.choosing_share:.1%}, "
+            f"unfinished {self.unfinished:.0%}, others {self.others:.0%}, machine "
+            f"{self.slower:.2f}x"
         )
 
 
@@ -613,8 +601,10 @@ def numbers_of(requests: Sequence[Request], run: Mapping[str, Any]) -> Numbers:
         sum(step["tokens"] for step in steps) / max(len(steps), 1),
         median(step["took_s"] for step in steps) if steps else 0.0,
         sum(step["draft_s"] for step in steps) / took_s if took_s else 0.0,
+        sum(step["choosing_s"] for step in steps) / took_s if took_s else 0.0,
         1.0 - total.finished / len(records),
         run["others"],
+        run["slower"],
     )
 
 
@@ -745,7 +735,8 @@ def main_table(found: Mapping[tuple[Point, str], Sequence[Numbers]], axis: str) 
     names = sorted({name for runs in found.values() for one in runs for name in one.by_category})
     lines = [
         [AXES[axis], "system", "violations", *names, "goodput, tokens/s", "throughput, tokens/s",
-         "mean TTFT, s", "accepted", "tokens a step", "step, ms", "drafting", "runs"]
+         "mean TTFT, s", "accepted", "tokens a step", "step, ms", "drafting", "choosing trees",
+         "runs"]
     ]  # fmt: skip
 
     def with_range(runs: Sequence[Numbers], name: str, form: str) -> str:
@@ -760,7 +751,7 @@ def main_table(found: Mapping[tuple[Point, str], Sequence[Numbers]], axis: str) 
              *(f"{m.by_category[name]:.0%}" if name in m.by_category else "-" for name in names),
              with_range(runs, "goodput", ".1f"), f"{m.throughput:.1f}", f"{m.ttft_s:.2f}",
              f"{m.accepted:.2f}", f"{m.tokens_per_step:.1f}", f"{1e3 * m.step_s:.1f}",
-             f"{m.draft_share:.1%}", str(len(runs))]
+             f"{m.draft_share:.1%}", f"{m.choosing_share:.1%}", str(len(runs))]
         )  # fmt: skip
     return lines
 
@@ -832,7 +823,7 @@ def describe(
     source: str,
     zero_s: tuple[float, float],
     requests: Sequence[Request],
-    others: float,
+    runs: Sequence[Numbers],
 ) -> str:
     """What was run, in words."""
     targets = {one.category: one.tpot_slo_s for one in requests}
@@ -845,6 +836,9 @@ def describe(
     )
     prompt = np.mean([one.prompt_tokens for one in requests])
     output = np.mean([one.output_tokens for one in requests])
+    others = max(one.others for one in runs)
+    slower = [one.slower for one in runs]
+    drifted = sum(abs(ratio - 1.0) > args.drift for ratio in slower)
     target = f"{args.parameters / 1e6:.0f}M parameters" if args.parameters else "the target itself"
     draft = f"{args.draft_parameters / 1e6:.0f}M" if args.draft_parameters else "the draft itself"
     return f"""
@@ -857,8 +851,11 @@ measured again at the end); AdaServe's machine {1e3 * traces.ADASERVE_ZERO_LOAD_
 Engine: target {target}, draft {draft}; eager bfloat16, at most {MAX_SEQS} requests, 2,048 tokens a
 step unless the name says otherwise, {KV_GB} GB of KV cache, synchronous stepping (in one process
 there is nothing for asynchronous scheduling to overlap with). sarathi: at most {CHUNK} tokens a
-step. Other processes took at most {others:.0%} of the machine
-during a run. chain-K: a draft model, K tokens ahead. dynamic: K by batch size, as
+step. Other processes took at most {others:.0%} of the machine during a run. Before and after each
+run a fixed matrix product took {min(slower):.2f} to {max(slower):.2f} times as long as when zero
+load was measured; {drifted} of {len(runs)} runs are kept though it was off by over
+{args.drift:.0%}, after {args.retries} more tries. chain-K: a draft model, K tokens ahead. dynamic:
+K by batch size, as
 {json.dumps([list(row) for row in kitchen.dynamic])} (first, last batch size, K).
 Configuration of ours: `{json.dumps(kitchen.slo_config)}`.
 """.strip()
@@ -876,7 +873,7 @@ runner needs Triton).
 # --- putting it together --------------------------------------------------------------------------
 
 
-def prepare(args: argparse.Namespace, models: Models, work: Path) -> Kitchen:
+def prepare(args: argparse.Namespace, models: Models, work: Path, machine: Machine) -> Kitchen:
     """The systems' ingredients; profiles the engine first, if asked to."""
     slo_config: dict[str, Any] = {}
     if not args.quick:
@@ -894,7 +891,7 @@ def prepare(args: argparse.Namespace, models: Models, work: Path) -> Kitchen:
         engine = dict(kitchen.system("stock").engine)
         path = work.resolve() / f"profile-{describe_ask(engine)}.json"
         if not path.is_file():
-            wait_until_quiet(args.disturbance, args.wait)
+            machine.wait()
             say("profiling the engine")
             ask = {"engine": engine, "profile": str(path), "limit_s": args.profile_s}
             in_own_process(ask, work)
@@ -918,15 +915,19 @@ def measured_zero_load(
     args: argparse.Namespace,
     lengths: Lengths,
     work: Path,
+    machine: Machine,
 ) -> float:
     """Measured once for an engine and a ``--work`` folder, so that objectives stay the same."""
     path = work / f"zero_load-{describe_ask(kitchen.system('stock').engine)}.json"
     if not path.is_file():
         say("measuring the zero-load latency")
-        path.write_text(json.dumps(zero_load_s(kitchen, pool, args, lengths, work)))
-    found_s = float(json.loads(path.read_text()))
-    say(f"zero load: {1e3 * found_s:.1f} ms a token")
-    return found_s
+        machine.usual_s = machine.probe_s()
+        found_s = zero_load_s(kitchen, pool, args, lengths, work, machine)
+        path.write_text(json.dumps({"zero_load_s": found_s, "probe_s": machine.usual_s}))
+    found = json.loads(path.read_text())
+    machine.usual_s = float(found["probe_s"])
+    say(f"zero load: {1e3 * found['zero_load_s']:.1f} ms a token")
+    return float(found["zero_load_s"])
 
 
 def reason(said: str) -> str:
@@ -962,7 +963,7 @@ def report(
         if args.work:
             draw(found, axis, args.work / "adaserve.png")
         return
-    name = "adaserve" if axis == "rate" else f"adaserve_{axis}"
+    name = args.name or ("adaserve" if axis == "rate" else f"adaserve_{axis}")
     draw(found, axis, RESULTS / f"{name}.png")
     picture = f"![Violations, goodput and accepted tokens along the sweep]({name}.png)\n"
     write_result(name, f"{__doc__.strip()}\n\n{text}", "\n\n".join(parts), note=picture + NOTE)
@@ -982,15 +983,18 @@ def main() -> None:
             twin("target", args.parameters, args.models),
             twin("draft", args.draft_parameters, args.models),
         )
-        kitchen = prepare(args, models, work)
-        zero_s = measured_zero_load(kitchen, pool, args, lengths, work)
-        found, failed = go_live(kitchen, pool, points, args, lengths, zero_s, work)
+        machine = Machine(Limits(args.disturbance, args.drift, args.wait, args.retries), say)
+        kitchen = prepare(args, models, work, machine)
+        zero_s = measured_zero_load(kitchen, pool, args, lengths, work, machine)
+        found, failed = go_live(kitchen, pool, points, args, lengths, zero_s, work, machine)
         if not found:
             raise SystemExit("nothing ran")
-        again_s = zero_s if args.quick else zero_load_s(kitchen, pool, args, lengths, work)
+        again_s = zero_s
+        if not args.quick:
+            again_s = zero_load_s(kitchen, pool, args, lengths, work, machine)
         first = workload(pool, args.requests, points[0], args.seed, lengths, zero_s)
-        others = max(one.others for runs in found.values() for one in runs)
-        text = describe(args, kitchen, source, (zero_s, again_s), first, others)
+        every = [one for runs in found.values() for one in runs]
+        text = describe(args, kitchen, source, (zero_s, again_s), first, every)
         report(args, found, failed, kitchen, text)
     say("done")
 
@@ -1005,6 +1009,7 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="shows that it runs, about a minute; writes nothing")
+    add("--name", help="of the result; default: adaserve, or adaserve_AXIS")
     add("--dry", action="store_true", help="only show the result, write none")
     add("--systems", type=lambda text: text.split(","), default=list(SYSTEMS),
         help="stock, priority, sarathi, chain-K, dynamic, ngram-K, ours, ours-no-trees, "
@@ -1032,7 +1037,9 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--engine", help="JSON: further vLLM engine arguments of every system")
     add("--patience", type=float, default=120.0, help="seconds after the last arrival")
     add("--disturbance", type=float, default=0.05, help="share of the machine others may take")
-    add("--wait", type=float, default=600.0, help="seconds to wait for that, before each run")
+    add("--drift", type=float, default=0.08,
+        help="by how much the machine may be faster or slower than at zero load")  # fmt: skip
+    add("--wait", type=float, default=180.0, help="seconds to wait for that, before each run")
     add("--retries", type=int, default=2, help="of a run that was disturbed; the best counts")
     add("--seed", type=int, default=0)
     add("--work", type=Path, help="keep raw data here; runs found are not redone")

@@ -87,6 +87,7 @@ class Step(TypedDict):
         decodes: requests that had an answer token already and got at least one more.
         given: tokens that these got.
         draft_s: seconds that drafting took.
+        choosing_s: seconds in which the scheduler chose trees, all of it.
     """
 
     begun_s: float
@@ -97,6 +98,7 @@ class Step(TypedDict):
     decodes: int
     given: int
     draft_s: float
+    choosing_s: float
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -173,12 +175,16 @@ class Steps:
         self._draft = getattr(runner, "propose_draft_token_ids", None)
         if self._draft is not None:
             runner.propose_draft_token_ids = self.draft
+        steering = getattr(self.scheduler, "_steering", None)
+        if steering is not None:
+            self._tree_times = steering.metrics.tree_times
+            steering.metrics.tree_times = self.tree_times
 
     @staticmethod
     def _blank() -> Step:
         return Step(
             begun_s=0.0, took_s=0.0, tokens=0, requests=0, draft_tokens=0, decodes=0, given=0,
-            draft_s=0.0,
+            draft_s=0.0, choosing_s=0.0,
         )  # fmt: skip
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,6 +213,11 @@ class Steps:
         self._step["draft_s"] += time.perf_counter() - begun_s
         return result
 
+    def tree_times(self, *, draft_s: float, selection_s: float) -> None:
+        """As the metrics'."""
+        self._step["choosing_s"] += selection_s
+        self._tree_times(draft_s=draft_s, selection_s=selection_s)
+
     def end(self, begun_s: float, took_s: float) -> None:
         """Close the row of a step."""
         self._step["begun_s"], self._step["took_s"] = begun_s, took_s
@@ -223,9 +234,9 @@ class Server:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.ask = ask
-        if ask["without"]:
-            ABLATIONS[ask["without"]]()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**ask["engine"]))
+        if ask["without"]:  # now: the parts load numba, with which vLLM on CPU would not start
+            ABLATIONS[ask["without"]]()
         self.steps = Steps(self.engine)
 
     def params(self, one: Asked) -> Any:

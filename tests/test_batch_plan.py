@@ -592,6 +592,14 @@ def test_a_held_request_gives_its_tokens_to_the_next_one() -> None:
     assert plan.tokens == {"d": 1, "held": 3, "next": 2}
 
 
+def test_nobody_is_held_back_for_the_sake_of_nothing() -> None:
+    prefills = [PrefillView("a", INFINITY, 1, 1.0, 7), PrefillView("b", INFINITY, 1, 1.0, 7)]
+    assert plan_step(0.0, [], prefills, [], SIX_A_UNIT, WIDE, may_start=never).token_budget == 2
+    more = [*prefills, PrefillView("c", INFINITY, 5, 1.0, 7)]
+    plan = plan_step(0.0, [], more, [], SIX_A_UNIT, WIDE, may_start=never)
+    assert plan.tokens == {"a": 0, "b": 0, "c": 4}
+
+
 def test_may_start_is_asked_only_for_prefills_that_would_end_now() -> None:
     asked: list[str] = []
 

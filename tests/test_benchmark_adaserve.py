@@ -30,6 +30,7 @@ def load(name):
 
 
 engine = load("adaserve_engine")
+quiet = load("quiet")
 bench = load("adaserve")
 
 RATIOS = {"copilot": 1.2, "chatbot": -50.0, "summarization": -150.0}
@@ -236,7 +237,7 @@ def given(first_s, gap_s, tokens=5, finished=True):
 def step(**changed):
     return {
         "begun_s": 0.0, "took_s": 0.05, "tokens": 4, "requests": 2, "draft_tokens": 2,
-        "decodes": 2, "given": 3, "draft_s": 0.01, **changed,
+        "decodes": 2, "given": 3, "draft_s": 0.01, "choosing_s": 0.001, **changed,
     }  # fmt: skip
 
 
@@ -253,6 +254,7 @@ RUN = {
     },
     "steps": [step(), step(took_s=0.15, tokens=8, decodes=2, given=7)],
     "others": 0.02,
+    "slower": 1.03,
 }
 
 
@@ -284,7 +286,12 @@ def test_the_mean_over_the_answer_counts_and_equality_attains():
 
 
 def test_a_run_in_which_nothing_came():
-    run = {"requests": {"one": given(1.0, 0.1, 0, False)}, "steps": [], "others": 0.0}
+    run = {
+        "requests": {"one": given(1.0, 0.1, 0, False)},
+        "steps": [],
+        "others": 0.0,
+        "slower": 1.0,
+    }
     found = bench.numbers_of([request("one")], run)
     assert (found.violations, found.goodput, found.accepted) == (1.0, 0.0, 0.0)
     assert math.isinf(found.ttft_s)
@@ -388,7 +395,7 @@ def test_variants_are_systems_and_quick_is_small():
     args = bench.parse_args(["--quick"])
     assert args.systems == ["stock", "ours"]
     assert (args.requests, args.parameters) == (12, 0.0)
-    made = bench.prepare(args, MODELS, Path())
+    made = bench.prepare(args, MODELS, Path(), None)
     assert made.slo_config == {}
 
 
@@ -452,7 +459,7 @@ def test_steps_are_noted():
     assert row["draft_s"] > 0.0
     assert {**row, "draft_s": 0.0} == {
         "begun_s": 1.0, "took_s": 0.05, "tokens": 14, "requests": 2, "draft_tokens": 3,
-        "decodes": 1, "given": 2, "draft_s": 0.0,
+        "decodes": 1, "given": 2, "draft_s": 0.0, "choosing_s": 0.0,
     }  # fmt: skip
 
 
@@ -474,3 +481,26 @@ def test_a_quiet_machine_has_no_disturbance(monkeypatch):
     monkeypatch.setattr(engine.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(engine.os, "cpu_count", lambda: 2)
     assert engine.Disturbance().share() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("others", "probes", "runs", "kept"),
+    [
+        ([0.0], [1.0, 1.0], 1, 1.0),
+        ([0.2, 0.0], [1.0, 1.0, 1.0, 1.0], 2, 1.0),
+        ([0.0, 0.0], [1.0, 1.3, 1.0, 0.95], 2, 0.95),
+        ([0.0, 0.0], [1.0, 1.3, 1.25, 1.2], 2, 1.25),
+    ],
+    ids=["quiet", "others were there", "slower, then not", "slower for good"],
+)
+def test_a_disturbed_run_is_run_again_and_the_best_counts(others, probes, runs, kept):
+    machine = quiet.Machine.__new__(quiet.Machine)  # without its weights
+    machine.limits = quiet.Limits(others=0.05, drift=0.1, wait_s=0.0, retries=1)
+    machine.usual_s = 2.0
+    machine._say = lambda _: None
+    times = iter(probes)
+    machine.probe_s = lambda: 2.0 * next(times)
+    left = list(others)
+    found = machine.undisturbed(lambda: {"others": left.pop(0)})
+    assert len(others) - len(left) == runs
+    assert found["slower"] == pytest.approx(kept)

@@ -27,6 +27,7 @@ MODEL = StepTimeModel(((0.0, 0.0, 0.0), (0.0014, 0.0, 0.0275)), 1.2e-6, max_toke
 TPOT_MS = (36.0, 36.0, 36.0, 45.0, 135.0)
 """1.2, 1.5 and 4.5 times the zero-load latency, by turns."""
 ANSWER = 128
+MOST_STEPS = 20_000
 PROMPT = 50
 CHAIN_PASS_S = 0.002
 SURE = (0.97, 0.85, 0.6, 0.35, 0.2)
@@ -96,6 +97,7 @@ def with_trees(work: list[Job], seed: int) -> dict[str, list[float]]:
             engine.add(job.name, PROMPT, ANSWER, SLO(tpot_ms=job.tpot_ms))
         if engine.scheduler.has_requests():
             engine.step()
+            assert len(engine.history) < MOST_STEPS, "nothing moves"
         else:
             engine.wait_until(begun_s + left[0].at_s)
     return {job.name: engine.outcomes[job.name].token_times_s for job in work}
@@ -139,3 +141,10 @@ def test_objectives_are_kept_where_a_chain_breaks_them(rate: float, more: int) -
         chain += attained(work, with_a_chain(work, seed))
     assert trees >= 92
     assert trees >= chain + more, chain
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_everybody_gets_an_answer_far_above_capacity(seed: int) -> None:
+    work = jobs(8.0, 60, seed)
+    times = with_trees(work, seed)
+    assert all(len(times[job.name]) == ANSWER for job in work)

@@ -400,7 +400,7 @@ class Steering:
             and tracked.tpot_s < INFINITY
             and tracked.request.num_computed_tokens == 0
             and tracked.wants_promise(self.now_s)
-            and self.now_s - self.since_served_s(tracked.request) <= self.config.ageing_s
+            and not self.is_aged(tracked.request)
             and self.bearable(tracked.tpot_s * NEARLY)[0] >= 1.0
         )
 
@@ -587,6 +587,10 @@ class Steering:
     def since_served_s(self, request: Request) -> float:
         """When a best-effort request last got tokens, or arrived."""
         return self._served_s.setdefault(request.request_id, self.now_s)
+
+    def is_aged(self, request: Request) -> bool:
+        """Whether a best-effort request has had no tokens for too long."""
+        return self.now_s - self.since_served_s(request) > self.config.ageing_s
 
     def served(self, request_id: str) -> None:
         self._served_s[request_id] = self.now_s

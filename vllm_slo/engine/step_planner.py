@@ -77,9 +77,12 @@ class StepPlanner:
                 self.prefills.append(one)
 
     def _is_trusted(self, one: Tracked) -> bool:
-        """Whether a request is planned for like a promised one. Only where trees yield: in plain
-        steps the margin of promises is all that there is to spare."""
-        return one.in_good_faith and (not one.decodes or bool(self.steering.expected))
+        """Whether a request is planned for like a promised one: until it begins, if that does not
+        take too long; then only where trees yield, since in plain steps the margin of promises is
+        all that there is to spare."""
+        if not one.decodes:
+            return one.in_good_faith and not self.steering.is_aged(one.request)
+        return one.in_good_faith and bool(self.steering.expected)
 
     def nudge(self) -> Nudge | None:
         waiting_promised, waiting_others = self._sort_waiting()
@@ -98,9 +101,10 @@ class StepPlanner:
         others = self._welcome([r for r in self.others + waiting_others if r not in out], free)
         self.prefills = [t for t in self.prefills if self._needed_blocks(t.request) <= free]
         plan = self._plan(others, preempt)
-        for view in others:
-            if plan.tokens.get(view.request_id):
-                self.steering.served(view.request_id)
+        unpromised = [t.request.request_id for t in self.prefills if not t.promised]
+        for name in (*unpromised, *(view.request_id for view in others)):
+            if plan.tokens.get(name):
+                self.steering.served(name)
         return self._build(plan, preempt, waiting_promised, waiting_others)
 
     def _sort_waiting(self) -> tuple[list[Tracked], list[Request]]:
@@ -123,7 +127,7 @@ class StepPlanner:
             self.resuming += views.holds_kv(request)
             if one is not None and one.promised:
                 promised.append(one)
-            elif one is not None and (one.in_good_faith or self.steering.can_wait(one)):
+            elif one is not None and (self._is_trusted(one) or self.steering.can_wait(one)):
                 one.let_in = one.let_in or self._finds_room(one)
                 if one.let_in:
                     promised.append(one)
