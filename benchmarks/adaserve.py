@@ -22,14 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import numpy as np
-from adaserve_engine import ABLATIONS, ENVIRONMENT
+from adaserve_engine import ABLATIONS, ANSWER, ENVIRONMENT
 from quiet import Limits, Machine
 
 from vllm_slo import house_style, profiles, tiny
@@ -47,7 +48,7 @@ CHARACTERS_PER_TOKEN: Final = 4
 """Of the models whose tokens AdaServe counted; one of its files gives lengths in characters."""
 MAX_MODEL_LEN: Final = 2048
 MAX_SEQS: Final = 64
-KV_GB: Final = 3
+KV_GB: Final = 1
 ENGINE: Final[Mapping[str, Any]] = {
     "dtype": "bfloat16",
     "enforce_eager": True,
@@ -58,7 +59,7 @@ ENGINE: Final[Mapping[str, Any]] = {
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
     "async_scheduling": False,
-    "gpu_memory_utilization": 0.3,  # vLLM demands that share of the memory to be free
+    "gpu_memory_utilization": 0.1,  # vLLM demands that share of the memory to be free
     "seed": 0,
 }
 DYNAMIC: Final = ((1, 4, 4), (5, 16, 3), (17, 32, 2), (33, MAX_SEQS, 1))
@@ -390,18 +391,67 @@ def child_environment() -> dict[str, str]:
     return {"VLLM_CPU_KVCACHE_SPACE": str(KV_GB), **ENVIRONMENT, **environment}
 
 
-def in_own_process(ask: Mapping[str, Any], work: Path) -> dict[str, Any]:
-    """Run ``ask`` (see ``adaserve_engine.py``); RuntimeError with what it said where it fails."""
+def answered(lines: Iterable[str]) -> dict[str, Any] | None:
+    """What an engine's process answers in its output; None: it ended without."""
+    for line in lines:
+        if line.startswith(ANSWER):
+            result: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+            return result
+    return None
+
+
+class Engines:
+    """Engines that have started, each in its own process; they sleep while another one is asked.
+
+    So systems can take turns within a minute, on a machine that is another one some minutes later.
+    """
+
+    def __init__(self) -> None:
+        self._children: dict[str, tuple[subprocess.Popen[str], IO[str]]] = {}
+
+    def ask(self, ask: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve a workload (see ``adaserve_engine.py``); RuntimeError with what the process said
+        where it fails."""
+        key = describe_ask({"engine": ask["engine"], "without": ask["without"]})
+        if key not in self._children:
+            errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+            started = subprocess.Popen(
+                [sys.executable, str(CHILD)], env=child_environment(), text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+            self._children[key] = started, errors
+        child, said = self._children[key]
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(json.dumps(dict(ask)) + "\n")
+            child.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; what it said tells why
+        found = answered(child.stdout)
+        if found is None:
+            said.seek(0)
+            raise RuntimeError(f"exit status {child.wait()}\n{said.read()}")
+        return found
+
+    def close(self) -> None:
+        """End them all."""
+        for child, said in self._children.values():
+            child.kill()
+            child.wait()
+            said.close()
+        self._children.clear()
+
+
+def profiled(ask: Mapping[str, Any], work: Path) -> None:
+    """Measure an engine's step times in its own process; RuntimeError where that fails."""
     path = work / "ask.json"
     path.write_text(json.dumps(ask))
     done = subprocess.run(
         [sys.executable, str(CHILD), str(path)],
         env=child_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if done.returncode:
+    if answered(done.stdout.splitlines()) is None:
         raise RuntimeError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
 
 
 def twin(name: str, parameters: float, folder: Path) -> Path:
@@ -438,7 +488,7 @@ def zero_load_s(
     pool: Sequence[Row],
     args: argparse.Namespace,
     lengths: Lengths,
-    work: Path,
+    engines: Engines,
     machine: Machine,
 ) -> float:
     """Seconds per token of a lone request on stock vLLM: median over some of the trace's."""
@@ -447,7 +497,7 @@ def zero_load_s(
     lone = workload(pool, count, point, args.seed, lengths, 1.0)
     lone = [replace(one, output_tokens=tokens) for one in lone]
     ask = ask_of(kitchen.system("stock"), lone, args, alone=True)
-    result = machine.undisturbed(lambda: in_own_process(ask, work))
+    result = machine.undisturbed(lambda: engines.ask(ask))
     times = [one["times_s"] for one in result["requests"].values()]
     return float(median((t[-1] - t[0]) / (len(t) - 1) for t in times))
 
@@ -482,6 +532,7 @@ def go_live(
     lengths: Lengths,
     zero_s: float,
     work: Path,
+    engines: Engines,
     machine: Machine,
 ) -> tuple[dict[tuple[Point, str], list[Numbers]], dict[str, str]]:
     """Every system at every point, ``--windows`` times; and why systems failed that did."""
@@ -501,7 +552,7 @@ def go_live(
                 if run is None:
                     say(f"window {repetition + 1}, {shown(point)}: {system.name}")
                     try:
-                        run = machine.undisturbed(partial(in_own_process, ask, work))
+                        run = machine.undisturbed(partial(engines.ask, ask))
                     except RuntimeError as error:
                         failed[system.name] = str(error)
                         say(f"{system.name} failed: {error}")
@@ -894,7 +945,7 @@ def prepare(args: argparse.Namespace, models: Models, work: Path, machine: Machi
             machine.wait()
             say("profiling the engine")
             ask = {"engine": engine, "profile": str(path), "limit_s": args.profile_s}
-            in_own_process(ask, work)
+            profiled(ask, work)
         slo_config["profile"] = str(path)
     given = json.loads(args.slo_config) if args.slo_config else {}
     return replace(kitchen, slo_config=merged(slo_config, given))
@@ -915,6 +966,7 @@ def measured_zero_load(
     args: argparse.Namespace,
     lengths: Lengths,
     work: Path,
+    engines: Engines,
     machine: Machine,
 ) -> float:
     """Measured once for an engine and a ``--work`` folder, so that objectives stay the same."""
@@ -922,7 +974,7 @@ def measured_zero_load(
     if not path.is_file():
         say("measuring the zero-load latency")
         machine.usual_s = machine.probe_s()
-        found_s = zero_load_s(kitchen, pool, args, lengths, work, machine)
+        found_s = zero_load_s(kitchen, pool, args, lengths, engines, machine)
         path.write_text(json.dumps({"zero_load_s": found_s, "probe_s": machine.usual_s}))
     found = json.loads(path.read_text())
     machine.usual_s = float(found["probe_s"])
@@ -985,13 +1037,16 @@ def main() -> None:
         )
         machine = Machine(Limits(args.disturbance, args.drift, args.wait, args.retries), say)
         kitchen = prepare(args, models, work, machine)
-        zero_s = measured_zero_load(kitchen, pool, args, lengths, work, machine)
-        found, failed = go_live(kitchen, pool, points, args, lengths, zero_s, work, machine)
-        if not found:
-            raise SystemExit("nothing ran")
-        again_s = zero_s
-        if not args.quick:
-            again_s = zero_load_s(kitchen, pool, args, lengths, work, machine)
+        with closing(Engines()) as engines:
+            zero_s = measured_zero_load(kitchen, pool, args, lengths, work, engines, machine)
+            found, failed = go_live(
+                kitchen, pool, points, args, lengths, zero_s, work, engines, machine
+            )
+            if not found:
+                raise SystemExit("nothing ran")
+            again_s = zero_s
+            if not args.quick:
+                again_s = zero_load_s(kitchen, pool, args, lengths, engines, machine)
         first = workload(pool, args.requests, points[0], args.seed, lengths, zero_s)
         every = [one for runs in found.values() for one in runs]
         text = describe(args, kitchen, source, (zero_s, again_s), first, every)

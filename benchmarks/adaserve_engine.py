@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine in a process of its own, serving one workload in real time (see ``adaserve.py``).
+"""One engine in a process of its own, serving workloads in real time (see ``adaserve.py``).
 
-``python adaserve_engine.py ASK.json`` prints one line of JSON, the last of its output. vLLM on CPU
-cannot start a second engine where numba is loaded, so each run has its process. There is no server,
-no tokenizer and no network: a loop adds each request when its time has come, however far behind the
-engine is, and steps the engine.
+``python adaserve_engine.py`` reads asks, a line of JSON each, and answers each with a line that
+begins with ``ANSWER``; the first ask says what engine it is. vLLM on CPU cannot start a second
+engine where numba is loaded, so each engine has its process; it stays, and sleeps while others are
+asked. ``python adaserve_engine.py ASK.json`` measures an engine's step times and ends. There is no
+server, no tokenizer and no network: a loop adds each request when its time has come, however far
+behind the engine is, and steps the engine.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ WARM_UP: Final = ((16, 24),) * 8 + ((300, 24),) * 2 + ((900, 8),)
 """(prompt, answer) tokens of requests that come at once, several times: an engine's first steps are
 slow, and a scheduler that learns step times and what a draft is worth has seen some."""
 TURNS: Final = 8
+ANSWER: Final = "answer: "
 TOKEN_IDS: Final = 2_000
 """Below it, every token is an ordinary one of the built-in models."""
 
@@ -310,13 +313,16 @@ class Server:
         gc.collect()
         gc.freeze()  # as vLLM does once its engine has started
 
-    def run(self) -> dict[str, Given]:
-        """The workload."""
-        if not self.ask["alone"]:
-            return self.serve(self.ask["requests"], self.ask["limit_s"])
+    def run(self, ask: Ask) -> dict[str, Given]:
+        """A workload, of which nothing is cached."""
+        self.ask = ask
+        self.engine.reset_prefix_cache()
+        self.steps.rows.clear()
+        if not ask["alone"]:
+            return self.serve(ask["requests"], ask["limit_s"])
         seen: dict[str, Given] = {}
-        for one in self.ask["requests"]:
-            seen.update(self.serve([{**one, "arrival_s": 0.0}], self.ask["limit_s"]))
+        for one in ask["requests"]:
+            seen.update(self.serve([{**one, "arrival_s": 0.0}], ask["limit_s"]))
         return seen
 
 
@@ -356,18 +362,16 @@ def note(seen: Given, output: Any, now_s: float) -> None:
         seen["finished"] = seen["finished"] or one.finish_reason == "length"
 
 
-def serve(ask: Ask) -> dict[str, Any]:
-    """Start the engine, warm it up, serve the workload.
+def answer(server: Server, ask: Ask) -> dict[str, Any]:
+    """Serve a workload.
 
     Returns requests and steps as described above; ``others``: the share of the machine's time that
     other processes took during the run.
     """
     import torch
 
-    server = Server(ask)
-    server.warm_up()
     disturbance = Disturbance()
-    seen = server.run()
+    seen = server.run(ask)
     others = disturbance.share()
     cache = server.engine.vllm_config.cache_config
     return {
@@ -395,13 +399,21 @@ def profile(ask: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the file says."""
+    """Do what is asked."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    ask = json.loads(Path(sys.argv[1]).read_text())
-    result = profile(ask) if "profile" in ask else serve(ask)
-    sys.stdout.write("\n" + json.dumps(result) + "\n")
-    sys.stdout.flush()
+    if len(sys.argv) > 1:
+        found = profile(json.loads(Path(sys.argv[1]).read_text()))
+        sys.stdout.write(f"\n{ANSWER}{json.dumps(found)}\n")
+        return
+    server: Server | None = None
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if server is None:
+            server = Server(ask)
+            server.warm_up()
+        sys.stdout.write(f"\n{ANSWER}{json.dumps(answer(server, ask))}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def in_own_process(ask: dict[str, Any]) -> list[dict[str, Any]]:
         )
     if done.returncode:
         raise SystemExit(f"{done.stdout}{done.stderr}")
-    steps: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return steps
+    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 def table(steps: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
