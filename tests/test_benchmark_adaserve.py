@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -504,3 +505,48 @@ def test_a_disturbed_run_is_run_again_and_the_best_counts(others, probes, runs, 
     found = machine.undisturbed(lambda: {"others": left.pop(0)})
     assert len(others) - len(left) == runs
     assert found["slower"] == pytest.approx(kept)
+
+
+# Engines that stay.
+
+CHILD = """
+import json, os, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask.get("fail"):
+        sys.exit("no such model")
+    print("noise")
+    print("answer: " + json.dumps({"pid": os.getpid(), "asked": ask["requests"]}), flush=True)
+"""
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(bench, "CHILD", script)
+    with contextlib.closing(bench.Engines()) as made:
+        yield made
+
+
+def ask_for(model, requests=(), **more):
+    return {"engine": {"model": model}, "without": "", "requests": list(requests), **more}
+
+
+def test_an_engine_stays_and_each_kind_has_its_own(engines):
+    first = engines.ask(ask_for("a", [1]))
+    again = engines.ask(ask_for("a", [2]))
+    other = engines.ask({**ask_for("a"), "without": "slo"})
+    assert first["pid"] == again["pid"] != other["pid"]
+    assert (first["asked"], again["asked"]) == ([1], [2])
+    engines.close()
+    for found in (first, other):
+        with pytest.raises(ProcessLookupError):
+            os.kill(found["pid"], 0)
+
+
+def test_an_engine_that_ends_says_why(engines):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such model"):
+            engines.ask(ask_for("b", fail=True))
+    assert engines.ask(ask_for("a"))["asked"] == []
