@@ -437,7 +437,7 @@ class Engines:
         """End them all."""
         for child, said in self._children.values():
             child.kill()
-            child.wait()
+            child.communicate()  # closes its pipes
             said.close()
         self._children.clear()
 
