@@ -294,12 +294,12 @@ class Server:
                 note(seen[output.request_id], output, now_s)
         return seen
 
-    def warm_up(self) -> None:
+    def warm_up(self, turns: int = TURNS) -> None:
         """Serve requests with the objectives of the run to their end, and forget their steps."""
         words = random.Random(0)
         objectives = sorted({one["tpot_slo_s"] for one in self.ask["requests"]})
         room = int(self.ask["engine"]["max_model_len"])
-        for turn in range(TURNS):
+        for turn in range(turns):
             burst = [
                 Asked(
                     request_id=f"warm-{turn}-{n}", category="", arrival_s=0.0,

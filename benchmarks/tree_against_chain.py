@@ -80,25 +80,24 @@ def prompts(context: int, count: int) -> list[list[int]]:
 
 def measure(ask: dict[str, Any]) -> list[dict[str, Any]]:
     """Each batch at each context in each shape: accepted tokens, seconds."""
-    adaserve_engine.TURNS = 2  # type: ignore[misc]
     server = adaserve_engine.Server(ask["run"])
     forced = None if ask["chain"] else Forced()  # after the engine's start: it loads numba
-    server.warm_up()
+    server.warm_up(turns=2)
     found = []
     for context, batch in itertools.product(ask["contexts"], ask["batches"]):
-        asked = [
-            adaserve_engine.Asked(
-                request_id=f"r{n}", category="", arrival_s=0.0, prompt=ids,
-                output_tokens=ANSWER, tpot_slo_s=1.0,
-            )
-            for n, ids in enumerate(prompts(context, batch))
-        ]  # fmt: skip
+        given = prompts(context, batch)
         for turn, shape in enumerate(list(SHAPES) if forced else ["vLLM's chain"]):
             if forced:
                 forced.shape = SHAPES[shape]
-            named = [{**one, "request_id": f"{one['request_id']}-{turn}"} for one in asked]
+            asked = [
+                adaserve_engine.Asked(
+                    request_id=f"r{n}-{turn}", category="", arrival_s=0.0, prompt=ids,
+                    output_tokens=ANSWER, tpot_slo_s=1.0,
+                )
+                for n, ids in enumerate(given)
+            ]  # fmt: skip
             server.steps.rows.clear()
-            server.serve(named, ask["run"]["limit_s"])  # type: ignore[arg-type]
+            server.serve(asked, ask["run"]["limit_s"])
             whole = [
                 row
                 for row in server.steps.rows

@@ -103,8 +103,7 @@ def test_what_is_let_in_fits_the_steps(running: list[Pace], one: Pace) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(PACES, min_size=1, max_size=24), PACES)
 def test_what_is_let_in_fits_with_trees(running: list[Pace], one: Pace) -> None:
-    """Everybody verifying whole trees, as often as needed, costs no less than was reckoned with
-    for requests that need less than a tree, and no more than there is for those that need one."""
+    """The same where all ask for one TPOT, that is, for a whole tree in every step."""
     paces = [Pace(min(pace.tpot_s for pace in [*running, one]), pace.prompt) for pace in running]
     assume(has_room(paces[1:], paces[0], with_trees) and len(paces) > 1)
     step_s = 2.0 * paces[0].tpot_s

@@ -19,6 +19,7 @@ from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.step_planner import StepPlanner
+from vllm_slo.engine.views import prefill_view
 from vllm_slo.errors import ConfigError
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 
@@ -213,6 +214,18 @@ def test_nobody_waits_for_a_tpot_for_ever(engine: Any) -> None:
         return max(map(ttft_s, one.outcomes.values()))
 
     assert longest_wait_s(ageing_s=0.5) < 6.0 < 8.0 < longest_wait_s()
+
+
+def test_what_was_to_have_begun_is_not_held_back(engine: Any) -> None:
+    one = engine(model=NARROW)
+    one.add("r", 8, 4, SLO(tpot_ms=45))
+    steering = one.scheduler._steering
+    steering.may_start = lambda *_: False
+    tracked = steering.tracked["r"]
+    tracked.promise(5.0)
+    view = prefill_view(tracked)
+    assert not StepPlanner(steering, 4.9, NARROW)._may_start(view)
+    assert StepPlanner(steering, 5.0, NARROW)._may_start(view)
 
 
 def test_who_was_let_in_and_finds_no_time_ages_like_best_effort(engine: Any) -> None:

@@ -124,6 +124,7 @@ class Speculation:
         self._prompt_tokens = 0
         self._selection_s = 0.0
         steering.speculation = self._promisable
+        self._bears: dict[float, tuple[float, Speculated]] = {}
         steering.bearable = self._bearable
         _warm_up(config.max_depth)
         steering.metrics.speculation_on(True)
@@ -134,6 +135,7 @@ class Speculation:
         """Give promised requests the trees that the step is to be planned with; decide what is to
         be drafted after it."""
         began_s = time.perf_counter()
+        self._bears.clear()
         self._planted.clear()
         self.steering.expected.clear()
         for request in self.scheduler.running:
@@ -270,12 +272,15 @@ class Speculation:
         return max(lag, ask)
 
     def _bearable(self, tpot_s: float) -> tuple[float, Speculated]:
-        """How many requests keep a TPOT together, by typical step times, and with what trees."""
-        active = max(len(self.scheduler.running), 1)
-        beams = min(active * self.config.max_width, self.config.draft_tokens)
-        model, pass_s = self.steering.steps.verifying_model, self._times.pass_s(beams)
-        trees, _, most = sustained_trees(self._depths.typical, 1.0, tpot_s, model, pass_s)
-        return most, trees
+        """How many requests keep a TPOT together, by typical step times, and with what trees; asked
+        for every request that waits, so answered once a step."""
+        if tpot_s not in self._bears:
+            active = max(len(self.scheduler.running), 1)
+            beams = min(active * self.config.max_width, self.config.draft_tokens)
+            model, pass_s = self.steering.steps.verifying_model, self._times.pass_s(beams)
+            trees, _, most = sustained_trees(self._depths.typical, 1.0, tpot_s, model, pass_s)
+            self._bears[tpot_s] = most, trees
+        return self._bears[tpot_s]
 
     def _promisable(self, tpot_s: float) -> WayToDecode | None:
         """Decoding with trees that keeps a TPOT, for promises to count on."""

@@ -108,7 +108,7 @@ class StepPlanner:
         return self._build(plan, preempt, waiting_promised, waiting_others)
 
     def _sort_waiting(self) -> tuple[list[Tracked], list[Request]]:
-        """Waiting requests that could start: promised, best effort (the first few).
+        """Waiting requests that could start: promised or let in, best effort (the first few).
 
         vLLM asks a blocked request whether it may go on only while a step has tokens left, and a
         planned step has none: so it is asked here.
