@@ -3,13 +3,14 @@
 
 import itertools
 import math
+from collections import defaultdict
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_slo.core.draft_calibration import DraftCalibration
+from vllm_slo.core.draft_calibration import DraftCalibration, best_guesses
 
 GRID = np.linspace(0.01, 0.99, 99)
 ODD = [0.0, 1.0, 1e-300, 1e-12, 1.0 - 1e-16, math.nan]
@@ -77,6 +78,42 @@ def test_a_depth_never_seen_borrows_from_the_one_above() -> None:
         assert at(calibration, depth) == pytest.approx(at(calibration, 2), rel=1e-9)
 
 
+def test_the_best_guess_is_told_apart_from_the_others() -> None:
+    calibration = DraftCalibration(2, half_life=math.inf)
+    rng = np.random.default_rng(0)
+    for best, truth in ((True, np.sqrt), (False, overconfident)):
+        q = rng.beta(0.7, 0.9, 20_000)
+        hits = rng.random(len(q)) < truth(q)
+        calibration.observe(np.ones(len(q), int), q, hits, best)
+    for best, truth in ((True, np.sqrt), (False, overconfident)):
+        learnt = calibration.conditional(np.ones(len(GRID), int), GRID, best)
+        assert np.abs(learnt - truth(GRID)).max() < 0.06
+    # Siblings of one probability: 0.5 is the best guess, 0.4 and all but the best below are not.
+    q = np.array([0.4, 0.5, 0.4, 0.3])
+    paths = calibration.path_probabilities([0, 4], [-1, -1, 1, 1], q)
+    each = calibration.conditional([1, 1, 2, 2], q, [False, True, True, False])
+    assert paths == pytest.approx(each * [1, 1, each[1], each[1]])
+    assert {row.best for row in calibration.reliability()} == {True, False}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_each_parent_has_one_best_guess(data) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 12), max_size=4))
+    parents = [data.draw(st.integers(-1, node - 1)) for size in sizes for node in range(size)]
+    levels = st.sampled_from([0.0, 0.1, 0.2, 0.5, 1.0])
+    q = data.draw(st.lists(levels, min_size=len(parents), max_size=len(parents)))
+    offsets = np.cumsum([0, *sizes])
+    found = best_guesses(offsets, parents, q)
+    for start, end in itertools.pairwise(offsets.tolist()):
+        families = defaultdict(list)
+        for node in range(start, end):
+            families[parents[node]].append(node)
+        for family in families.values():
+            first = max(family, key=lambda node: (q[node], -node))
+            assert [node for node in family if found[node]] == [first]
+
+
 def test_what_is_long_past_is_forgotten() -> None:
     calibration = DraftCalibration(1, half_life=3_000)
     see(calibration, overconfident, 20_000, depths=(1, 2))
@@ -99,9 +136,9 @@ def test_reliability_by_hand() -> None:
     calibration = DraftCalibration(2, half_life=math.inf)
     calibration.observe([1, 1, 1, 2, 7], [0.5, 0.52, 0.9, 0.2, 0.2], [1, 0, 1, 0, 1])
     assert calibration.reliability() == [
-        (1, pytest.approx(0.51), 0.5, 2.0),
-        (1, pytest.approx(0.9), 1.0, 1.0),
-        (2, pytest.approx(0.2), 0.5, 2.0),
+        (1, True, pytest.approx(0.51), 0.5, 2.0),
+        (1, True, pytest.approx(0.9), 1.0, 1.0),
+        (2, True, pytest.approx(0.2), 0.5, 2.0),
     ]
     # Nothing was known when these were foretold.
     before, after = calibration.error()
@@ -214,6 +251,8 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         calibration.conditional([1, 2], [0.5])
     with pytest.raises(ValueError, match="accepted"):
         calibration.observe([1], [0.5], [True, False])
+    with pytest.raises(ValueError, match="best"):
+        calibration.conditional([1], [0.5], [True, False])
     for offsets in ([0, 3], [1, 2], [0, 3, 2], []):
         with pytest.raises(ValueError, match="offsets"):
             calibration.path_probabilities(offsets, [-1, 0], [0.5, 0.5])

@@ -3,13 +3,17 @@
 
 AdaServe approximates a node's path probability by the draft's own (equation 7), which is as good as
 the draft is honest; one that is over-confident makes long trees look cheap. Here the share of
-accepted nodes, given that the parent was accepted, is learnt for each depth and draft probability.
+accepted nodes, given that the parent was accepted, is learnt for each depth and draft probability,
+for the draft's best guess after a parent and for its other guesses apart: a target that decodes
+greedily takes what is likeliest, so the best guess is accepted far more often than another of the
+same probability, and chains would look no better than bushes without the difference.
 
-For each depth the draft's probabilities q are sorted into bins of equal width in logit(q). The
-bins' mean q and accepted share, made monotone, are the knots of a line in logit(q) and logit(share)
-that goes on with slope 1 beyond the outermost. A bin begins with a few observations that say what
-the depth above says of it, and the first depth with such as say q: nothing is changed before there
-is data, and a depth that was hardly seen borrows from the one above.
+For each depth and kind of guess the draft's probabilities q are sorted into bins of equal width in
+logit(q). The bins' mean q and accepted share, made monotone, are the knots of a line in logit(q)
+and logit(share) that goes on with slope 1 beyond the outermost. A bin begins with a few
+observations that say what the depth above says of it, and the first depth with such as say q:
+nothing is changed before there is data, and a depth that was hardly seen borrows from the one
+above.
 """
 
 from __future__ import annotations
@@ -40,12 +44,14 @@ class Reliability(NamedTuple):
 
     Attributes:
         depth: of the nodes; the deepest also stands for those below it.
+        best: whether they are the draft's best guesses after their parents.
         said: mean draft probability.
         accepted: share of them that the target accepted, their parents being accepted.
         observations: how many they are, those long past counting less.
     """
 
     depth: int
+    best: bool
     said: float
     accepted: float
     observations: float
@@ -83,13 +89,20 @@ def _bin(x: float, bins: int) -> int:
 
 
 @jit
-def _map(knots: Floats, depth: Ints, x: Floats) -> Floats:
-    """Calibrated logits of the logits ``x``; knot i of a depth lies within bin i."""
+def _row(depth: int, best: bool, rows: int) -> int:
+    """Where a depth and kind of guess lies: the best guesses of all depths, then the others."""
+    depths = rows // 2
+    return min(max(depth, 1), depths) - 1 + (0 if best else depths)
+
+
+@jit
+def _map(knots: Floats, depth: Ints, best: Bools, x: Floats) -> Floats:
+    """Calibrated logits of the logits ``x``; knot i of a row lies within bin i."""
     last = knots.shape[2] - 1
     result = np.empty(len(x))
     for node in range(len(x)):
-        d = min(max(depth[node], 1), knots.shape[1]) - 1
-        knot, value = knots[0, d], knots[1, d]
+        row = _row(depth[node], best[node], knots.shape[1])
+        knot, value = knots[0, row], knots[1, row]
         i = _bin(x[node], last + 1)
         if x[node] < knot[i]:
             i -= 1
@@ -104,15 +117,17 @@ def _map(knots: Floats, depth: Ints, x: Floats) -> Floats:
 
 
 @jit
-def _add(sums: Floats, depth: Ints, x: Floats, q: Floats, foretold: Floats, hit: Bools) -> None:
-    """Add observations to ``sums`` (4, depths, bins)."""
+def _add(
+    sums: Floats, depth: Ints, best: Bools, x: Floats, q: Floats, foretold: Floats, hit: Bools
+) -> None:
+    """Add observations to ``sums`` (4, rows, bins)."""
     for node in range(len(x)):
-        d = min(max(depth[node], 1), sums.shape[1]) - 1
+        row = _row(depth[node], best[node], sums.shape[1])
         b = _bin(x[node], sums.shape[2])
-        sums[COUNT, d, b] += 1.0
-        sums[SAID, d, b] += q[node]
-        sums[FORETOLD, d, b] += foretold[node]
-        sums[ACCEPTED, d, b] += hit[node]
+        sums[COUNT, row, b] += 1.0
+        sums[SAID, row, b] += q[node]
+        sums[FORETOLD, row, b] += foretold[node]
+        sums[ACCEPTED, row, b] += hit[node]
 
 
 @jit
@@ -137,32 +152,48 @@ def _make_monotone(share: Floats, weight: Floats) -> None:
 
 @jit
 def _fit(sums: Floats, prior: float) -> Floats:
-    """(2, depths, bins): mean q of each bin and the share that the target accepts."""
-    depths, bins = sums.shape[1], sums.shape[2]
-    result = np.empty((2, depths, bins))
+    """(2, rows, bins): mean q of each bin and the share that the target accepts."""
+    rows, bins = sums.shape[1], sums.shape[2]
+    result = np.empty((2, rows, bins))
     centres = ((np.arange(bins) + 0.5) / bins * 2.0 - 1.0) * OUTER_LOGIT
-    said = 1.0 / (1.0 + np.exp(-centres))
-    share = said.copy()
-    for d in range(depths):
-        weight = prior + sums[COUNT, d]
-        said = (prior * said + sums[SAID, d]) / weight
-        share = (prior * share + sums[ACCEPTED, d]) / weight
+    middle = 1.0 / (1.0 + np.exp(-centres))
+    said, share = middle, middle
+    for row in range(rows):
+        if row == rows // 2:
+            said, share = middle, middle
+        weight = prior + sums[COUNT, row]
+        said = (prior * said + sums[SAID, row]) / weight
+        share = (prior * share + sums[ACCEPTED, row]) / weight
         _make_monotone(share, weight)
-        result[0, d], result[1, d] = said, share
+        result[0, row], result[1, row] = said, share
     return result
 
 
 @jit
-def _depths(offsets: Ints, parent: Ints) -> Ints:
-    """Depth of each node of the requests' trees; 1 for a child of the root."""
+def _kinds(offsets: Ints, parent: Ints, q: Floats) -> tuple[Ints, Bools]:
+    """Of each node of the requests' trees: its depth, 1 for a child of the root, and whether it is
+    the best guess after its parent."""
     depth = np.empty(len(parent), dtype=np.int64)
+    best = np.zeros(len(parent), dtype=np.bool_)
+    widest = 1
     for r in range(len(offsets) - 1):
-        start = offsets[r]
-        for node in range(start, offsets[r + 1]):
-            if not -1 <= parent[node] < node - start:
+        widest = max(widest, offsets[r + 1] - offsets[r] + 1)
+    leader = np.empty(widest, dtype=np.int64)  # of each parent, the root's at the end
+    for r in range(len(offsets) - 1):
+        start, end = offsets[r], offsets[r + 1]
+        leader[: end - start + 1] = -1
+        for node in range(start, end):
+            above = parent[node]
+            if not -1 <= above < node - start:
                 raise ValueError("parent: must be -1 or an earlier node of the same request")
-            depth[node] = 1 if parent[node] < 0 else depth[start + parent[node]] + 1
-    return depth
+            depth[node] = 1 if above < 0 else depth[start + above] + 1
+            place = above if above >= 0 else end - start
+            if leader[place] < 0 or q[node] > q[leader[place]]:
+                leader[place] = node
+        for place in range(end - start + 1):
+            if leader[place] >= 0:
+                best[leader[place]] = True
+    return depth, best
 
 
 @jit
@@ -173,6 +204,14 @@ def _multiply_down(offsets: Ints, parent: Ints, probability: Floats) -> None:
         for node in range(start, offsets[r + 1]):
             if parent[node] >= 0:
                 probability[node] *= probability[start + parent[node]]
+
+
+def best_guesses(offsets: ArrayLike, parent: ArrayLike, q: ArrayLike) -> Bools:
+    """(N,) whether the draft gave no other node after the same parent more; of equals, the first.
+
+    Arguments as of `DraftCalibration.path_probabilities`.
+    """
+    return _kinds(*_trees(offsets, parent, q))[1]
 
 
 class DraftCalibration:
@@ -206,34 +245,38 @@ class DraftCalibration:
             raise ValueError(f"half_life: must be positive, not {half_life}")
         self._prior = float(prior)
         self._half_life = half_life
-        self._sums = np.zeros((4, max_depth, bins))
+        self._sums = np.zeros((4, 2 * max_depth, bins))
         self._knots: Floats | None = None
 
-    def observe(self, depth: ArrayLike, q: ArrayLike, accepted: ArrayLike) -> None:
+    def observe(
+        self, depth: ArrayLike, q: ArrayLike, accepted: ArrayLike, best: ArrayLike = True
+    ) -> None:
         """Take in nodes whose parent was accepted (or is the root).
 
         Args:
             depth: (m,) 1 for a child of the root.
             q: (m,) what the draft gave the node, its parent given.
             accepted: (m,) whether the target accepted it.
+            best: (m,) whether the draft gave no other node after that parent more.
         """
         depths, said = _indices_and_q(depth, q)
-        outcomes = np.ascontiguousarray(accepted, dtype=np.bool_)
-        if outcomes.shape != said.shape:
-            raise ValueError(f"accepted: shape {outcomes.shape} beside {said.shape} of q")
+        kinds = _flags(best, said, "best")
+        outcomes = _flags(accepted, said, "accepted")
         x = _logits(said)
-        foretold = _sigmoid(_map(self._fitted(), depths, x))
+        foretold = _sigmoid(_map(self._fitted(), depths, kinds, x))
         self._sums *= 0.5 ** (len(x) / self._half_life)
-        _add(self._sums, depths, x, _sigmoid(x), foretold, outcomes)
+        _add(self._sums, depths, kinds, x, _sigmoid(x), foretold, outcomes)
         self._knots = None
 
-    def conditional(self, depth: ArrayLike, q: ArrayLike) -> Floats:
+    def conditional(self, depth: ArrayLike, q: ArrayLike, best: ArrayLike = True) -> Floats:
         """(m,) probability that the target accepts each node if it accepts the parent.
 
-        In (0, 1], and at any depth it does not fall as ``q`` rises. Arguments as in `observe`.
+        In (0, 1], and at any depth, among the best guesses and among the others, it does not fall
+        as ``q`` rises. Arguments as in `observe`.
         """
         depths, said = _indices_and_q(depth, q)
-        return _sigmoid(_map(self._fitted(), depths, _logits(said)))
+        kinds = _flags(best, said, "best")
+        return _sigmoid(_map(self._fitted(), depths, kinds, _logits(said)))
 
     def path_probabilities(self, offsets: ArrayLike, parent: ArrayLike, q: ArrayLike) -> Floats:
         """(N,) f(v) of equation 7: the product of the calibrated probabilities along the path.
@@ -247,26 +290,26 @@ class DraftCalibration:
 
         Raises ValueError if the arrays do not fit together.
         """
-        starts = np.ascontiguousarray(offsets, dtype=np.int64)
-        parents, said = _indices_and_q(parent, q)
-        leads = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(said)
-        if not leads or np.any(np.diff(starts) < 0):
-            raise ValueError(f"offsets: must ascend from 0 to {len(said)}")
-        result = self.conditional(_depths(starts, parents), said)
+        starts, parents, said = _trees(offsets, parent, q)
+        depths, best = _kinds(starts, parents, said)
+        result = self.conditional(depths, said, best)
         _multiply_down(starts, parents, result)
         return result
 
     def reliability(self) -> list[Reliability]:
-        """What was seen, one row for each bin of half an observation or more, by depth and q."""
+        """What was seen, for each bin of half an observation or more: the best guesses by depth and
+        q, then the others."""
         count, said, _, accepted = self._sums
+        depths = len(count) // 2
         return [
             Reliability(
-                int(d) + 1,
-                float(said[d, b] / count[d, b]),
-                float(accepted[d, b] / count[d, b]),
-                float(count[d, b]),
+                int(row) % depths + 1,
+                bool(row < depths),
+                float(said[row, b] / count[row, b]),
+                float(accepted[row, b] / count[row, b]),
+                float(count[row, b]),
             )
-            for d, b in zip(*np.nonzero(count >= 0.5), strict=True)
+            for row, b in zip(*np.nonzero(count >= 0.5), strict=True)
         ]
 
     def error(self) -> CalibrationError:
@@ -279,7 +322,7 @@ class DraftCalibration:
         )
 
     def _fitted(self) -> Floats:
-        """The knots (2, depths, bins), worked out anew if something was seen since."""
+        """The knots (2, rows, bins), worked out anew if something was seen since."""
         if self._knots is None:
             self._knots = _logits(_fit(self._sums, self._prior))
         return self._knots
@@ -292,3 +335,21 @@ def _indices_and_q(index: ArrayLike, q: ArrayLike) -> tuple[Ints, Floats]:
     if said.ndim != 1 or indices.shape != said.shape:
         raise ValueError(f"q: shape {said.shape} beside {indices.shape}")
     return indices, said
+
+
+def _trees(offsets: ArrayLike, parent: ArrayLike, q: ArrayLike) -> tuple[Ints, Ints, Floats]:
+    """The arrays of some trees, as the compiled code wants them."""
+    starts = np.ascontiguousarray(offsets, dtype=np.int64)
+    parents, said = _indices_and_q(parent, q)
+    leads = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(said)
+    if not leads or np.any(np.diff(starts) < 0):
+        raise ValueError(f"offsets: must ascend from 0 to {len(said)}")
+    return starts, parents, said
+
+
+def _flags(flags: ArrayLike, q: Floats, name: str) -> Bools:
+    """One flag for each of ``q``; a single one stands for all."""
+    found = np.asarray(flags, dtype=np.bool_)
+    if found.ndim and found.shape != q.shape:
+        raise ValueError(f"{name}: shape {found.shape} beside {q.shape} of q")
+    return np.ascontiguousarray(np.broadcast_to(found, q.shape))

@@ -27,7 +27,7 @@ from vllm_slo.config import SpeculationConfig
 from vllm_slo.core import token_tree
 from vllm_slo.core.admission import PLAIN, Speculated
 from vllm_slo.core.batch_plan import decode_limit_s
-from vllm_slo.core.draft_calibration import DraftCalibration
+from vllm_slo.core.draft_calibration import DraftCalibration, best_guesses
 from vllm_slo.core.grove import (
     Grove,
     Marks,
@@ -87,6 +87,7 @@ class Planted(NamedTuple):
     tokens: list[int]
     parents: list[int]
     probabilities: list[float]
+    best: list[bool]
     chances: list[float]
 
 
@@ -120,6 +121,7 @@ class Speculation:
         self._planted: dict[str, Planted] = {}
         self._requests: list[Request] = []
         self._grove: Grove | None = None
+        self._best = np.empty(0, dtype=np.bool_)
         self._chosen = 0, 0
         self._prompt_tokens = 0
         self._selection_s = 0.0
@@ -159,6 +161,7 @@ class Speculation:
         parents = np.concatenate([c.parents for c in found])
         said = np.concatenate([c.probabilities for c in found])
         chances = self.calibration.path_probabilities(offsets, parents, said)
+        self._best = best_guesses(offsets, parents, said)
         depth, width = self._shape
         if depth and len(chances) == len(found) * depth * width:
             self._depths.observe(chances.reshape(len(found), -1), depth, width)
@@ -437,6 +440,7 @@ class Speculation:
                 request.spec_token_ids,
                 parents[end - count : end].tolist(),
                 candidate.probabilities[order].tolist(),
+                self._best[grove.part(place)][order].tolist(),
                 grove.chances[grove.part(place)][order].tolist(),
             )
             for phase in chosen[grove.part(place)][order].tolist():
@@ -518,7 +522,10 @@ class Speculation:
                 self._measured.observe(name, hoped, len(given))
         if seen.accepted:
             self.calibration.observe(
-                np.asarray(seen.depths), np.asarray(seen.said), np.asarray(seen.hits)
+                np.asarray(seen.depths),
+                np.asarray(seen.said),
+                np.asarray(seen.hits),
+                np.asarray(seen.best),
             )
             self.steering.metrics.tree_step(
                 accepted=seen.accepted,
@@ -556,8 +563,8 @@ class _Seen:
 
     Attributes:
         accepted: accepted nodes of each tree.
-        depths, said, hits: of every node whose parent was accepted: its depth, the draft's
-            probability, whether it was accepted.
+        depths, said, best, hits: of every node whose parent was accepted: its depth, the draft's
+            probability, whether that was its best guess, whether it was accepted.
         verified_by_depth, accepted_by_depth: nodes, from depth 1 on.
     """
 
@@ -565,6 +572,7 @@ class _Seen:
         self.accepted: list[int] = []
         self.depths: list[int] = []
         self.said: list[float] = []
+        self.best: list[bool] = []
         self.hits: list[bool] = []
         self.verified_by_depth = [0] * max_depth
         self.accepted_by_depth = [0] * max_depth
@@ -582,6 +590,7 @@ class _Seen:
             hit = planted.tokens[node] == token
             self.depths.append(depth)
             self.said.append(planted.probabilities[node])
+            self.best.append(planted.best[node])
             self.hits.append(hit)
             if hit:
                 self.accepted_by_depth[depth - 1] += 1
@@ -606,6 +615,7 @@ def _warm_up(max_depth: int) -> None:
     calibration.observe(np.ones(1, dtype=np.int64), np.full(1, 0.5), np.ones(1, dtype=np.bool_))
     offsets, parents = np.array([0, 1]), np.array([-1], dtype=np.int32)
     chances = calibration.path_probabilities(offsets, parents, np.full(1, 0.5))
+    best_guesses(offsets, parents, chances)
     chosen = select_trees(
         offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1)
     )
