@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.core.admission import PLAIN
@@ -15,7 +15,6 @@ from vllm_slo.core.tree_budget import (
     DraftDepth,
     DraftTimes,
     MeasuredTrees,
-    step_times,
     sustained_trees,
     worthwhile_nodes,
 )
@@ -33,6 +32,7 @@ def rate(nodes: int, chances: np.ndarray, roots: int, others: int, model: StepTi
     return (roots + float(chances[:nodes].sum())) / (model.predict_s(roots) + longer)
 
 
+@settings(deadline=None)  # the first example compiles
 @given(
     chances=probabilities,
     roots=st.integers(1, 64),
@@ -81,10 +81,72 @@ def test_a_model_that_knows_no_cost_takes_everything() -> None:
     assert worthwhile_nodes(np.full(4, 0.1), 1, 0, 0, free, 10) == 4
 
 
-def test_step_times_are_those_of_the_model() -> None:
-    tokens = np.arange(1.0, 100.0)
-    expected = [FLAT.predict_s(n) for n in tokens]
-    assert step_times(FLAT, tokens) == pytest.approx(expected)
+lines = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.005), st.floats(0.0, 0.05)).map(
+    lambda found: StepTimeModel(((0.0, 0.0, found[0]), (found[1], 0.0, found[2])), 1e-6)
+)
+typical = st.lists(
+    st.lists(st.floats(0.001, 1.0), min_size=3, max_size=3), min_size=1, max_size=6
+).map(lambda rows: np.sort(np.asarray(rows))[:, ::-1])
+
+
+@settings(deadline=None)  # the first example compiles
+@given(
+    chances=typical,
+    active=st.integers(1, 64),
+    share=st.floats(0.0, 1.0),
+    context=st.integers(0, 10_000),
+    pass_s=st.floats(0.0, 0.01),
+    model=lines,
+    width=st.integers(1, 3),
+)
+def test_no_other_depth_is_faster(
+    chances: np.ndarray,
+    active: int,
+    share: float,
+    context: int,
+    pass_s: float,
+    model: StepTimeModel,
+    width: int,
+) -> None:
+    behind = max(int(share * active), 1)
+    depths = DraftDepth(len(chances), 3)
+    depths.typical[:] = chances
+
+    def rate(depth: int) -> float:
+        if not depth:
+            return 1.0 / model.predict_s(active, context)
+        likely = np.sort(chances[:depth, :width], axis=None)[::-1]
+        return max(
+            (1.0 + likely[:n].sum())
+            / (model.predict_s(active + behind * n, context) + depth * pass_s)
+            for n in range(1, len(likely) + 1)
+        )
+
+    found = depths.fastest(active, behind, context, len(chances), width, pass_s, model)
+    assert rate(found) == pytest.approx(max(map(rate, range(len(chances) + 1))), rel=1e-9)
+
+
+@settings(deadline=None)  # the first example compiles
+@given(
+    chances=typical,
+    share=st.floats(0.0, 1.0),
+    tpot_s=st.floats(0.001, 0.2),
+    pass_s=st.floats(0.0, 0.01),
+    model=lines,
+)
+def test_no_other_trees_sustain_more_requests(
+    chances: np.ndarray, share: float, tpot_s: float, pass_s: float, model: StepTimeModel
+) -> None:
+    most = float(model.time_to_tokens(tpot_s))
+    for depth in range(1, len(chances) + 1):
+        likely = np.sort(chances[:depth], axis=None)[::-1][:TREE]
+        for nodes in range(1, len(likely) + 1):
+            tokens = max(share * (1.0 + likely[:nodes].sum()), 1.0)
+            most = max(most, model.time_to_tokens(tpot_s * tokens - depth * pass_s) / (1 + nodes))
+    found, drafting_s, requests = sustained_trees(chances, share, tpot_s, model, pass_s)
+    assert requests == pytest.approx(most, abs=1.0)  # a step may hold one token less by rounding
+    within = model.time_to_tokens(tpot_s * found.tokens_out - drafting_s)
+    assert within / found.tokens_in == pytest.approx(requests, abs=1.0)
 
 
 class TestDepth:

@@ -233,7 +233,7 @@ class DraftCalibration:
         *,
         bins: int = 12,
         prior: float = 8.0,
-        half_life: float = 50_000.0,
+        half_life: float = 10_000.0,
     ) -> None:
         if max_depth < 1:
             raise ValueError(f"max_depth: must be at least 1, not {max_depth}")

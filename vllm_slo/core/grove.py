@@ -118,6 +118,7 @@ class Grove:
     ) -> None:
         requests = len(limits)
         self.offsets = offsets
+        self._sizes = np.diff(offsets)
         self.parents = parents
         self.chances = chances
         self.limits = limits
@@ -200,7 +201,7 @@ class Grove:
 
     def likely(self) -> Floats:
         """Path probabilities of the nodes that could be taken, descending."""
-        open_nodes = np.repeat(self.limits > 0, np.diff(self.offsets))
+        open_nodes = np.repeat(self.limits > 0, self._sizes)
         found: Floats = np.sort(self.chances[open_nodes])[::-1]
         return found
 

@@ -11,11 +11,13 @@ counted. Where nothing pays, nothing is drafted.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.core.admission import PLAIN, Speculated
+from vllm_slo.core.jit import jit
 from vllm_slo.core.step_time import StepTimeModel
 
 Floats = NDArray[np.float64]
@@ -27,11 +29,113 @@ TREE = 8
 """Nodes of a tree that is to help an objective, more or less."""
 
 
-def step_times(model: StepTimeModel, tokens: Floats) -> Floats:
-    """Seconds of steps of so many tokens, attention left out, (n,)."""
-    (k1, _, b), (m1, _, d) = model.terms
-    times: Floats = np.maximum(k1 * tokens + b, m1 * tokens + d)
-    return times
+class Lines(NamedTuple):
+    """A step-time model without attention, as compiled code takes it: the higher of two lines."""
+
+    k1: float
+    b1: float
+    k2: float
+    b2: float
+
+    @classmethod
+    def of(cls, model: StepTimeModel) -> Lines:
+        """The lines of a model, draft steps left out."""
+        (k1, _, b1), (k2, _, b2) = model.terms
+        return cls(k1, b1, k2, b2)
+
+
+@jit
+def _time_s(lines: Lines, tokens: float) -> float:
+    """Seconds of a step of so many tokens."""
+    return max(lines.k1 * tokens + lines.b1, lines.k2 * tokens + lines.b2)
+
+
+@jit
+def _tokens_within(lines: Lines, time_s: float, most: int) -> int:
+    """Tokens of the largest step that takes no longer than ``time_s``."""
+    tokens = float(most)
+    for k, b in ((lines.k1, lines.b1), (lines.k2, lines.b2)):
+        if k * tokens > time_s - b:
+            tokens = (time_s - b) / k if k > 0.0 else 0.0
+    return int(max(tokens + 1e-9, 0.0))
+
+
+@jit
+def _most_per_second(
+    chances: Floats, room: int, roots: int, others: int, roots_s: float, lines: Lines
+) -> int:
+    """`worthwhile_nodes`, given what the roots cost."""
+    tokens = float(roots)
+    start_s = _time_s(lines, others + roots)
+    best, found = tokens / max(roots_s, SHORTEST_S), 0
+    for node in range(room):
+        tokens += chances[node]
+        took_s = roots_s + _time_s(lines, others + roots + node + 1.0) - start_s
+        rate = tokens / max(took_s, SHORTEST_S)
+        if rate > best:
+            best, found = rate, node + 1
+    return found
+
+
+@jit
+def _likeliest(known: Floats, count: int, more: Floats) -> int:
+    """Merge ``more`` into the ``count`` descending values of ``known``; how many it then has."""
+    for value in more:
+        place = count
+        while place > 0 and known[place - 1] < value:
+            known[place] = known[place - 1]
+            place -= 1
+        known[place] = value
+        count += 1
+    return count
+
+
+@jit
+def _fastest_depth(
+    chances: Floats,
+    use: float,
+    active: int,
+    behind: int,
+    plain_s: float,
+    reading_s: float,
+    pass_s: float,
+    lines: Lines,
+) -> int:
+    """`DraftDepth.fastest` of typical ``chances`` (depths, width)."""
+    deepest, width = chances.shape
+    best, found = 1.0 / max(plain_s, SHORTEST_S), 0
+    likely, count = np.empty(deepest * width), 0
+    for depth in range(deepest):
+        count = _likeliest(likely, count, chances[depth])
+        drafting_s = reading_s + (depth + 1) * pass_s
+        hoped = 0.0
+        for node in range(count):
+            hoped += likely[node]
+            took_s = _time_s(lines, active + behind * (node + 1.0)) + drafting_s
+            rate = (1.0 + use * hoped) / max(took_s, SHORTEST_S)
+            if rate > best:
+                best, found = rate, depth + 1
+    return found
+
+
+@jit
+def _sustained(
+    chances: Floats, share: float, tpot_s: float, lines: Lines, most_tokens: int, pass_s: float
+) -> tuple[float, int, int, float]:
+    """`sustained_trees`: (requests, depth, nodes, tokens out)."""
+    most, found, size, gives = float(_tokens_within(lines, tpot_s, most_tokens)), 0, 0, 1.0
+    likely, count = np.empty(chances.size), 0
+    for depth in range(chances.shape[0]):
+        count = _likeliest(likely, count, chances[depth])
+        hoped = 1.0
+        for node in range(min(count, TREE)):
+            hoped += likely[node]
+            tokens = max(share * hoped, 1.0)
+            left_s = tpot_s * tokens - (depth + 1) * pass_s
+            requests = _tokens_within(lines, left_s, most_tokens) / (2.0 + node)
+            if requests > most:
+                most, found, size, gives = requests, depth + 1, node + 1, tokens
+    return most, found, size, gives
 
 
 def worthwhile_nodes(
@@ -53,11 +157,8 @@ def worthwhile_nodes(
     room = min(len(chances), max(most, 0))
     if not room or not roots:
         return 0
-    nodes = np.arange(room + 1, dtype=np.float64)
-    tokens = roots + np.concatenate(([0.0], np.cumsum(chances[:room])))
-    extra = step_times(model, others + roots + nodes)
-    times = model.predict_s(roots, context) + extra - extra[0]
-    return int(np.argmax(tokens / np.maximum(times, SHORTEST_S)))
+    roots_s = model.predict_s(roots, context)
+    return _most_per_second(chances, room, roots, others, roots_s, Lines.of(model))
 
 
 class DraftTimes:
@@ -163,18 +264,16 @@ class DraftDepth:
     ) -> int:
         """The depth at which each of the ``behind`` requests gets its tokens soonest, where only
         they have trees. Arguments as in ``choose``."""
-        reading_s = model.kv_s * context
-        best, depth = 1.0 / max(model.predict_s(active, context), SHORTEST_S), 0
-        for d in range(1, deepest + 1):
-            chances = np.sort(self._chances[:d, :width], axis=None)[::-1]
-            tokens = 1.0 + self._use * np.cumsum(chances)
-            nodes: Floats = np.arange(1.0, len(chances) + 1.0, dtype=np.float64)
-            batches: Floats = np.asarray(active + behind * nodes)
-            times = step_times(model, batches) + reading_s + d * pass_s
-            rate = float((tokens / np.maximum(times, SHORTEST_S)).max())
-            if rate > best:
-                best, depth = rate, d
-        return depth
+        return _fastest_depth(
+            np.ascontiguousarray(self._chances[:deepest, :width]),
+            self._use,
+            active,
+            behind,
+            model.predict_s(active, context),
+            model.kv_s * context,
+            pass_s,
+            Lines.of(model),
+        )
 
     def choose(
         self,
@@ -290,14 +389,8 @@ def sustained_trees(
         What decoding is like with them, the seconds a step then drafts, and how many requests keep
         the TPOT; plain decoding where no tree is better.
     """
-    most = float(model.time_to_tokens(tpot_s))
-    found, drafting_s = PLAIN, 0.0
-    for depth in range(1, len(chances) + 1):
-        likely = np.sort(chances[:depth], axis=None)[::-1][:TREE]
-        yields = np.maximum(share * (1.0 + np.cumsum(likely)), 1.0).tolist()
-        for nodes, tokens in enumerate(yields, 1):
-            left_s = tpot_s * tokens - depth * pass_s
-            requests = model.time_to_tokens(left_s) / (1 + nodes)
-            if requests > most:
-                most, found, drafting_s = requests, Speculated(tokens, 1.0 + nodes), depth * pass_s
-    return found, drafting_s, most
+    most, depth, nodes, tokens = _sustained(
+        np.ascontiguousarray(chances), share, tpot_s, Lines.of(model), model.max_tokens, pass_s
+    )
+    found = Speculated(tokens, 1.0 + nodes) if nodes else PLAIN
+    return found, depth * pass_s, most

@@ -36,7 +36,14 @@ from vllm_slo.core.grove import (
     nodes_of_step,
     tpot_needs,
 )
-from vllm_slo.core.tree_budget import DraftDepth, DraftTimes, MeasuredTrees, sustained_trees
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.tree_budget import (
+    DraftDepth,
+    DraftTimes,
+    MeasuredTrees,
+    sustained_trees,
+    worthwhile_nodes,
+)
 from vllm_slo.core.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
@@ -49,6 +56,7 @@ from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine import tree_grammar, trees, views
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.engine.trees import DraftTrees, StepTrees
+from vllm_slo.engine.views import Tracked
 
 if TYPE_CHECKING:
     from vllm_slo.engine.scheduler import Scheduler
@@ -120,6 +128,8 @@ class Speculation:
         self._candidates: dict[str, Candidate] = {}
         self._planted: dict[str, Planted] = {}
         self._requests: list[Request] = []
+        self._views: dict[str, DecodeView] = {}
+        self._found_limits: list[TPOTLimit] | None = None
         self._grove: Grove | None = None
         self._best = np.empty(0, dtype=np.bool_)
         self._chosen = 0, 0
@@ -138,6 +148,8 @@ class Speculation:
         be drafted after it."""
         began_s = time.perf_counter()
         self._bears.clear()
+        self._views.clear()
+        self._found_limits = None
         self._planted.clear()
         self.steering.expected.clear()
         for request in self.scheduler.running:
@@ -218,7 +230,7 @@ class Speculation:
     def _require(self, grove: Grove) -> None:
         """A(r) of every request that has a TPOT and can still keep it."""
         steering = self.steering
-        start_s = steering.steps.next_start_s(steering.now_s)
+        start_s = self._start_s()
         step_s = self._step_s()
         ahead = self._ahead()
         for place, request in enumerate(self._requests):
@@ -227,11 +239,23 @@ class Speculation:
                 continue
             if not tracked.decodes:
                 continue
-            view = views.decode_view(tracked, start_s, steering.steps.strength)
+            view = self._view(tracked)
             left = max(request.max_tokens - request.num_output_tokens, 1)
             needs = tpot_needs(view, start_s, start_s + step_s, left)
             if needs.pace_s * ahead >= step_s:
                 grove.require(place, needs, promised=tracked.promised)
+
+    def _start_s(self) -> float:
+        """When the step begins that is being planned."""
+        return self.steering.steps.next_start_s(self.steering.now_s)
+
+    def _view(self, tracked: Tracked) -> DecodeView:
+        """A decoding request before the step, a token of it being expected; looked at once."""
+        name = tracked.request.request_id
+        if name not in self._views:
+            strength = self.steering.steps.strength
+            self._views[name] = views.decode_view(tracked, self._start_s(), strength)
+        return self._views[name]
 
     def _step_s(self) -> float:
         """A step of all roots and of as many nodes as the last one had, by the time to promise
@@ -337,8 +361,7 @@ class Speculation:
             if tracked is not None and (tracked.promised or tracked.in_good_faith) and len(taken):
                 tokens = self._candidates[request.request_id].tokens
                 request.spec_token_ids = tokens[taken].tolist()
-                view = views.decode_view(tracked, steering.now_s)
-                gain = _evened_out(view) * float(gains[place])
+                gain = _evened_out(self._view(tracked)) * float(gains[place])
                 steering.expected[request.request_id] = 1.0 + gain
 
     # When a step is planned.
@@ -354,6 +377,7 @@ class Speculation:
             self._chosen = 0, 0
             return
         began_s = time.perf_counter()
+        self._found_limits = None  # promises have come and gone since
         granted = np.asarray([_is_granted(nudge, request) for request in self._requests])
         grove.leave_out(granted)
         steps = self.steering.steps
@@ -398,14 +422,17 @@ class Speculation:
 
     def _limits(self) -> list[TPOTLimit]:
         """Longest step of a token that keeps the TPOT of each promised request that decodes."""
-        steering = self.steering
-        steps = steering.steps
-        start_s = steps.next_start_s(steering.now_s)
+        if self._found_limits is None:
+            self._found_limits = self._find_limits()
+        return self._found_limits
+
+    def _find_limits(self) -> list[TPOTLimit]:
+        start_s = self._start_s()
         places = {request.request_id: place for place, request in enumerate(self._requests)}
         found = []
-        for name, tracked in steering.tracked.items():
+        for name, tracked in self.steering.tracked.items():
             if tracked.promised and tracked.decodes:
-                view = views.decode_view(tracked, start_s, steps.strength)
+                view = self._view(tracked)
                 if view.window_end_s > start_s:  # else it is lost, and hurries nobody
                     limit_s = decode_limit_s(start_s, view, 0.0)
                     tpot_s = tracked.tpot_s * _evened_out(view)
@@ -620,3 +647,7 @@ def _warm_up(max_depth: int) -> None:
         offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1)
     )
     arrange_trees(offsets, chances, parents, chosen, np.ones(1, dtype=np.int64), 1)
+    depths, model = DraftDepth(max_depth, 1), StepTimeModel.prior()
+    depths.choose(1, 0, max_depth, 1, 0.001, model)
+    sustained_trees(depths.typical, 1.0, 0.1, model, 0.001)
+    worthwhile_nodes(chances, 1, 0, 0, model, 1)

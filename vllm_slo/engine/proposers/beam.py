@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
+GREEDY_TEMPERATURE = 0.5
+"""What a greedy request's draft logits are divided by. The target takes its likeliest token, not
+one drawn by its probability, so a guess is right more often than the draft's probability says:
+taken as they are, the beams would drop paths of best guesses for less likely ones. With this the
+draft's probabilities are close to what is accepted, whatever the calibration makes of the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -234,12 +240,12 @@ class TreeProposer:
         )
 
     def _temperatures(self, index: Ints) -> Tensor:
-        """What each request's logits are divided by; greedy ones: 1."""
+        """What each request's logits are divided by; greedy ones: ``GREEDY_TEMPERATURE``."""
         given = self.runner.input_batch.sampling_metadata.temperature
         if given is None:
-            return torch.ones((len(index), 1), device=self.draft.device)
+            return torch.full((len(index), 1), GREEDY_TEMPERATURE, device=self.draft.device)
         found = given[torch.from_numpy(index).to(given.device)].unsqueeze(1)
-        return torch.where(found < 1e-5, torch.ones_like(found), found)
+        return torch.where(found < 1e-5, torch.full_like(found, GREEDY_TEMPERATURE), found)
 
     def _catch_up(self, ends: dict[int, int], asking: set[int]) -> tuple[list[int], Tensor]:
         """Compute what the draft lacks of each request, shortest first, as far as one pass goes.
