@@ -117,7 +117,7 @@ def _without_slo() -> None:
     require = Grove.require
 
     def changed(self: Any, place: int, needs: Any, *, promised: bool) -> None:
-        require(self, place, needs._replace(tokens=float("-inf")), promised=promised)
+        require(self, place, needs._replace(owed=float("-inf")), promised=promised)
 
     _replace(Grove, "require", changed)
 

@@ -58,7 +58,9 @@ class Forced:
         replace(
             speculation,
             "nodes_of_step",
-            lambda grove, *_: StepNodes(NODES * int(np.count_nonzero(grove.limits)), 1.0),
+            lambda grove, *_: StepNodes(
+                grove.select(NODES * int(np.count_nonzero(grove.limits)), 0.0, 0.0), 1.0
+            ),
         )
 
 

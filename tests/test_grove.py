@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.core.grove import Grove, StepLoad, TPOTLimit, TPOTNeeds, nodes_of_step, tpot_needs
 from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.tree_budget import worthwhile_nodes
 from vllm_slo.core.types import INFINITY, DecodeView
 
 FLAT = StepTimeModel(((0.0, 0.0, 0.040), (0.001, 0.0, 0.020)), max_tokens=8192)
@@ -21,6 +22,16 @@ def grove(*trees: list[float], limit: int = 64) -> Grove:
     offsets = np.cumsum([0, *map(len, trees)])
     parents = np.concatenate([np.arange(-1, len(tree) - 1) for tree in trees]).astype(np.int32)
     return Grove(offsets, parents, np.concatenate(trees), np.full(len(trees), limit))
+
+
+def count(found: Grove, step: StepLoad) -> int:
+    """Nodes of a step on the engine of ``FLAT``."""
+    return int(np.count_nonzero(nodes_of_step(found, step, FLAT, FLAT).marks))
+
+
+def due_at(tpot_s: float, owed: float = 0.0) -> TPOTNeeds:
+    """On schedule where ``owed`` is 0: a step of one TPOT must yield a token."""
+    return TPOTNeeds(tpot_s, tpot_s, owed)
 
 
 def load(roots: int, **given: object) -> StepLoad:
@@ -39,75 +50,90 @@ def load(roots: int, **given: object) -> StepLoad:
 def test_what_a_tpot_needs_by_hand() -> None:
     """Four of ten tokens are out on schedule, at 50 ms each; the step takes 120 ms."""
     view = DecodeView("r", due_s=0.25, window_end_s=0.5, window_left=6, tpot_s=0.05)
-    needs = tpot_needs(view, 0.2, 0.32, 100)
+    needs = tpot_needs(view, 0.2, 100)
     assert needs.pace_s == pytest.approx(0.05)
-    assert needs.tokens == pytest.approx(2.4)
-    assert tpot_needs(view, 0.2, 0.25, 100).tokens == pytest.approx(1.0)
-    assert tpot_needs(view, 0.2, 0.32, 2).pace_s == pytest.approx(0.05), "two tokens to its end"
-    late = tpot_needs(view, 0.35, 0.40, 100)
+    found = grove([0.5])
+    found.require(0, needs, promised=True)
+    assert found.required(0.12).tolist() == pytest.approx([2.4])
+    assert found.required(0.05).tolist() == pytest.approx([1.0])
+    assert (found.behind(0.12), found.behind(0.049)) == (1, 0)
+    assert tpot_needs(view, 0.2, 2).pace_s == pytest.approx(0.05), "two tokens to its end"
+    late = tpot_needs(view, 0.35, 100)
     assert late.pace_s == pytest.approx(0.025)
-    assert late.tokens == pytest.approx(4.0)
+    found.require(0, late, promised=True)
+    assert found.required(0.05).tolist() == pytest.approx([4.0])
+    assert grove([0.5]).required(9.0).tolist() == [-INFINITY], "nothing is asked"
 
 
 def test_free_nodes_are_taken_and_costly_ones_must_pay() -> None:
     trees = [0.5, 0.25, 0.1]
-    assert nodes_of_step(grove(*[trees] * 4), load(4), FLAT, FLAT).nodes == 12
+    assert count(grove(*[trees] * 4), load(4)) == 12
     step = nodes_of_step(grove(*[trees] * 40), load(40), FLAT, FLAT)
-    assert step.nodes == 0
+    assert not step.marks.any()
     assert step.hoped == 0.0
 
 
 def test_a_limit_of_the_plan_is_kept() -> None:
     """A step of 45 ms has room for 25 tokens, roots included."""
     found = grove(*[[0.9, 0.8, 0.7, 0.6]] * 10)
-    free = nodes_of_step(found, load(10), FLAT, FLAT)
-    assert free.nodes == 40
-    assert nodes_of_step(found, load(10, limit_s=0.045), FLAT, FLAT).nodes == 15
-    assert nodes_of_step(found, load(10, limit_s=0.010), FLAT, FLAT).nodes == 0
+    assert count(found, load(10)) == 40
+    assert count(found, load(10, limit_s=0.045)) == 15
+    assert count(found, load(10, limit_s=0.010)) == 0
 
 
 def test_a_step_may_be_longer_by_what_its_trees_yield() -> None:
     found = grove(*[[0.9, 0.8, 0.7, 0.6]] * 10)
     due = [TPOTLimit(0.045, 0.045, place) for place in range(10)]
-    longer = nodes_of_step(found, load(10, limit_s=0.045, limits=lambda: due), FLAT, FLAT)
-    assert longer.nodes == 40, "70 ms for 1 + 3 tokens of 45 ms"
+    assert count(found, load(10, limit_s=0.045, limits=lambda: due)) == 40, "70 ms for 4 tokens"
     bare = [*due, TPOTLimit(0.045, 0.045, -1)]
-    assert (
-        nodes_of_step(found, load(10, limit_s=0.045, limits=lambda: bare), FLAT, FLAT).nodes == 15
-    )
+    assert count(found, load(10, limit_s=0.045, limits=lambda: bare)) == 15
     prompt = load(10, limit_s=0.045, deadline_s=0.045, limits=lambda: due)
-    assert nodes_of_step(found, prompt, FLAT, FLAT).nodes == 15, "no tree makes up for a deadline"
+    assert count(found, prompt) == 15, "no tree makes up for a deadline"
 
 
 def test_where_plain_steps_are_too_slow_nodes_serve_most() -> None:
     """Steps of 40 ms break everybody's 15 ms; one guess in ten is bad."""
     found = grove(*[[p - 0.001 * i for p in (0.9, 0.8, 0.7, 0.6)] for i in range(9)], [0.1])
     due = [TPOTLimit(0.015, 0.015, place) for place in range(10)]
-    step = nodes_of_step(found, load(10, limit_s=0.040, limits=lambda: due), FLAT, FLAT)
-    assert step.nodes >= 27, "57 ms for 1 + 2.4 tokens of 15 ms, but for one request"
+    nodes = count(found, load(10, limit_s=0.040, limits=lambda: due))
+    assert nodes >= 27, "57 ms for 1 + 2.4 tokens of 15 ms, but for one request"
     kept = [TPOTLimit(0.042, 0.042, place) for place in range(10)]
-    step = nodes_of_step(found, load(10, limit_s=0.042, limits=lambda: kept), FLAT, FLAT)
-    assert step.nodes <= 12, "nobody's TPOT is broken for the others' sake"
+    nodes = count(found, load(10, limit_s=0.042, limits=lambda: kept))
+    assert nodes <= 12, "nobody's TPOT is broken for the others' sake"
 
 
 def test_who_hurries_without_a_promise_is_not_held_up() -> None:
     found = grove([0.1], *[[0.9, 0.8, 0.7, 0.6]] * 9)
-    found.require(0, TPOTNeeds(0.045, 1.0), promised=False)
-    assert nodes_of_step(found, load(10), FLAT, FLAT).nodes <= 17
-    found.require(0, TPOTNeeds(0.001, 1.0), promised=False)
-    assert nodes_of_step(found, load(10), FLAT, FLAT).nodes >= 10, "it is too late anyway"
+    found.require(0, due_at(0.045), promised=False)
+    assert count(found, load(10)) <= 19, "49 ms, with its own node"
+    found.require(0, TPOTNeeds(0.001, 0.045, 30.0), promised=False)
+    assert count(found, load(10)) >= 9, "too late, but these take no time"
+
+
+def test_a_hard_text_gets_its_nodes_where_an_easy_one_has_enough() -> None:
+    """Eight hard and eight easy texts at 40 ms a token: a longer step suits the easy ones only."""
+    hard, easy = [0.5, 0.2, 0.08], [0.9, 0.8, 0.7, 0.6, 0.5]
+    found = grove(*[hard] * 8, *[easy] * 8)
+    for place in range(16):
+        found.require(place, due_at(0.040), promised=False)
+    marks = nodes_of_step(found, load(16), FLAT, FLAT).marks
+    step_s = FLAT.predict_s(16 + np.count_nonzero(marks))
+    paces = (1.0 + found.gains(marks > 0)) * 0.040 / step_s
+    assert (paces >= 1.0 - 1e-9).all()
+    assert np.count_nonzero(marks[: 8 * len(hard)] > 0) >= 8
+    free = nodes_of_step(grove(*[hard] * 8, *[easy] * 8), load(16), FLAT, FLAT).marks
+    assert np.count_nonzero(free) > np.count_nonzero(marks), "nobody asks: what pays is taken"
 
 
 def test_needed_nodes_come_first() -> None:
     found = grove([0.9, 0.8], [0.9, 0.8], [0.3])
-    found.require(1, TPOTNeeds(0.030, 1.5), promised=True)
-    chosen = found.select_needed(100, 3, 2.0, FLAT, 0.040)
-    assert chosen.tolist() == [0, 0, 1, 0, 0]
-    assert found.needed == 1
-    assert found.needed_gains.tolist() == pytest.approx([0.0, 0.9, 0.0])
-    assert found.select(1).tolist() == [0, 0, 1, 0, 0]
+    found.require(1, due_at(0.030, 0.2), promised=True)
+    assert found.select(100, 0.030, 0.0, throughput=False).tolist() == [0, 0, 1, 0, 0]
+    assert found.select(1, 0.030, 0.0).tolist() == [0, 0, 1, 0, 0]
+    assert found.select(1, 0.010, 0.0).tolist() == [2, 0, 0, 0, 0], "a short step needs none"
+    assert found.select(2, 0.030, 0.95).tolist() == [2, 0, 2, 0, 0], "beneath the floor"
     found.leave_out(np.array([True, False, True]))
-    assert found.select(1).tolist() == [2, 0, 0, 0, 0]
+    assert found.select(1, 0.030, 0.0).tolist() == [2, 0, 0, 0, 0]
 
 
 @given(
@@ -121,11 +147,43 @@ def test_no_step_exceeds_its_tokens_nor_what_there_is(
 ) -> None:
     found = grove(*[sorted(tree, reverse=True) for tree in trees])
     if pace_s < INFINITY:
-        found.require(0, TPOTNeeds(pace_s, 2.0), promised=True)
-        found.select_needed(400, len(trees), 2.0, FLAT, 0.04)
+        found.require(0, TPOTNeeds(pace_s, pace_s, 0.5), promised=False)
     roots = len(trees)
     step = load(roots, others=others, planned=roots + others, limit_s=limit_s, max_tokens=400)
-    nodes = nodes_of_step(found, step, FLAT, FLAT).nodes
+    nodes = count(found, step)
     assert 0 <= nodes <= min(sum(map(len, trees)), 400 - roots - others)
     if limit_s < INFINITY and nodes:
         assert FLAT.predict_s(roots + others + nodes) <= limit_s + 1e-9
+
+
+@settings(deadline=None)
+@given(
+    trees=st.lists(st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4), min_size=1, max_size=6),
+    tpots=st.lists(st.floats(0.01, 0.1), min_size=6, max_size=6),
+    owed=st.lists(st.floats(-1.0, 2.0), min_size=6, max_size=6),
+)
+def test_no_cut_serves_objectives_better(
+    trees: list[list[float]], tpots: list[float], owed: list[float]
+) -> None:
+    """Of the parts of what would pay, none gives more of the pace that is asked for."""
+    ordered = [sorted(tree, reverse=True) for tree in trees]
+    found = grove(*ordered)
+    needs = [TPOTNeeds(tpot_s, tpot_s, late) for tpot_s, late in zip(tpots, owed, strict=True)]
+    for place in range(len(trees)):
+        found.require(place, needs[place], promised=False)
+    roots = len(trees)
+
+    def served(marks: np.ndarray) -> float:
+        step_s = FLAT.predict_s(roots + np.count_nonzero(marks))
+        paces = (1.0 + found.gains(marks > 0)) * np.asarray(tpots[:roots]) / step_s
+        return float(np.minimum(paces, 1.0).sum())
+
+    step = nodes_of_step(found, load(roots), FLAT, FLAT)
+    chosen = served(step.marks)
+    nothing = served(np.zeros_like(step.marks))
+    likely = found.likely()
+    paying = worthwhile_nodes(likely, roots, 0, 0, FLAT, 500)
+    assert chosen >= nothing - 1e-9
+    if not any(needs[place].owed + tpots[place] / 0.04 > 1.0 for place in range(roots)):
+        everything = found.select(paying, 0.0, 0.0)
+        assert chosen >= served(everything) - 1e-9

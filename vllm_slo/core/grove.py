@@ -31,15 +31,17 @@ class TPOTNeeds(NamedTuple):
     Attributes:
         pace_s: seconds per token at which it is still kept, to the end of the window by which it
             is judged, or of the answer, whichever comes first.
-        tokens: A(r), tokens that the step must yield, over that window.
+        tpot_s: the objective.
+        owed: A(r) of a step that takes no time; see ``needed_tokens``.
     """
 
     pace_s: float
-    tokens: float
+    tpot_s: float
+    owed: float
 
 
-def tpot_needs(view: DecodeView, start_s: float, end_s: float, left: int) -> TPOTNeeds:
-    """What a TPOT asks of a step from ``start_s`` to ``end_s``.
+def tpot_needs(view: DecodeView, start_s: float, left: int) -> TPOTNeeds:
+    """What a TPOT asks of a step that begins at ``start_s``.
 
     Args:
         view: the request before that step, a token a step being expected.
@@ -48,8 +50,8 @@ def tpot_needs(view: DecodeView, start_s: float, end_s: float, left: int) -> TPO
     beyond = max(view.window_left - left, 0.0)
     pace_s = (view.window_end_s - beyond * view.tpot_s - start_s) / min(view.window_left, left)
     # Counted from when its next token is due: one is owed by then.
-    owed = needed_tokens(start_s - view.due_s, end_s - start_s, view.tpot_s, -1)
-    return TPOTNeeds(pace_s, owed)
+    owed = needed_tokens(start_s - view.due_s, 0.0, view.tpot_s, -1)
+    return TPOTNeeds(pace_s, view.tpot_s, owed)
 
 
 class TPOTLimit(NamedTuple):
@@ -101,11 +103,8 @@ class Grove:
         share: of the tokens that a tree is expected to yield, what to count on.
 
     Attributes:
-        required: (n,) A(r); -inf where nothing is needed, or nothing helps.
         pace_s: (n,) seconds per token at which a TPOT is still kept; infinite without.
         promised: (n,) whether its TPOT is promised.
-        needed: nodes that objectives need.
-        needed_gains: (n,) expected tokens of these.
     """
 
     def __init__(
@@ -118,77 +117,56 @@ class Grove:
     ) -> None:
         requests = len(limits)
         self.offsets = offsets
-        self._sizes = np.diff(offsets)
         self.parents = parents
         self.chances = chances
         self.limits = limits
         self.share = share
-        self.required = np.full(requests, -INFINITY)
         self.pace_s = np.full(requests, INFINITY)
         self.promised = np.zeros(requests, dtype=np.bool_)
-        self.needed = 0
-        self._slo_floor = 0.0
-        self.needed_gains = np.zeros(requests)
+        self._sizes = np.diff(offsets)
+        self._owed = np.full(requests, -INFINITY)
+        self._rate = np.zeros(requests)
 
     def part(self, place: int) -> slice:
         """Where the nodes of one request lie."""
         return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
 
-    @property
-    def wanting(self) -> bool:
-        """Whether an objective needs more of the step than a token."""
-        return bool(self.required.max() > 1.0)
-
     def require(self, place: int, needs: TPOTNeeds, *, promised: bool) -> None:
         """Note what the TPOT of one request asks of the step."""
-        self.pace_s[place], self.required[place] = needs
+        self.pace_s[place], self._owed[place] = needs.pace_s, needs.owed
+        self._rate[place] = 1.0 / needs.tpot_s
         self.promised[place] = promised
 
-    def select_needed(
-        self, budget: int, roots: int, ahead: float, model: StepTimeModel, step_s: float
+    def required(self, step_s: float) -> Floats:
+        """(n,) A(r) of a step that takes so long; -inf where nothing is needed or helps."""
+        found: Floats = self._owed + step_s * self._rate
+        return found
+
+    def behind(self, step_s: float) -> int:
+        """How many requests need more than a token of a step that takes so long."""
+        return int(np.count_nonzero(self.required(step_s) > 1.0))
+
+    def select(
+        self, nodes: int, step_s: float, slo_floor: float, *, throughput: bool = True
     ) -> Marks:
-        """The nodes that objectives need: SLO-customised selection.
-
-        Args:
-            budget: most tokens of the step.
-            roots: requests that run.
-            ahead: tokens that a step yields at best.
-            model: expected step times.
-            step_s: the step's time without nodes.
-        """
-        behind = int(np.count_nonzero(self.required > 1.0))
-        self._slo_floor = node_floor(behind, roots, ahead, model, step_s)
-        chosen = self._select(budget, throughput=False)
-        self.needed = int(np.count_nonzero(chosen))
-        self.needed_gains = self.gains(chosen > 0)
-        return chosen
-
-    def select(self, nodes: int) -> Marks:
-        """Both selections, of ``nodes`` nodes."""
-        return self._select(len(self.limits) + nodes, throughput=True)
-
-    def _select(self, budget: int, *, throughput: bool) -> Marks:
+        """At most ``nodes`` nodes for a step that takes so long: first what objectives need, no
+        node of a smaller path probability than ``slo_floor`` among them; then the likeliest."""
         return select_trees(
             self.offsets,
             self.chances,
             self.parents,
-            self.required,
+            self.required(step_s),
             np.full(len(self.limits), len(self.chances)),
-            budget=budget,
+            budget=len(self.limits) + nodes,
             most=self.limits,
             throughput_phase=throughput,
-            slo_floor=self._slo_floor,
+            slo_floor=slo_floor,
         )
 
     def gains(self, taken: Bools) -> Floats:
         """(n,) expected tokens of the nodes that are ``taken``."""
         gains: Floats = np.add.reduceat(np.where(taken, self.chances, 0.0), self.offsets[:-1])
         return gains
-
-    def hurries(self) -> list[TPOTLimit]:
-        """Requests that keep a TPOT without its being promised."""
-        places = np.flatnonzero(~self.promised & (self.pace_s < INFINITY)).tolist()
-        return [TPOTLimit(self.pace_s[n].item(), self.pace_s[n].item(), n) for n in places]
 
     def sure_gains(self, taken: Bools) -> Floats:
         """(n,) tokens besides the roots' to count on, of the nodes that are ``taken``."""
@@ -207,22 +185,35 @@ class Grove:
 
 
 class StepNodes(NamedTuple):
-    """How many nodes a step verifies.
+    """The nodes that a step verifies.
 
     Attributes:
-        nodes: of all requests.
+        marks: as ``select_trees`` answers.
         hoped: expected tokens of those that would pay if there were room for all of them.
     """
 
-    nodes: int
+    marks: Marks
     hoped: float
 
 
+LEVELS = 8
+"""Parts by which the nodes of a step are cut down where somebody's TPOT suffers from them."""
+
+
 def nodes_of_step(
-    grove: Grove, load: StepLoad, expected: StepTimeModel, promise: StepTimeModel
+    grove: Grove,
+    load: StepLoad,
+    expected: StepTimeModel,
+    promise: StepTimeModel,
 ) -> StepNodes:
-    """How many nodes join a step: those that objectives need, and those that pay as far as no
-    objective suffers.
+    """The nodes of a step: those that objectives need, and those that pay, or fewer of them where
+    everybody's TPOT is served better by a shorter step.
+
+    A step may be longer than somebody's TPOT where its trees yield the tokens to make up for it,
+    by typical step times and what the trees are expected to yield: what a step falls short of, the
+    next ones make up for. Of all numbers of nodes that is taken which gives most of the pace that
+    is asked for, nobody's counting for more than enough; of equals the largest. No prompt misses
+    its deadline for them.
 
     Args:
         grove: the candidates.
@@ -231,77 +222,74 @@ def nodes_of_step(
         promise: those to promise by.
     """
     likely = grove.likely()
-    paying = worthwhile_nodes(
-        likely, load.roots, load.others, load.context, expected, load.max_tokens - load.planned
-    )
     room = max(load.max_tokens - load.planned, 0)
-    calm = min(room, _unhurried(grove, load, min(grove.needed, room), expected))
+    paying = worthwhile_nodes(likely, load.roots, load.others, load.context, expected, room)
+    hoped = float(likely[:paying].sum())
+    step = _Step(grove, load, expected)
+    most = min(max(paying, step.needed(paying)), room)
+    within = most
     if load.limit_s < INFINITY:
         within = promise.time_to_tokens(load.limit_s, load.context) - load.planned
-        calm = max(min(calm, within), 0)
-    nodes = paying
-    if paying > calm:
-        nodes = _fairest(grove, load, likely, (paying, calm), expected, promise)
-    return StepNodes(max(nodes, min(grove.needed, calm)), float(likely[:paying].sum()))
+        within = max(min(most, within), 0)
+        if not step.limits:
+            most = within
+        soonest = promise.time_to_tokens(load.deadline_s, load.context) - step.used
+        most = min(most, max(soonest, within))
+    if step.served(most) == step.asked:
+        return StepNodes(step.marks(most), hoped)
+    levels = {within, *(most * part // LEVELS for part in range(LEVELS + 1))}
+    best = max(sorted((n for n in levels if n <= most), reverse=True), key=step.served)
+    return StepNodes(step.marks(best), hoped)
 
 
-def _unhurried(grove: Grove, load: StepLoad, needed: int, expected: StepTimeModel) -> int:
-    """Nodes beside which requests that hurry without a promise still keep their TPOT, by what the
-    needed ones yield; where even these take too long, those that cost no time."""
-    hurry_s = min(
-        (limit_s * (1.0 + grove.needed_gains[place]) for limit_s, _, place in grove.hurries()),
-        default=INFINITY,
-    )
-    if hurry_s == INFINITY:
-        return load.max_tokens
-    used = load.roots + load.others
-    least_s = expected.predict_s(used + needed, load.context)
-    return expected.time_to_tokens(max(hurry_s, least_s), load.context) - used
+class _Step:
+    """What a step of so many nodes is like.
 
-
-def _fairest(
-    grove: Grove,
-    load: StepLoad,
-    likely: Floats,
-    bounds: tuple[int, int],
-    expected: StepTimeModel,
-    promise: StepTimeModel,
-) -> int:
-    """How many nodes, from the first of the ``bounds`` down to the second, are best for everybody's
-    TPOT: a step may be longer than one of them allows where its trees yield the tokens to make up
-    for it.
-
-    Where the second keeps every TPOT, so must the answer. Where it does not, plain steps are too
-    slow for somebody: then as many as give most of the pace that is asked for. No prompt misses its
-    deadline for them.
+    Attributes:
+        limits: of the promised requests; none where the plan allows any step.
+        asked: TPOTs that are to be kept.
     """
-    most, calm = bounds
-    limits, hurries = load.limits(), grove.hurries()
-    if not limits and load.limit_s < INFINITY:
-        return calm
-    used = load.roots + load.others
 
-    def paces(nodes: int) -> list[float]:
-        least = likely[nodes - 1] if nodes else INFINITY
-        gains = grove.sure_gains(grove.chances >= least)
-        tokens = used + nodes
-        return [
-            *_paces(limits, gains, promise.predict_s(tokens, load.context)),
-            *_paces(hurries, gains, expected.predict_s(tokens, load.context)),
-        ]
+    def __init__(self, grove: Grove, load: StepLoad, expected: StepTimeModel) -> None:
+        self.grove = grove
+        self.load = load
+        self.expected = expected
+        self.used = load.roots + load.others
+        self._marks: dict[int, Marks] = {}
+        self._hurries = np.flatnonzero(~grove.promised & (grove.pace_s < INFINITY))
+        self.limits = load.limits() if load.limit_s < INFINITY else ()
+        self.asked = float(len(self._hurries) + len(self.limits))
 
-    levels = sorted({most, most * 3 // 4, most // 2, most // 4, calm}, reverse=True)
-    soonest = promise.time_to_tokens(load.deadline_s, load.context) - used
-    levels = [nodes for nodes in levels if calm <= nodes <= max(soonest, calm)]
-    if min(paces(calm), default=1.0) >= 1.0:
-        return next((nodes for nodes in levels if min(paces(nodes), default=1.0) >= 1.0), calm)
-    return max(levels, key=lambda nodes: sum(min(pace, 1.0) for pace in paces(nodes)))
+    def marks(self, nodes: int) -> Marks:
+        """At most so many nodes."""
+        if nodes not in self._marks:
+            self._marks[nodes] = self._select(nodes, throughput=True)
+        return self._marks[nodes]
 
+    def needed(self, nodes: int) -> int:
+        """How many nodes objectives need of a step with so many."""
+        return int(np.count_nonzero(self._select(nodes, throughput=False)))
 
-def _paces(limits: Sequence[TPOTLimit], gains: Floats, step_s: float) -> list[float]:
-    """Of each TPOT's due, how much a step of ``step_s`` gives; ``gains``: tokens besides the
-    roots'."""
-    return [
-        (max(limit_s, 0.0) + (gains[place] if place >= 0 else 0.0) * tpot_s) / step_s
-        for limit_s, tpot_s, place in limits
-    ]
+    def _select(self, nodes: int, *, throughput: bool) -> Marks:
+        grove, load = self.grove, self.load
+        step_s = self.expected.predict_s(self.used + nodes, load.context)
+        floor = node_floor(grove.behind(step_s), load.roots, 1.0, self.expected, step_s)
+        most = nodes if throughput else load.max_tokens
+        return grove.select(most, step_s, floor, throughput=throughput)
+
+    def served(self, nodes: int) -> float:
+        """Shares of what each TPOT asks that such a step gives, summed; at most ``asked``."""
+        if not self.asked:
+            return 0.0
+        taken = self.marks(nodes) > 0
+        tokens = self.used + int(np.count_nonzero(taken))
+        gains, context = self.grove.gains(taken), self.load.context
+        step_s = self.expected.predict_s(tokens, context)
+        hurries = self._hurries
+        paces = (1.0 + gains[hurries]) * self.grove.pace_s[hurries] / step_s
+        total = float(np.minimum(paces, 1.0).sum())
+        total += sum(
+            min((max(limit_s, 0.0) + (gains[n] if n >= 0 else 0.0) * tpot_s) / step_s, 1.0)
+            for limit_s, tpot_s, n in self.limits
+        )
+        return total

@@ -15,7 +15,7 @@ from vllm_slo.core.admission import Speculated, tokens_of_step
 Bearable: TypeAlias = Callable[[float], tuple[float, Speculated]]
 """A TPOT -> how many requests typical steps keep it for, and what decoding is then like."""
 
-SHARE = 0.6
+SHARE = 0.7
 """Of what typical steps bear. They vary, and what trees yield does; who has begun cannot be sent
 back."""
 

@@ -32,6 +32,7 @@ from vllm_slo.core.grove import (
     Grove,
     Marks,
     StepLoad,
+    StepNodes,
     TPOTLimit,
     nodes_of_step,
     tpot_needs,
@@ -241,7 +242,7 @@ class Speculation:
                 continue
             view = self._view(tracked)
             left = max(request.max_tokens - request.num_output_tokens, 1)
-            needs = tpot_needs(view, start_s, start_s + step_s, left)
+            needs = tpot_needs(view, start_s, left)
             if needs.pace_s * ahead >= step_s:
                 grove.require(place, needs, promised=tracked.promised)
 
@@ -290,7 +291,7 @@ class Speculation:
     def _behind(self) -> int:
         """Requests whose TPOT may need nodes in the step after this one: they ask for more than a
         plain step gives, or lag."""
-        lag = 0 if self._grove is None else int(np.count_nonzero(self._grove.required > 1.0))
+        lag = 0 if self._grove is None else self._grove.behind(self._step_s())
         step_s = self.steering.steps.verifying_model.predict_s(len(self.scheduler.running))
         ask = sum(
             t.tpot_s < step_s and not t.missed and t.first_token_s is not None
@@ -342,18 +343,7 @@ class Speculation:
     def _plant_promised(self, grove: Grove) -> None:
         """Choose trees for a step of all roots; the promised requests' are planned with."""
         steering = self.steering
-        steps = steering.steps
-        if grove.wanting:
-            grove.select_needed(
-                steering.max_step_tokens,
-                len(self.scheduler.running),
-                self._ahead(),
-                steps.expected_model,
-                self._step_s(),
-            )
-        load = replace(self._load(None), others=0)
-        step = nodes_of_step(grove, load, steps.expected_model, steps.promise_model)
-        chosen = grove.select(step.nodes)
+        chosen = self._choose(grove, replace(self._load(None), others=0)).marks
         gains = grove.sure_gains(chosen > 0)
         for place, request in enumerate(self._requests):
             tracked = steering.tracked.get(request.request_id)
@@ -380,18 +370,20 @@ class Speculation:
         self._found_limits = None  # promises have come and gone since
         granted = np.asarray([_is_granted(nudge, request) for request in self._requests])
         grove.leave_out(granted)
-        steps = self.steering.steps
-        load = self._load(nudge)
-        step = nodes_of_step(grove, load, steps.expected_model, steps.promise_model)
-        chosen = grove.select(step.nodes)
-        self._plant(grove, chosen)
-        taken = float(grove.gains(chosen > 0).sum())
+        step = self._choose(grove, self._load(nudge))
+        self._plant(grove, step.marks)
+        taken = float(grove.gains(step.marks > 0).sum())
         self._depths.used(taken / step.hoped if step.hoped else 1.0)
         if nudge is not None:
             for request in itertools.compress(self._requests, granted):
                 nudge.token_budget += len(request.spec_token_ids)
                 nudge.tokens[request.request_id] = 1 + len(request.spec_token_ids)
         self._selection_s += time.perf_counter() - began_s
+
+    def _choose(self, grove: Grove, load: StepLoad) -> StepNodes:
+        """The nodes of a step."""
+        steps = self.steering.steps
+        return nodes_of_step(grove, load, steps.expected_model, steps.promise_model)
 
     def _load(self, nudge: Nudge | None) -> StepLoad:
         """The step as planned; the nodes planted so far are taken out of the nudge."""

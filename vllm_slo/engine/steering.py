@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MIN_REPLAN_S = 0.02
+"""Promises are not thought over more often than this, but for arrivals."""
 NEARLY = 1.25
+"""A request waits for its turn if a TPOT so many times as long as its own can be borne at all."""
 
 UNLABELLED = "none"
 

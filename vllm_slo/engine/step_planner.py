@@ -85,13 +85,13 @@ class StepPlanner:
         return one.in_good_faith and bool(self.steering.expected)
 
     def nudge(self) -> Nudge | None:
-        waiting_promised, waiting_others = self._sort_waiting()
-        quiet = not (waiting_promised or waiting_others or self.prefills or self.holding)
+        starting, waiting_others = self._sort_waiting()
+        quiet = not (starting or waiting_others or self.prefills or self.holding)
         if quiet and not self.others:
             return None
-        self.prefills += waiting_promised
+        self.prefills += starting
         self.prefills.sort(key=_by_deadline)
-        preempt = self._preemptions(waiting_promised)
+        preempt = self._preemptions(starting)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if preempt:
             freed = sum(self._held(r) for r in preempt)
@@ -105,17 +105,18 @@ class StepPlanner:
         for name in (*unpromised, *(view.request_id for view in others)):
             if plan.tokens.get(name):
                 self.steering.served(name)
-        return self._build(plan, preempt, waiting_promised, waiting_others)
+        return self._build(plan, preempt, starting, waiting_others)
 
     def _sort_waiting(self) -> tuple[list[Tracked], list[Request]]:
-        """Waiting requests that could start: promised or let in, best effort (the first few).
+        """Waiting requests that could start: promised ones and those who are let in, by deadline;
+        best effort, the first few.
 
         vLLM asks a blocked request whether it may go on only while a step has tokens left, and a
         planned step has none: so it is asked here.
         """
         scheduler = self.scheduler
         tracked = self.steering.tracked
-        promised: list[Tracked] = []
+        starting: list[Tracked] = []
         others: list[Request] = []
         loras = {views.lora_id(r) for r in scheduler.running}
         for request in (*scheduler.kv_holding_waiting, *scheduler.waiting):
@@ -126,15 +127,15 @@ class StepPlanner:
             one = tracked.get(request.request_id)
             self.resuming += views.holds_kv(request)
             if one is not None and one.promised:
-                promised.append(one)
+                starting.append(one)
             elif one is not None and (self._is_trusted(one) or self.steering.can_wait(one)):
                 one.let_in = one.let_in or self._finds_room(one)
                 if one.let_in:
-                    promised.append(one)
+                    starting.append(one)
             elif len(others) < WAITING_LOOKAHEAD:
                 others.append(request)
-        promised.sort(key=_by_deadline)
-        return promised, others
+        starting.sort(key=_by_deadline)
+        return starting, others
 
     def _finds_room(self, one: Tracked) -> bool:
         """Whether a request may begin without a promise; nobody behind one who may not."""
@@ -151,7 +152,8 @@ class StepPlanner:
         return config is None or lora == 0 or lora in loaded or len(loaded - {0}) < config.max_loras
 
     def _preemptions(self, starting: list[Tracked]) -> list[Request]:
-        """Best-effort requests that must give up memory or seats to promises, latest first."""
+        """Best-effort requests that must give up memory or seats to promises and to those who are
+        let in, latest first."""
         if not self.others:
             return []
         scheduler, steering = self.scheduler, self.steering
@@ -260,13 +262,13 @@ class StepPlanner:
         self,
         plan: StepPlan,
         preempt: list[Request],
-        waiting_promised: list[Tracked],
+        starting: list[Tracked],
         waiting_others: list[Request],
     ) -> Nudge:
         tokens = plan.tokens
         offered: list[Request] = []
         loras = {views.lora_id(r) for r in self.scheduler.running if r not in preempt}
-        for request in (*(t.request for t in waiting_promised), *waiting_others):
+        for request in (*(t.request for t in starting), *waiting_others):
             if tokens.get(request.request_id) and self._takes_lora(request, loras):
                 offered.append(request)
                 loras.add(views.lora_id(request))
