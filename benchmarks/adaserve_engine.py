@@ -131,11 +131,11 @@ def _without_throughput() -> None:
 
 def _without_adaptation() -> None:
     """Every tree has the same depth and width, whatever the load."""
-    from vllm_slo.core.tree_budget import DraftDepth
+    from vllm_slo.core.tree_budget import DraftShape, Shape
     from vllm_slo.engine import speculation
 
     _replace(speculation, "depth_and_width", lambda *_: FIXED)
-    _replace(DraftDepth, "choose", lambda *_: FIXED[0])
+    _replace(DraftShape, "choose", lambda *_: Shape(*FIXED))
 
 
 def _without_calibration() -> None:

@@ -125,6 +125,18 @@ def test_a_hard_text_gets_its_nodes_where_an_easy_one_has_enough() -> None:
     assert np.count_nonzero(free) > np.count_nonzero(marks), "nobody asks: what pays is taken"
 
 
+@pytest.mark.parametrize("requests", range(1, 12))
+def test_tokens_of_a_step_are_brought_to_a_multiple(requests: int) -> None:
+    """As far as there are nodes and room; never beyond what the plan allows."""
+    found = grove(*[[0.5, 0.4, 0.3, 0.2, 0.1]] * requests)
+    nodes = count(found, load(requests, multiple=4))
+    assert (requests + nodes) % 4 == 0 or nodes == 5 * requests
+    assert abs(nodes - count(found, load(requests))) < 4
+    limited = count(found, load(requests, multiple=4, limit_s=0.043))
+    assert FLAT.predict_s(requests + limited) <= 0.043 + 1e-9
+    assert (requests + limited) % 4 == 0 or limited in (0, 5 * requests)
+
+
 def test_needed_nodes_come_first() -> None:
     found = grove([0.9, 0.8], [0.9, 0.8], [0.3])
     found.require(1, due_at(0.030, 0.2), promised=True)

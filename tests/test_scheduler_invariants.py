@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -314,6 +314,10 @@ def send_one(
 
 
 @settings(max_examples=25, deadline=None)
+@example(  # two who were let in took the one seat from each other for ever
+    seed=263, rate=15.0, blocks=25, seats=1, step_tokens=32, overlap=False, policy="fcfs",
+    caching=False, share=0.0, extras=LORA,
+)  # fmt: skip
 @given(
     seed=st.integers(0, 10**6),
     rate=st.sampled_from([3.0, 15.0, 200.0]),

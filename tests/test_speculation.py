@@ -90,7 +90,7 @@ def test_drafting_stops_under_load_and_comes_back() -> None:
 def test_a_draft_that_costs_more_than_it_brings_is_not_used() -> None:
     engine = TreeEngine(FLAT, honest=0.1, pass_s=0.02)
     took_s = run_all(engine, 4, 60)
-    assert {step.depth for _, step in engine.seen_trees[20:]} == {0}
+    assert {step.depth for _, step in engine.seen_trees[30:]} == {0}, "tried twice, and no more"
     assert took_s < 1.2 * 60 * 0.040
 
 

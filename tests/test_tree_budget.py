@@ -12,7 +12,7 @@ from vllm_slo.core.admission import PLAIN
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.tree_budget import (
     TREE,
-    DraftDepth,
+    DraftShape,
     DraftTimes,
     MeasuredTrees,
     sustained_trees,
@@ -81,8 +81,8 @@ def test_a_model_that_knows_no_cost_takes_everything() -> None:
     assert worthwhile_nodes(np.full(4, 0.1), 1, 0, 0, free, 10) == 4
 
 
-lines = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.005), st.floats(0.0, 0.05)).map(
-    lambda found: StepTimeModel(((0.0, 0.0, found[0]), (found[1], 0.0, found[2])), 1e-6)
+lines = st.tuples(st.floats(0.001, 0.05), st.floats(1e-5, 0.005), st.floats(0.0, 0.05)).map(
+    lambda found: StepTimeModel(((1e-5, 0.0, found[0]), (found[1], 0.0, found[2])), 1e-6)
 )
 typical = st.lists(
     st.lists(st.floats(0.001, 1.0), min_size=3, max_size=3), min_size=1, max_size=6
@@ -95,35 +95,43 @@ typical = st.lists(
     active=st.integers(1, 64),
     share=st.floats(0.0, 1.0),
     context=st.integers(0, 10_000),
-    pass_s=st.floats(0.0, 0.01),
+    passes=st.lists(st.floats(0.0, 0.01), min_size=3, max_size=3),
     model=lines,
-    width=st.integers(1, 3),
+    path_tokens=st.sampled_from([0.0, 0.5, 3.0]),
 )
-def test_no_other_depth_is_faster(
+def test_no_other_depth_or_width_is_faster(
     chances: np.ndarray,
     active: int,
     share: float,
     context: int,
-    pass_s: float,
+    passes: list[float],
     model: StepTimeModel,
-    width: int,
+    path_tokens: float,
 ) -> None:
+    """Of trees of the likeliest nodes, each but the best of its layer on a path of its own."""
     behind = max(int(share * active), 1)
-    depths = DraftDepth(len(chances), 3)
-    depths.typical[:] = chances
+    shapes = DraftShape(len(chances), 3, path_tokens)
+    shapes.typical[:] = chances
+    passes_s = dict(zip((1, 2, 3), passes, strict=True))
 
-    def rate(depth: int) -> float:
+    def rate(depth: int, width: int) -> float:
         if not depth:
             return 1.0 / model.predict_s(active, context)
-        likely = np.sort(chances[:depth, :width], axis=None)[::-1]
+        flat = chances[:depth, :width].ravel()
+        order = np.argsort(-flat, kind="stable")
+        price = np.where(order % width, 1.0 + path_tokens, 1.0)
         return max(
-            (1.0 + likely[:n].sum())
-            / (model.predict_s(active + behind * n, context) + depth * pass_s)
-            for n in range(1, len(likely) + 1)
+            (1.0 + flat[order[:n]].sum())
+            / (
+                model.predict_s(active + behind * price[:n].sum(), context)
+                + depth * passes_s[width]
+            )
+            for n in range(1, len(order) + 1)
         )
 
-    found = depths.fastest(active, behind, context, len(chances), width, pass_s, model)
-    assert rate(found) == pytest.approx(max(map(rate, range(len(chances) + 1))), rel=1e-9)
+    found = shapes.fastest(active, behind, context, len(chances), passes_s, model)
+    best = max(rate(d, w) for d in range(len(chances) + 1) for w in (1, 2, 3))
+    assert rate(*found) == pytest.approx(best, rel=1e-9)
 
 
 @settings(deadline=None)  # the first example compiles
@@ -150,9 +158,9 @@ def test_no_other_trees_sustain_more_requests(
 
 
 class TestDepth:
-    def deep(self) -> DraftDepth:
+    def deep(self) -> DraftShape:
         """After many trees whose best path is accepted at 0.8, 0.64, ..., the second at 0.1."""
-        depths = DraftDepth(6, 2)
+        depths = DraftShape(6, 2)
         tree = np.stack([0.8 ** np.arange(1, 7), np.full(6, 0.1)], axis=1)
         for _ in range(50):
             depths.observe(np.tile(tree.ravel(), (100, 1)), 6, 2)
@@ -163,25 +171,25 @@ class TestDepth:
 
     def test_few_requests_are_drafted_deep_and_many_not_at_all(self) -> None:
         depths = self.deep()
-        chosen = [depths.choose(n, 0, 6, 2, 0.002, FLAT) for n in (1, 4, 16, 64, 256)]
+        chosen = [depths.choose(n, 0, 6, {2: 0.002}, FLAT).depth for n in (1, 4, 16, 64, 256)]
         assert chosen == sorted(chosen, reverse=True)
         assert chosen[0] == 6
         assert chosen[-1] == 0
 
     def test_an_expensive_draft_is_not_used(self) -> None:
-        assert self.deep().choose(1, 0, 6, 2, 0.050, FLAT) == 0
+        assert self.deep().choose(1, 0, 6, {2: 0.050}, FLAT).depth == 0
 
     def test_a_bad_draft_is_not_used(self) -> None:
-        depths = DraftDepth(4, 2)
+        depths = DraftShape(4, 2)
         for _ in range(50):
             depths.observe(np.full((100, 8), 0.01), 4, 2)
-        assert depths.choose(4, 0, 4, 2, 0.002, FLAT) == 0
+        assert depths.choose(4, 0, 4, {2: 0.002}, FLAT).depth == 0
 
     def test_equation_8_bounds_it(self) -> None:
-        assert self.deep().choose(1, 0, 2, 2, 0.002, FLAT) == 2
+        assert self.deep().choose(1, 0, 2, {2: 0.002}, FLAT).depth == 2
 
     def test_nobody_decodes(self) -> None:
-        assert self.deep().choose(0, 0, 6, 2, 0.002, FLAT) == 0
+        assert self.deep().choose(0, 0, 6, {2: 0.002}, FLAT).depth == 0
 
     def test_a_shallower_tree_leaves_what_is_known_of_the_deeper(self) -> None:
         depths = self.deep()
@@ -218,17 +226,17 @@ class TestTimes:
 
 class TestFastest:
     def test_who_lags_alone_gets_a_deeper_tree_than_all_would(self) -> None:
-        depths = DraftDepth(6, 2)
+        depths = DraftShape(6, 2)
         for _ in range(50):
             chances = [p for d in range(1, 7) for p in (0.8**d, 0.05)]
             depths.observe(np.tile(chances, (100, 1)), 6, 2)
-        all_of_them = depths.choose(40, 0, 6, 2, 0.001, FLAT)
-        one = depths.fastest(40, 1, 0, 6, 2, 0.001, FLAT)
+        all_of_them = depths.choose(40, 0, 6, {2: 0.001}, FLAT).depth
+        one = depths.fastest(40, 1, 0, 6, {2: 0.001}, FLAT).depth
         assert one > all_of_them
-        assert depths.fastest(40, 40, 0, 6, 2, 0.001, FLAT) <= one
+        assert depths.fastest(40, 40, 0, 6, {2: 0.001}, FLAT).depth <= one
 
     def test_a_draft_that_slows_everybody_down_is_not_used(self) -> None:
-        assert DraftDepth(4, 2).fastest(8, 1, 0, 4, 2, 0.2, FLAT) == 0
+        assert DraftShape(4, 2).fastest(8, 1, 0, 4, {2: 0.2}, FLAT).depth == 0
 
 
 class TestMeasured:

@@ -48,6 +48,7 @@ SPECULATION = {
     "max_depth": MAX_DEPTH,
     "min_depth": MAX_DEPTH,  # so small a model would draft little of its own accord
     "max_width": 4,
+    "min_width": 4,
     "max_nodes": 20,
     "draft_tokens": 32,
 }

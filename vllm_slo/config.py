@@ -183,6 +183,13 @@ class SpeculationConfig(BaseModel):
         description="Most candidates for each token ahead (W_max), 1 to 16. Scope: server. Too "
         "high: the draft computes nodes that are not chosen.",
     )
+    min_width: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Least candidates for each token ahead, 1 to 16. Scope: server. Above 1: trees "
+        "branch even where a chain is faster.",
+    )
     max_nodes: int = Field(
         default=24,
         ge=1,
@@ -199,12 +206,14 @@ class SpeculationConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_depths(self) -> SpeculationConfig:
-        if self.min_depth > self.max_depth:
-            raise ValueError(
-                f"speculation: min_depth ({self.min_depth}) is above max_depth "
-                f"({self.max_depth}); lower the first or raise the second"
-            )
+    def _check_bounds(self) -> SpeculationConfig:
+        for what in ("depth", "width"):
+            least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if least > most:
+                raise ValueError(
+                    f"speculation: min_{what} ({least}) is above max_{what} ({most}); lower the "
+                    "first or raise the second"
+                )
         return self
 
 

@@ -81,6 +81,7 @@ class StepLoad:
         limit_s: longest step that its plan allows.
         deadline_s: longest step that a prompt's deadline allows.
         limits: asked for where that is too short for the nodes that would pay.
+        multiple: tokens of a step are brought to a multiple of it as far as there are nodes.
     """
 
     roots: int
@@ -91,6 +92,7 @@ class StepLoad:
     limit_s: float
     deadline_s: float
     limits: Callable[[], Sequence[TPOTLimit]]
+    multiple: int = 1
 
 
 class Grove:
@@ -227,18 +229,16 @@ def nodes_of_step(
     hoped = float(likely[:paying].sum())
     step = _Step(grove, load, expected)
     most = min(max(paying, step.needed(paying)), room)
-    within = most
+    bound = room
     if load.limit_s < INFINITY:
         within = promise.time_to_tokens(load.limit_s, load.context) - load.planned
-        within = max(min(most, within), 0)
-        if not step.limits:
-            most = within
         soonest = promise.time_to_tokens(load.deadline_s, load.context) - step.used
-        most = min(most, max(soonest, within))
+        bound = min(room, max(soonest, within, 0) if step.limits else max(within, 0))
+    most = step.rounded(min(most, bound), bound)
     if step.served(most) == step.asked:
         return StepNodes(step.marks(most), hoped)
-    levels = {within, *(most * part // LEVELS for part in range(LEVELS + 1))}
-    best = max(sorted((n for n in levels if n <= most), reverse=True), key=step.served)
+    levels = {step.rounded(most * part // LEVELS, most) for part in range(LEVELS + 1)}
+    best = max(sorted(levels, reverse=True), key=step.served)
     return StepNodes(step.marks(best), hoped)
 
 
@@ -265,6 +265,13 @@ class _Step:
         if nodes not in self._marks:
             self._marks[nodes] = self._select(nodes, throughput=True)
         return self._marks[nodes]
+
+    def rounded(self, nodes: int, bound: int) -> int:
+        """So many nodes, or a few more, such that the step's tokens are a multiple of what they
+        are to be; fewer where ``bound`` leaves no room for that."""
+        multiple = self.load.multiple
+        more = nodes + -(self.used + nodes) % multiple
+        return more if more <= bound else max(more - multiple, 0)
 
     def needed(self, nodes: int) -> int:
         """How many nodes objectives need of a step with so many."""

@@ -11,6 +11,7 @@ counted. Where nothing pays, nothing is drafted.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ def _tokens_within(lines: Lines, time_s: float, most: int) -> int:
     """Tokens of the largest step that takes no longer than ``time_s``."""
     tokens = float(most)
     for k, b in ((lines.k1, lines.b1), (lines.k2, lines.b2)):
-        if k * tokens > time_s - b:
+        if k * tokens > time_s - b + 1e-12:
             tokens = (time_s - b) / k if k > 0.0 else 0.0
     return int(max(tokens + 1e-9, 0.0))
 
@@ -96,26 +97,33 @@ def _fastest_depth(
     use: float,
     active: int,
     behind: int,
-    plain_s: float,
     reading_s: float,
     pass_s: float,
     lines: Lines,
-) -> int:
-    """`DraftDepth.fastest` of typical ``chances`` (depths, width)."""
+    path_tokens: float,
+) -> tuple[float, int]:
+    """(tokens per second, depth) at best, of typical ``chances`` (depths, width)."""
     deepest, width = chances.shape
-    best, found = 1.0 / max(plain_s, SHORTEST_S), 0
-    likely, count = np.empty(deepest * width), 0
+    best, found = 0.0, 0
+    likely, paths, count = np.empty(deepest * width), np.empty(deepest * width), 0
     for depth in range(deepest):
-        count = _likeliest(likely, count, chances[depth])
+        for rank in range(width):
+            place = count
+            while place > 0 and likely[place - 1] < chances[depth, rank]:
+                likely[place], paths[place] = likely[place - 1], paths[place - 1]
+                place -= 1
+            likely[place], paths[place] = chances[depth, rank], 1.0 if rank else 0.0
+            count += 1
         drafting_s = reading_s + (depth + 1) * pass_s
-        hoped = 0.0
+        hoped, extra = 1.0, 0.0
         for node in range(count):
-            hoped += likely[node]
-            took_s = _time_s(lines, active + behind * (node + 1.0)) + drafting_s
-            rate = (1.0 + use * hoped) / max(took_s, SHORTEST_S)
+            hoped += use * likely[node]
+            extra += 1.0 + path_tokens * paths[node]
+            took_s = _time_s(lines, active + behind * extra) + drafting_s
+            rate = hoped / max(took_s, SHORTEST_S)
             if rate > best:
                 best, found = rate, depth + 1
-    return found
+    return best, found
 
 
 @jit
@@ -199,14 +207,22 @@ class DraftTimes:
         self._passes[octave] = known + self.SHARE * (took_s - known)
 
 
-class DraftDepth:
-    """Chooses how far ahead to draft, from what trees have been like.
+class Shape(NamedTuple):
+    """What is drafted for each request: so many tokens ahead, so many candidates for each."""
+
+    depth: int
+    width: int
+
+
+class DraftShape:
+    """Chooses how far ahead to draft and how many candidates, from what trees have been like.
 
     Depths that were never drafted are taken to continue those above by ``FIRST_GUESS``; from time
-    to time one is tried, so that what is believed of it does not stay wrong.
+    to time a deeper or a wider tree is tried, so that what is believed of it does not stay wrong.
 
     Args:
         max_depth, max_width: the largest tree there is.
+        path_tokens: what another path of a tree costs the step besides its nodes, in tokens.
         memory: trees after which an old one counts for 1/e.
     """
 
@@ -219,9 +235,12 @@ class DraftDepth:
     TRY_AGAIN = 256
     """Steps until a draft that does not pay is tried: it first has to catch up."""
 
-    def __init__(self, max_depth: int, max_width: int, memory: float = 200.0) -> None:
+    def __init__(
+        self, max_depth: int, max_width: int, path_tokens: float = 0.0, memory: float = 200.0
+    ) -> None:
         self._chances = np.zeros((max_depth, max_width))
         self._chances[:, 0] = FIRST_GUESS ** np.arange(1, max_depth + 1)
+        self._path_tokens = path_tokens
         self._memory = memory
         self._seen = np.zeros(max_depth)
         self._chosen = 0
@@ -258,51 +277,52 @@ class DraftDepth:
         behind: int,
         context: int,
         deepest: int,
-        width: int,
-        pass_s: float,
+        passes_s: Mapping[int, float],
         model: StepTimeModel,
-    ) -> int:
-        """The depth at which each of the ``behind`` requests gets its tokens soonest, where only
+    ) -> Shape:
+        """The trees with which each of the ``behind`` requests gets its tokens soonest, where only
         they have trees. Arguments as in ``choose``."""
-        return _fastest_depth(
-            np.ascontiguousarray(self._chances[:deepest, :width]),
-            self._use,
-            active,
-            behind,
-            model.predict_s(active, context),
-            model.kv_s * context,
-            pass_s,
-            Lines.of(model),
-        )
+        reading_s, lines = model.kv_s * context, Lines.of(model)
+        best = 1.0 / max(model.predict_s(active, context), SHORTEST_S)
+        found = Shape(0, min(passes_s))
+        for width, pass_s in sorted(passes_s.items()):
+            chances = np.ascontiguousarray(self._chances[:deepest, :width])
+            rate, depth = _fastest_depth(
+                chances, self._use, active, behind, reading_s, pass_s, lines, self._path_tokens
+            )
+            if rate > best:
+                best, found = rate, Shape(depth, width)
+        return found
 
     def choose(
         self,
         active: int,
         context: int,
         deepest: int,
-        width: int,
-        pass_s: float,
+        passes_s: Mapping[int, float],
         model: StepTimeModel,
-    ) -> int:
-        """The depth, 0 to ``deepest``, at which most tokens come out per second.
+    ) -> Shape:
+        """The depth, 0 to ``deepest``, and the width at which most tokens come out per second.
 
         Args:
             active: requests that decode.
             context: KV tokens that they read.
             deepest: where equation 8 ends.
-            width: candidates that are drafted for each token ahead.
-            pass_s: seconds of one pass of the draft.
+            passes_s: seconds of one pass of the draft, for each width to choose from.
             model: expected step times without drafting.
         """
         if not active or not deepest:
-            return 0
-        depth = self.fastest(active, active, context, deepest, width, pass_s, model)
+            return Shape(0, min(passes_s))
+        depth, width = self.fastest(active, active, context, deepest, passes_s, model)
         self._chosen += 1
         if not depth:
             self._use = min(self._use + self.RECOVERY, 1.0)
         every = self.TRY_EVERY if depth else self.TRY_AGAIN
-        tries = depth < deepest and self._chosen % every == 0
-        return depth + 1 if tries else depth
+        if self._chosen % every == 0 and depth < deepest:
+            return Shape(depth + 1, width)
+        if depth and self._chosen % every == every // 2:
+            return Shape(depth, max(passes_s))
+        return Shape(depth, width)
 
 
 def node_floor(

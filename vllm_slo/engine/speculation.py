@@ -39,7 +39,7 @@ from vllm_slo.core.grove import (
 )
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.tree_budget import (
-    DraftDepth,
+    DraftShape,
     DraftTimes,
     MeasuredTrees,
     sustained_trees,
@@ -69,6 +69,15 @@ Floats = NDArray[np.float64]
 
 PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
+WIDTHS = 1, 2
+"""Widths of trees to choose from beside the widest."""
+PATH_TOKENS = 0.5
+"""What verifying another path of a tree takes on CPU besides its nodes, in tokens: its row reads
+the request's context again, and a block of it is copied (see ``tree_attention``). Where the kernel
+takes masks it is nothing."""
+CPU_MULTIPLE = 4
+"""On CPU a matrix product of 49 rows takes a fifth longer than one of 48 or of 52: rows go by four
+through its kernels, the odd ones one by one."""
 UNSEEN = 0.7
 """Of what trees are expected to yield, what steps are planned with until it was measured: with
 nothing, trees would find no place in a busy step, and what they yield would never be seen."""
@@ -119,7 +128,10 @@ class Speculation:
         self.config = config
         self.calibration = DraftCalibration(config.max_depth)
         self.failed = False
-        self._depths = DraftDepth(config.max_depth, config.max_width)
+        on_cpu = scheduler.vllm_config.device_config.device_type == "cpu"
+        path_tokens = PATH_TOKENS if on_cpu else 0.0
+        self._multiple = CPU_MULTIPLE if on_cpu else 1
+        self._shapes = DraftShape(config.max_depth, config.max_width, path_tokens)
         self._times = DraftTimes()
         self._measured = MeasuredTrees(
             min(steering.config.tpot_window_tokens, PROMISED_WINDOW),
@@ -177,7 +189,7 @@ class Speculation:
         self._best = best_guesses(offsets, parents, said)
         depth, width = self._shape
         if depth and len(chances) == len(found) * depth * width:
-            self._depths.observe(chances.reshape(len(found), -1), depth, width)
+            self._shapes.observe(chances.reshape(len(found), -1), depth, width)
         limits = np.asarray(self._node_limits())
         return Grove(offsets, parents, chances, limits, self._measured.share(UNSEEN))
 
@@ -266,7 +278,7 @@ class Speculation:
 
     def _ahead(self) -> float:
         """Tokens that a step yields at best, of a typical tree."""
-        return 1.0 + float(self._depths.typical[:, 0].sum())
+        return 1.0 + float(self._shapes.typical[:, 0].sum())
 
     def _decide_shape(self, barred: bool) -> None:
         """Depth and width of what is drafted after this step: equations 8 and 9, and what pays."""
@@ -276,17 +288,22 @@ class Speculation:
             self._shape = 0, 1
             steps.drafting(0.0, 0.0)
             return
-        deepest, width = depth_and_width(active, self._control())
-        beams = min(active * width, self.config.draft_tokens)
-        pass_s = self._times.pass_s(beams)
+        deepest, widest = depth_and_width(active, self._control())
+        least = min(self.config.min_width, widest)
+        passes_s = {w: self._pass_s(w) for w in (*WIDTHS, widest) if least <= w <= widest}
         model, context = steps.verifying_model, self._context()
-        depth = self._depths.choose(active, context, deepest, width, pass_s, model)
+        depth, width = self._shapes.choose(active, context, deepest, passes_s, model)
         if behind := self._behind():
-            fastest = self._depths.fastest(active, behind, context, deepest, width, pass_s, model)
-            depth = max(depth, fastest)
+            fastest = self._shapes.fastest(active, behind, context, deepest, passes_s, model)
+            depth, width = max(depth, fastest.depth), max(width, fastest.width)
         depth = max(depth, self.config.min_depth)
         self._shape = depth, width
-        steps.drafting(depth * pass_s, self._times.token_s if depth else 0.0)
+        steps.drafting(depth * passes_s[width], self._times.token_s if depth else 0.0)
+
+    def _pass_s(self, width: int) -> float:
+        """Seconds of one pass of the draft over the beams of all who run."""
+        beams = max(len(self.scheduler.running), 1) * width
+        return self._times.pass_s(min(beams, self.config.draft_tokens))
 
     def _behind(self) -> int:
         """Requests whose TPOT may need nodes in the step after this one: they ask for more than a
@@ -303,22 +320,18 @@ class Speculation:
         """How many requests keep a TPOT together, by typical step times, and with what trees; asked
         for every request that waits, so answered once a step."""
         if tpot_s not in self._bears:
-            active = max(len(self.scheduler.running), 1)
-            beams = min(active * self.config.max_width, self.config.draft_tokens)
-            model, pass_s = self.steering.steps.verifying_model, self._times.pass_s(beams)
-            trees, _, most = sustained_trees(self._depths.typical, 1.0, tpot_s, model, pass_s)
+            model, pass_s = self.steering.steps.verifying_model, self._pass_s(1)
+            trees, _, most = sustained_trees(self._shapes.typical, 1.0, tpot_s, model, pass_s)
             self._bears[tpot_s] = most, trees
         return self._bears[tpot_s]
 
     def _promisable(self, tpot_s: float) -> WayToDecode | None:
         """Decoding with trees that keeps a TPOT, for promises to count on."""
         steps, share = self.steering.steps, self._measured.share()
-        active = max(len(self.scheduler.running), 1)
-        beams = min(active * self.config.max_width, self.config.draft_tokens)
-        pass_s = self._times.pass_s(beams) * steps.margin
+        pass_s = self._pass_s(self.config.max_width) * steps.margin
         plain = steps.plain_promise_model
         speculated, drafting_s, _ = sustained_trees(
-            self._depths.typical, share, tpot_s, plain, pass_s
+            self._shapes.typical, share, tpot_s, plain, pass_s
         )
         return None if speculated == PLAIN else (plain.besides(drafting_s), speculated)
 
@@ -373,7 +386,7 @@ class Speculation:
         step = self._choose(grove, self._load(nudge))
         self._plant(grove, step.marks)
         taken = float(grove.gains(step.marks > 0).sum())
-        self._depths.used(taken / step.hoped if step.hoped else 1.0)
+        self._shapes.used(taken / step.hoped if step.hoped else 1.0)
         if nudge is not None:
             for request in itertools.compress(self._requests, granted):
                 nudge.token_budget += len(request.spec_token_ids)
@@ -405,7 +418,15 @@ class Speculation:
             deadline_s = nudge.deadline_s
             others = max(planned - roots, 0)
         return StepLoad(
-            roots, others, planned, self._context(), most, limit_s, deadline_s, self._limits
+            roots,
+            others,
+            planned,
+            self._context(),
+            most,
+            limit_s,
+            deadline_s,
+            self._limits,
+            self._multiple,
         )
 
     def _context(self) -> int:
@@ -639,7 +660,7 @@ def _warm_up(max_depth: int) -> None:
         offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1)
     )
     arrange_trees(offsets, chances, parents, chosen, np.ones(1, dtype=np.int64), 1)
-    depths, model = DraftDepth(max_depth, 1), StepTimeModel.prior()
-    depths.choose(1, 0, max_depth, 1, 0.001, model)
-    sustained_trees(depths.typical, 1.0, 0.1, model, 0.001)
+    shapes, model = DraftShape(max_depth, 1), StepTimeModel.prior()
+    shapes.choose(1, 0, max_depth, {1: 0.001}, model)
+    sustained_trees(shapes.typical, 1.0, 0.1, model, 0.001)
     worthwhile_nodes(chances, 1, 0, 0, model, 1)

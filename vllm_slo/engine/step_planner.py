@@ -46,8 +46,10 @@ class Nudge:
     timestamp: float
 
 
-def _by_deadline(tracked: Tracked) -> tuple[float, float, str]:
-    return tracked.deadline_s, tracked.arrival_s, tracked.request.request_id
+def _by_deadline(tracked: Tracked) -> tuple[float, bool, float, str]:
+    """Of those who can wait for ever the promised first: a seat freed for them is theirs."""
+    name = tracked.request.request_id
+    return tracked.deadline_s, not tracked.promised, tracked.arrival_s, name
 
 
 class StepPlanner:
@@ -91,7 +93,7 @@ class StepPlanner:
             return None
         self.prefills += starting
         self.prefills.sort(key=_by_deadline)
-        preempt = self._preemptions(starting)
+        preempt = self._preemptions([t for t in starting if t.promised])
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if preempt:
             freed = sum(self._held(r) for r in preempt)
@@ -152,13 +154,13 @@ class StepPlanner:
         return config is None or lora == 0 or lora in loaded or len(loaded - {0}) < config.max_loras
 
     def _preemptions(self, starting: list[Tracked]) -> list[Request]:
-        """Best-effort requests that must give up memory or seats to promises and to those who are
-        let in, latest first."""
+        """Best-effort requests that must give up memory or seats to promises, latest first. Who is
+        only let in takes nobody's: two of them would take each other's for ever."""
         if not self.others:
             return []
         scheduler, steering = self.scheduler, self.steering
         pool = scheduler.kv_cache_manager.block_pool
-        promised = [*self.decodes, *self.prefills]
+        promised = [*self.decodes, *(t for t in self.prefills if t.promised)]
         needed = len(self.decodes) * len(steering.block_sizes)
         needed += sum(
             steering.blocks_for(t.request.num_tokens + 1) - self._held(t.request)
