@@ -115,6 +115,18 @@ def test_wrong_positions_are_noticed() -> None:
     assert len(differing(broken, run(trees=False, every=FEWER))) > 10
 
 
+def test_the_draft_has_seen_all_that_it_guesses_from() -> None:
+    """A hole in its KV cache makes no answer wrong, only its guesses."""
+    seen = run(trees=True, watch=True, every=FEWER)["seen"]
+    assert seen["roots"] > 300
+    assert seen["wrong"] == 0
+
+
+def test_a_hole_in_the_drafts_cache_is_noticed() -> None:
+    seen = run(trees=True, watch=True, every=FEWER, **{"break": "draft"})["seen"]
+    assert seen["wrong"] > 0
+
+
 def joint_p_value(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Whether both draw the last three tokens from the same joint distribution (chi-square)."""
     counts = [Counter(tuple(said["tokens"][1:]) for said in run_["said"]) for run_ in (one, other)]

@@ -22,6 +22,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import numpy as np
+import torch
 import vllm
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -175,6 +177,8 @@ def break_it(what: str) -> None:
             depths=lambda parents: list(range(1, len(parents) + 1)),
             leading_chain=model_runner.token_tree.leading_chain,
         )
+    elif what == "draft":  # it computes what it has no blocks for
+        runner.slots_of = lambda self, index: 10**9  # type: ignore[method-assign]
     elif what == "walk":  # the likeliest child is accepted whatever was sampled
         model_runner.tree_sampling.token_tree.walk = lambda tokens, parents, sampled: [0]
     else:
@@ -223,6 +227,33 @@ class Counters:
         }
 
 
+class DraftWatch:
+    """Whether the draft's KV cache holds what its guesses need: at every root that it guesses from
+    anew, logits are to be those of a pass over the whole request.
+
+    Attributes:
+        roots, wrong: roots looked at, and those at which the logits were others.
+    """
+
+    def __init__(self) -> None:
+        from vllm_slo.engine.proposers import TreeProposer
+
+        self.roots = self.wrong = 0
+        catch_up = TreeProposer._catch_up
+
+        def watched(proposer: TreeProposer, ends: dict[int, int], asking: set[int]) -> Any:
+            ready, logits = catch_up(proposer, ends, asking)
+            if ready:
+                hidden = proposer._prefill([(i, 0, ends[i]) for i in ready])
+                last = np.cumsum([ends[i] for i in ready]) - 1
+                whole = proposer.draft.logits(hidden[torch.from_numpy(last)])
+                self.roots += len(ready)
+                self.wrong += int(((whole - logits).abs().amax(dim=-1) > 0.01).sum())
+            return ready, logits
+
+        TreeProposer._catch_up = watched  # type: ignore[method-assign]
+
+
 def said_by(output: vllm.RequestOutput) -> dict[str, Any]:
     """What one request got."""
     one = output.outputs[0]
@@ -248,8 +279,11 @@ def main() -> None:
         take_masks()
     if said.get("break"):
         break_it(said["break"])
+    watch = DraftWatch() if said.get("watch") else None
     llm = vllm.LLM(str(tiny.path("target")), **engine_options(said))
     counters = Counters(llm)
+    if said.get("break") == "draft":
+        counters.scheduler.num_lookahead_tokens = 0
     every = int(said.get("every", 1))
     texts = prompts()[::every]
     kinds = parameters(seeded=said.get("seeded", False))[: len(texts)]
@@ -257,6 +291,8 @@ def main() -> None:
         texts, kinds = _samples(said["sample"])
     outputs = llm.generate(texts, kinds, use_tqdm=False)
     found = {"said": [said_by(o) for o in outputs], "seen": counters.report()}
+    if watch is not None:
+        found["seen"] |= {"roots": watch.roots, "wrong": watch.wrong}
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 

@@ -77,6 +77,11 @@ class TreeRunner(GPUModelRunner):
         table: Ints = self.input_batch.block_table[_GROUP].get_numpy_array()
         return table
 
+    def slots_of(self, index: int) -> int:
+        """Tokens of the request at ``index`` for which it holds blocks."""
+        held = self.input_batch.block_table[_GROUP].num_blocks_per_row[index]
+        return int(held) * self.block_size_of_trees()
+
     def computed_after(self, output: SchedulerOutput, index: int) -> int:
         """Tokens that the request at ``index`` has computed once this step is done."""
         scheduled = output.num_scheduled_tokens[self.input_batch.req_ids[index]]

@@ -76,6 +76,10 @@ class Scheduler(AsyncScheduler):
             if trees is not None:
                 kv_cache_config = without_scratch(kv_cache_config, trees)
             super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+            if trees is not None:
+                # vLLM reserves nothing for proposers of others. Here the draft reads a step's last
+                # token, which the target will see in the next one.
+                self.num_lookahead_tokens = 1
             self._steering = Steering(self, clock or SystemClock(), step_time)
         except VllmSLOError as error:
             # vLLM shows only tracebacks of what goes wrong here, in two processes.

@@ -259,7 +259,7 @@ class TreeProposer:
         spans: list[tuple[int, int, int]] = []
         for i in sorted(lacking, key=lambda i: (i not in asking, lacking[i][1] - lacking[i][0])):
             start, end = lacking[i]
-            end = min(end, start + budget, self.draft.max_len)
+            end = min(end, start + budget, self.draft.max_len, self.runner.slots_of(i))
             if end > start:
                 spans.append((i, start, end))
                 budget -= end - start
