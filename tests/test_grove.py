@@ -21,7 +21,8 @@ def grove(*trees: list[float], limit: int = 64) -> Grove:
     """Chains of these path probabilities, one for each request."""
     offsets = np.cumsum([0, *map(len, trees)])
     parents = np.concatenate([np.arange(-1, len(tree) - 1) for tree in trees]).astype(np.int32)
-    return Grove(offsets, parents, np.concatenate(trees), np.full(len(trees), limit))
+    chances = np.concatenate(trees)
+    return Grove(offsets, parents, chances, chances, np.full(len(trees), limit))
 
 
 def count(found: Grove, step: StepLoad) -> int:
@@ -135,6 +136,28 @@ def test_tokens_of_a_step_are_brought_to_a_multiple(requests: int) -> None:
     limited = count(found, load(requests, multiple=4, limit_s=0.043))
     assert FLAT.predict_s(requests + limited) <= 0.043 + 1e-9
     assert (requests + limited) % 4 == 0 or limited in (0, 5 * requests)
+
+
+def test_little_that_is_missing_makes_no_step_shorter() -> None:
+    """One of fifty lags for good; the others gain tokens by steps that are longer than it likes."""
+    chances = [0.9, 0.8, 0.7]
+    found = grove([0.01], *[chances] * 49)
+    for place in range(50):
+        pace_s = 0.060 if place == 0 else 0.150
+        found.require(place, due_at(pace_s), promised=False)
+    free = count(grove([0.01], *[chances] * 49), load(50))
+    assert count(found, load(50)) == free > 90
+
+
+def test_another_path_must_pay_for_itself_unless_an_objective_needs_it() -> None:
+    """A second guess of 0.4 that costs two tokens stands behind a third token of 0.3."""
+    offsets, parents = np.array([0, 4]), np.array([-1, -1, 0, 2], dtype=np.int32)
+    chances, worths = np.array([0.5, 0.4, 0.35, 0.3]), np.array([0.5, 0.2, 0.35, 0.3])
+    found = Grove(offsets, parents, chances, worths, np.array([8]))
+    assert found.likely().tolist() == [0.5, 0.35, 0.3, 0.2]
+    assert found.select(3, 0.030, 0.0).tolist() == [2, 0, 2, 2]
+    found.require(0, due_at(0.030, 1.0), promised=False)
+    assert found.select(2, 0.027, 0.0).tolist() == [1, 1, 0, 0]
 
 
 def test_needed_nodes_come_first() -> None:

@@ -101,8 +101,8 @@ class Grove:
     Args:
         offsets, parents: as `select_trees` takes them.
         chances: calibrated path probabilities.
+        worths: what nodes yield for what they cost, `node_worths`.
         limits: (n,) most nodes of each request.
-        share: of the tokens that a tree is expected to yield, what to count on.
 
     Attributes:
         pace_s: (n,) seconds per token at which a TPOT is still kept; infinite without.
@@ -114,15 +114,15 @@ class Grove:
         offsets: Ints,
         parents: NDArray[np.int32],
         chances: Floats,
+        worths: Floats,
         limits: Ints,
-        share: float = 1.0,
     ) -> None:
         requests = len(limits)
         self.offsets = offsets
         self.parents = parents
         self.chances = chances
+        self.worths = worths
         self.limits = limits
-        self.share = share
         self.pace_s = np.full(requests, INFINITY)
         self.promised = np.zeros(requests, dtype=np.bool_)
         self._sizes = np.diff(offsets)
@@ -152,7 +152,7 @@ class Grove:
         self, nodes: int, step_s: float, slo_floor: float, *, throughput: bool = True
     ) -> Marks:
         """At most ``nodes`` nodes for a step that takes so long: first what objectives need, no
-        node of a smaller path probability than ``slo_floor`` among them; then the likeliest."""
+        node of a smaller path probability than ``slo_floor`` among them; then the worthiest."""
         return select_trees(
             self.offsets,
             self.chances,
@@ -161,6 +161,7 @@ class Grove:
             np.full(len(self.limits), len(self.chances)),
             budget=len(self.limits) + nodes,
             most=self.limits,
+            worth=self.worths,
             throughput_phase=throughput,
             slo_floor=slo_floor,
         )
@@ -170,19 +171,14 @@ class Grove:
         gains: Floats = np.add.reduceat(np.where(taken, self.chances, 0.0), self.offsets[:-1])
         return gains
 
-    def sure_gains(self, taken: Bools) -> Floats:
-        """(n,) tokens besides the roots' to count on, of the nodes that are ``taken``."""
-        gains: Floats = np.maximum(self.share * (1.0 + self.gains(taken)) - 1.0, 0.0)
-        return gains
-
     def leave_out(self, granted: Bools) -> None:
         """Only the ``granted`` requests take part in the step."""
         self.limits = np.where(granted, self.limits, 0)
 
     def likely(self) -> Floats:
-        """Path probabilities of the nodes that could be taken, descending."""
+        """Worths of the nodes that could be taken, descending."""
         open_nodes = np.repeat(self.limits > 0, self._sizes)
-        found: Floats = np.sort(self.chances[open_nodes])[::-1]
+        found: Floats = np.sort(self.worths[open_nodes])[::-1]
         return found
 
 
@@ -198,6 +194,8 @@ class StepNodes(NamedTuple):
     hoped: float
 
 
+ENOUGH = 0.98
+"""Of what TPOTs ask, from which on a step that gives more tokens is better than a shorter one."""
 LEVELS = 8
 """Parts by which the nodes of a step are cut down where somebody's TPOT suffers from them."""
 
@@ -213,9 +211,9 @@ def nodes_of_step(
 
     A step may be longer than somebody's TPOT where its trees yield the tokens to make up for it,
     by typical step times and what the trees are expected to yield: what a step falls short of, the
-    next ones make up for. Of all numbers of nodes that is taken which gives most of the pace that
-    is asked for, nobody's counting for more than enough; of equals the largest. No prompt misses
-    its deadline for them.
+    next ones make up for. Where it falls short of more than a little, that number of nodes is taken
+    which gives most of the pace that is asked for, nobody's counting for more than enough; of
+    equals the largest. No prompt misses its deadline for them.
 
     Args:
         grove: the candidates.
@@ -235,7 +233,7 @@ def nodes_of_step(
         soonest = promise.time_to_tokens(load.deadline_s, load.context) - step.used
         bound = min(room, max(soonest, within, 0) if step.limits else max(within, 0))
     most = step.rounded(min(most, bound), bound)
-    if step.served(most) == step.asked:
+    if step.served(most) >= ENOUGH * step.asked:
         return StepNodes(step.marks(most), hoped)
     levels = {step.rounded(most * part // LEVELS, most) for part in range(LEVELS + 1)}
     best = max(sorted(levels, reverse=True), key=step.served)

@@ -381,10 +381,10 @@ class MeasuredTrees:
         """The request has ended."""
         self._open.pop(request_id, None)
 
-    def share(self, unknown: float = 0.0) -> float:
-        """What to count on, of expected tokens; ``unknown`` until enough was seen."""
+    def share(self) -> float:
+        """What to count on, of expected tokens; nothing until enough was seen."""
         if len(self._shares) < self.ENOUGH:
-            return unknown
+            return 0.0
         ranked = sorted(self._shares)
         return ranked[int((1.0 - self._quantile) * len(ranked))]
 

@@ -107,6 +107,7 @@ def select_trees(
     budget: int,
     n_max: int = UNBOUNDED,
     most: ArrayLike | None = None,
+    worth: ArrayLike | None = None,
     slo_phase: bool = True,
     throughput_phase: bool = True,
     slo_floor: float = 0.0,
@@ -122,6 +123,7 @@ def select_trees(
         budget: B, the tokens to verify, roots included.
         n_max: most tokens of a request's tree, root included (|T(r)|), in the first phase.
         most: (n,) most nodes of a request, root not included, in both phases; default no limit.
+        worth: (N,) what the second phase takes most of, `node_worths`; default the probabilities.
         slo_phase: whether there is a first phase.
         throughput_phase: whether there is a second phase.
         slo_floor: nodes of a smaller path probability are not chosen in the first phase, where
@@ -143,9 +145,12 @@ def select_trees(
     limit = (
         np.full(len(needed), UNBOUNDED) if most is None else np.ascontiguousarray(most, np.int64)
     )
+    values = scores if worth is None else np.ascontiguousarray(worth, dtype=np.float64)
     _check(starts, scores, parents, needed, cap, limit)
+    if values.shape != scores.shape:
+        raise ValueError(f"worth: {len(values)} of them for {len(scores)} probabilities")
     return _select(
-        starts, scores, parents, np.argsort(-needed, kind="stable"), cap, limit,
+        starts, scores, values, parents, np.argsort(-needed, kind="stable"), cap, limit,
         int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(slo_floor),
     )  # fmt: skip
 
@@ -179,6 +184,7 @@ def _open(
 def _select(
     offsets: Ints,
     probability: Floats,
+    worth: Floats,
     parent: NDArray[np.int32],
     order: Ints,
     cap: Floats,
@@ -222,7 +228,7 @@ def _select(
             size[r] += 1
             left -= 1
             _open(heap, node, first, following, probability)
-        frontier.extend(heap)
+        frontier.extend([(-worth[node], node) for _, node in heap])
     if not throughput_phase:
         return chosen
     heapq.heapify(frontier)
@@ -233,8 +239,51 @@ def _select(
             chosen[node] = 2
             size[r] += 1
             left -= 1
-            _open(frontier, node, first, following, probability)
+            _open(frontier, node, first, following, worth)
     return chosen
+
+
+def node_worths(
+    offsets: Ints,
+    probability: Floats,
+    parent: NDArray[np.int32],
+    best: Bools,
+    path_tokens: float,
+) -> Floats:
+    """What each node yields for each token's time that verifying it takes.
+
+    A node that is not the best guess after its parent begins another path of its tree, which may
+    take time of its own.
+
+    Args:
+        offsets, probability, parent: as `select_trees` takes them.
+        best: (N,) whether a node is the best guess after its parent.
+        path_tokens: what another path costs, in tokens.
+
+    Returns:
+        (N,) at most the path probability; no child's exceeds its parent's.
+    """
+    if not path_tokens:
+        return probability
+    return _worths(offsets, probability, parent, best, path_tokens)
+
+
+@jit
+def _worths(
+    offsets: Ints,
+    probability: Floats,
+    parent: NDArray[np.int32],
+    best: Bools,
+    path_tokens: float,
+) -> Floats:
+    worth = probability.copy()
+    for r in range(len(offsets) - 1):
+        for node in range(offsets[r], offsets[r + 1]):
+            if not best[node]:
+                worth[node] /= 1.0 + path_tokens
+            if parent[node] >= 0:
+                worth[node] = min(worth[node], worth[offsets[r] + parent[node]])
+    return worth
 
 
 def arrange_trees(

@@ -51,6 +51,7 @@ from vllm_slo.core.tree_selection import (
     TreeControl,
     arrange_trees,
     depth_and_width,
+    node_worths,
     select_trees,
 )
 from vllm_slo.core.types import INFINITY, DecodeView
@@ -71,16 +72,13 @@ PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
 WIDTHS = 1, 2
 """Widths of trees to choose from beside the widest."""
-PATH_TOKENS = 0.5
+PATH_TOKENS = 1.0
 """What verifying another path of a tree takes on CPU besides its nodes, in tokens: its row reads
-the request's context again, and a block of it is copied (see ``tree_attention``). Where the kernel
-takes masks it is nothing."""
+the request's context again, a block of it is copied, and its keys and values are written twice (see
+``tree_attention``). Where the kernel takes masks it is nothing."""
 CPU_MULTIPLE = 4
 """On CPU a matrix product of 49 rows takes a fifth longer than one of 48 or of 52: rows go by four
 through its kernels, the odd ones one by one."""
-UNSEEN = 0.7
-"""Of what trees are expected to yield, what steps are planned with until it was measured: with
-nothing, trees would find no place in a busy step, and what they yield would never be seen."""
 
 
 @dataclass(slots=True)
@@ -129,9 +127,9 @@ class Speculation:
         self.calibration = DraftCalibration(config.max_depth)
         self.failed = False
         on_cpu = scheduler.vllm_config.device_config.device_type == "cpu"
-        path_tokens = PATH_TOKENS if on_cpu else 0.0
+        self._path_tokens = PATH_TOKENS if on_cpu else 0.0
         self._multiple = CPU_MULTIPLE if on_cpu else 1
-        self._shapes = DraftShape(config.max_depth, config.max_width, path_tokens)
+        self._shapes = DraftShape(config.max_depth, config.max_width, self._path_tokens)
         self._times = DraftTimes()
         self._measured = MeasuredTrees(
             min(steering.config.tpot_window_tokens, PROMISED_WINDOW),
@@ -191,7 +189,8 @@ class Speculation:
         if depth and len(chances) == len(found) * depth * width:
             self._shapes.observe(chances.reshape(len(found), -1), depth, width)
         limits = np.asarray(self._node_limits())
-        return Grove(offsets, parents, chances, limits, self._measured.share(UNSEEN))
+        worths = node_worths(offsets, chances, parents, self._best, self._path_tokens)
+        return Grove(offsets, parents, chances, worths, limits)
 
     def _may_grow(self, request: Request) -> bool:
         candidate = self._candidates.get(request.request_id)
@@ -357,7 +356,7 @@ class Speculation:
         """Choose trees for a step of all roots; the promised requests' are planned with."""
         steering = self.steering
         chosen = self._choose(grove, replace(self._load(None), others=0)).marks
-        gains = grove.sure_gains(chosen > 0)
+        gains = grove.gains(chosen > 0)
         for place, request in enumerate(self._requests):
             tracked = steering.tracked.get(request.request_id)
             taken = np.flatnonzero(chosen[grove.part(place)])
@@ -656,6 +655,7 @@ def _warm_up(max_depth: int) -> None:
     offsets, parents = np.array([0, 1]), np.array([-1], dtype=np.int32)
     chances = calibration.path_probabilities(offsets, parents, np.full(1, 0.5))
     best_guesses(offsets, parents, chances)
+    node_worths(offsets, chances, parents, np.ones(1, dtype=np.bool_), 1.0)
     chosen = select_trees(
         offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1)
     )
