@@ -278,7 +278,7 @@ class _Step:
     def _select(self, nodes: int, *, throughput: bool) -> Marks:
         grove, load = self.grove, self.load
         step_s = self.expected.predict_s(self.used + nodes, load.context)
-        floor = node_floor(grove.behind(step_s), load.roots, 1.0, self.expected, step_s)
+        floor = node_floor(grove.behind(step_s), load.roots, self.expected, step_s)
         most = nodes if throughput else load.max_tokens
         return grove.select(most, step_s, floor, throughput=throughput)
 

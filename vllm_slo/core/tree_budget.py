@@ -325,25 +325,23 @@ class DraftShape:
         return Shape(depth, width)
 
 
-def node_floor(
-    behind: int, tokens: int, expected: float, model: StepTimeModel, step_s: float
-) -> float:
+def node_floor(behind: int, tokens: int, model: StepTimeModel, step_s: float) -> float:
     """Path probability below which a node slows down the very request that it is for.
 
     A node makes the step longer for everybody; each request that is ``behind`` gets about as many,
-    ``TREE`` for the purpose of their price. One helps its request where f / E > dT / T.
+    ``TREE`` for the purpose of their price. One helps its request, which gets a token at least,
+    where f > dT / T.
 
     Args:
         behind: requests that need nodes.
         tokens: tokens of the step without them.
-        expected: tokens that such a request gets from the step.
         model: expected step times.
         step_s: the step's time.
     """
     if not behind:
         return 0.0
     longer_s = (model.predict_s(tokens + TREE * behind) - model.predict_s(tokens)) / TREE
-    return min(expected * longer_s / max(step_s, SHORTEST_S), 1.0)
+    return min(longer_s / max(step_s, SHORTEST_S), 1.0)
 
 
 class MeasuredTrees:
