@@ -256,6 +256,8 @@ class _Step:
         self._marks: dict[int, Marks] = {}
         self._hurries = np.flatnonzero(~grove.promised & (grove.pace_s < INFINITY))
         self.limits = load.limits() if load.limit_s < INFINITY else ()
+        limits_s, tpots_s, places = np.asarray(self.limits, dtype=np.float64).reshape(-1, 3).T
+        self._limits = np.maximum(limits_s, 0.0), tpots_s, places.astype(np.int64)
         self.asked = float(len(self._hurries) + len(self.limits))
 
     def marks(self, nodes: int) -> Marks:
@@ -292,9 +294,8 @@ class _Step:
         step_s = self.expected.predict_s(tokens, context)
         hurries = self._hurries
         paces = (1.0 + gains[hurries]) * self.grove.pace_s[hurries] / step_s
-        total = float(np.minimum(paces, 1.0).sum())
-        total += sum(
-            min((max(limit_s, 0.0) + (gains[n] if n >= 0 else 0.0) * tpot_s) / step_s, 1.0)
-            for limit_s, tpot_s, n in self.limits
-        )
-        return total
+        limits_s, tpots_s, places = self._limits
+        # Place -1, of those without candidates, is the zero that is appended.
+        more = np.append(gains, 0.0)[places]
+        shares = (limits_s + more * tpots_s) / step_s
+        return float(np.minimum(paces, 1.0).sum() + np.minimum(shares, 1.0).sum())

@@ -16,7 +16,6 @@ are equal the parent comes first by its index, so every choice is a tree.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,7 +161,7 @@ def _check(
     total, requests = len(probability), len(offsets) - 1
     if parent.shape != probability.shape:
         raise ValueError(f"parent: {len(parent)} of them for {total} probabilities")
-    if requests < 0 or offsets[0] != 0 or offsets[-1] != total or np.any(np.diff(offsets) < 0):
+    if requests < 0 or offsets[0] != 0 or offsets[-1] != total or not _ascend(offsets):
         raise ValueError(f"offsets: must ascend from 0 to {total}")
     if any(values.shape != (requests,) for values in by_request):
         shapes = [values.shape for values in by_request]
@@ -170,14 +169,58 @@ def _check(
 
 
 @jit
-def _open(
-    heap: list[tuple[float, int]], node: int, first: Ints, following: Ints, probability: Floats
-) -> None:
-    """Make the children of ``node`` candidates."""
+def _ascend(offsets: Ints) -> bool:
+    """Whether no offset is below the one before."""
+    steps = 0
+    for r in range(len(offsets) - 1):
+        steps += offsets[r] <= offsets[r + 1]
+    return steps == len(offsets) - 1
+
+
+@jit
+def _push(heap: Ints, count: int, node: int, score: Floats) -> int:
+    """Add ``node`` to a heap of ``count`` nodes, the best at its top; how many it then has."""
+    place, value = count, score[node]
+    while place > 0:
+        above = (place - 1) >> 1
+        other = heap[above]
+        if score[other] > value or (score[other] == value and other < node):
+            break
+        heap[place] = other
+        place = above
+    heap[place] = node
+    return count + 1
+
+
+@jit
+def _open(heap: Ints, count: int, node: int, first: Ints, following: Ints, score: Floats) -> int:
+    """Make the children of ``node`` candidates; how many nodes the heap then has."""
     child = first[node]
     while child >= 0:
-        heapq.heappush(heap, (-probability[child], child))
+        count = _push(heap, count, child, score)
         child = following[child]
+    return count
+
+
+@jit
+def _pop(heap: Ints, count: int, score: Floats) -> int:
+    """Take the top, ``heap[0]``, out of a heap of ``count`` nodes; how many it then has."""
+    count -= 1
+    node = heap[count]
+    value = score[node]
+    place, child = 0, 1
+    while child < count:
+        other = heap[child]
+        if child + 1 < count:
+            right = heap[child + 1]
+            if score[right] > score[other] or (score[right] == score[other] and right < other):
+                child, other = child + 1, right
+        if value > score[other] or (value == score[other] and node < other):
+            break
+        heap[place] = other
+        place, child = child, 2 * child + 1
+    heap[place] = node
+    return count
 
 
 @jit
@@ -212,34 +255,33 @@ def _select(
             owner[node] = r
     size = np.zeros(requests, dtype=np.int64)
     left = budget - requests
-    frontier = [(0.0, 0) for _ in range(0)]
+    frontier, waiting = np.empty(total, dtype=np.int64), 0
+    heap = np.empty(total, dtype=np.int64)
     for r in order:
-        heap = [(0.0, 0) for _ in range(0)]
-        _open(heap, total + r, first, following, probability)
+        count = _open(heap, 0, total + r, first, following, probability)
         limit = min(most[r], n_max - 1) if slo_phase else 0
         expected = 1.0
-        while expected < cap[r] and size[r] < limit and left > 0 and len(heap) > 0:
-            score, node = heap[0]
-            if -score < slo_floor:
+        while expected < cap[r] and size[r] < limit and left > 0 and count > 0:
+            node = heap[0]
+            if probability[node] < slo_floor:
                 break
-            heapq.heappop(heap)
+            count = _pop(heap, count, probability)
             chosen[node] = 1
-            expected -= score
+            expected += probability[node]
             size[r] += 1
             left -= 1
-            _open(heap, node, first, following, probability)
-        frontier.extend([(-worth[node], node) for _, node in heap])
-    if not throughput_phase:
-        return chosen
-    heapq.heapify(frontier)
-    while left > 0 and len(frontier) > 0:
-        score, node = heapq.heappop(frontier)
+            count = _open(heap, count, node, first, following, probability)
+        for node in heap[:count]:
+            waiting = _push(frontier, waiting, node, worth)
+    while throughput_phase and left > 0 and waiting > 0:
+        node = frontier[0]
+        waiting = _pop(frontier, waiting, worth)
         r = owner[node]
         if size[r] < most[r]:
             chosen[node] = 2
             size[r] += 1
             left -= 1
-            _open(frontier, node, first, following, worth)
+            waiting = _open(frontier, waiting, node, first, following, worth)
     return chosen
 
 
