@@ -1016,8 +1016,10 @@ def report(
             draw(found, axis, args.work / "adaserve.png")
         return
     name = args.name or ("adaserve" if axis == "rate" else f"adaserve_{axis}")
-    draw(found, axis, RESULTS / f"{name}.png")
-    picture = f"![Violations, goodput and accepted tokens along the sweep]({name}.png)\n"
+    picture = ""
+    if len({point for point, _ in found}) > 1:
+        draw(found, axis, RESULTS / f"{name}.png")
+        picture = f"![Violations, goodput and accepted tokens along the sweep]({name}.png)\n"
     write_result(name, f"{__doc__.strip()}\n\n{text}", "\n\n".join(parts), note=picture + NOTE)
 
 
