@@ -719,7 +719,8 @@ def test_pressure_is_forgotten() -> None:
     pressure = Pressure(10.0)
     assert pressure.prompt_step_s(0.0, 1.0, promises=True) == INFINITY
     assert pressure.blocks(0.0) == 0.0
-    pressure.refused(100.0)
+    pressure.refused(100.0, ttft=False)
+    assert not pressure.first_tokens_late(100.0)
     for now, beside, alone in ((100.0, 0.0, 1.5), (109.9, 0.0, 1.5), (110.0, INFINITY, INFINITY)):
         assert pressure.prompt_step_s(now, 1.0, promises=True) == beside
         assert pressure.prompt_step_s(now, 1.0, promises=False) == alone
@@ -728,6 +729,9 @@ def test_pressure_is_forgotten() -> None:
     assert pressure.blocks(120.0) == 16.0
     pressure.short_of(8, 120.0)
     assert pressure.blocks(130.0) == 12.0
+    pressure.refused(130.0, ttft=True)
+    assert pressure.first_tokens_late(139.9)
+    assert not pressure.first_tokens_late(140.0)
 
 
 def waiting(name: str, since_s: float, needed_blocks: int, *, decoding: bool = False):

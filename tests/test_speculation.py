@@ -87,6 +87,35 @@ def test_drafting_stops_under_load_and_comes_back() -> None:
     assert min(depth for n, depth in depths if n == 2) > 0
 
 
+@pytest.mark.parametrize("tpot_ms", [500.0, 30.0])
+def test_first_tokens_that_come_too_late_stop_drafting_unless_a_tpot_needs_it(
+    tpot_ms: float,
+) -> None:
+    """Ten prompts of 400 tokens, all to begin within 1.5 s, are too many. A TPOT of 500 ms is kept
+    without trees, one of 30 is not."""
+    engine = TreeEngine(FLAT, slo_config={"ageing_s": 8.0, "tpot_window_tokens": 100})
+    engine.add("decodes", 16, 400, SLO(tpot_ms=tpot_ms))
+    for _ in range(20):
+        engine.step()
+    before = len(engine.seen_trees)
+    assert engine.seen_trees[-1][1].depth > 0
+    arrived_s = engine.clock.now_s
+    for i in range(10):
+        engine.add(f"r{i}", 400, 2, SLO(ttft_ms=1500, tpot_ms=1000), arrival_s=arrived_s)
+    at_s = []
+    while engine.busy:
+        engine.step()
+        at_s.append(engine.clock.now_s - arrived_s)
+    assert not all(engine.outcomes[f"r{i}"].report["promised"] for i in range(10))
+    depths = [step.depth for _, step in engine.seen_trees[before:]]
+    pressed = [depth for depth, t in zip(depths, at_s, strict=True) if 1.3 < t < 3.9]
+    relieved = [depth for depth, t in zip(depths, at_s, strict=True) if t > 8.0]
+    assert pressed
+    assert relieved
+    assert (max(pressed) > 0) == (tpot_ms < FLAT.predict_s(1) * 1e3)
+    assert max(relieved) > 0
+
+
 def test_a_draft_that_costs_more_than_it_brings_is_not_used() -> None:
     engine = TreeEngine(FLAT, honest=0.1, pass_s=0.02)
     took_s = run_all(engine, 4, 60)

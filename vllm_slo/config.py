@@ -263,7 +263,8 @@ class SLOConfig(BaseModel):
         allow_inf_nan=False,
         description="Seconds after which a best-effort request is served first within its share; "
         "half of it is how long its prompts stand back after a promise was refused for want of "
-        "time. Too low: promises are fewer under overload; too high: long waits.",
+        "time, and nothing is drafted in vain after a TTFT was. Too low: promises are fewer under "
+        "overload; too high: long waits.",
     )
     output_length_quantile: float = Field(
         default=0.9,

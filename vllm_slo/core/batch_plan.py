@@ -388,7 +388,7 @@ class RecentObjectives:
 
 
 class Pressure:
-    """How hard promises press on best effort: what they lacked of late.
+    """How hard promises press on best effort, and on drafting: what they lacked of late.
 
     Prompts of best effort stand back while promises press. In the midst of such a prompt's step an
     arrival loses time that its deadline may not have, and a prompt whose KV is dropped for a
@@ -402,13 +402,19 @@ class Pressure:
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._refused_s = -INFINITY
+        self._refused_s = self._late_s = -INFINITY
         self._blocks = 0.0
         self._noted_s = 0.0
 
-    def refused(self, now_s: float) -> None:
-        """Note that a request could not be promised to begin in time."""
+    def refused(self, now_s: float, *, ttft: bool) -> None:
+        """Note that a request could not be promised for want of time, and whether it has a TTFT."""
         self._refused_s = now_s
+        if ttft:
+            self._late_s = now_s
+
+    def first_tokens_late(self, now_s: float) -> bool:
+        """Whether somebody's TTFT could not be promised of late."""
+        return now_s - self._late_s < self._hold_s
 
     def short_of(self, blocks: float, now_s: float) -> None:
         """Note that promises were short of so many KV blocks, or took them from best effort."""

@@ -280,10 +280,17 @@ class Speculation:
         return 1.0 + float(self._shapes.typical[:, 0].sum())
 
     def _decide_shape(self, barred: bool) -> None:
-        """Depth and width of what is drafted after this step: equations 8 and 9, and what pays."""
+        """Depth and width of what is drafted after this step: equations 8 and 9, and what pays.
+
+        Where first tokens come too late, nothing is drafted that no objective needs: the time is
+        the prompts'.
+        """
         active = len(self.scheduler.running)
         steps = self.steering.steps
-        if self.failed or barred or not active:
+        behind = self._behind()
+        late = self.steering.pressure.first_tokens_late(self.steering.now_s)
+        idle = late and not behind and not self.config.min_depth
+        if self.failed or barred or not active or idle:
             self._shape = 0, 1
             steps.drafting(0.0, 0.0)
             return
@@ -292,7 +299,7 @@ class Speculation:
         passes_s = {w: self._pass_s(w) for w in (*WIDTHS, widest) if least <= w <= widest}
         model, context = steps.verifying_model, self._context()
         depth, width = self._shapes.choose(active, context, deepest, passes_s, model)
-        if behind := self._behind():
+        if behind:
             fastest = self._shapes.fastest(active, behind, context, deepest, passes_s, model)
             depth, width = max(depth, fastest.depth), max(width, fastest.width)
         depth = max(depth, self.config.min_depth)

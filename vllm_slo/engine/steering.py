@@ -468,7 +468,7 @@ class Steering:
 
     def _note_refusal(self, tracked: Tracked, reason: str) -> None:
         if reason == "prefill":
-            self.pressure.refused(self.now_s)
+            self.pressure.refused(self.now_s, ttft=tracked.deadline_s < INFINITY)
         elif reason == "memory":
             self.pressure.short_of(self.blocks_for(tracked.request.num_tokens), self.now_s)
 
