@@ -24,8 +24,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final
 
-import adaserve
 import adaserve_engine
+from adaserve_systems import Kitchen, Models, System, child_environment, say, twin
+from adaserve_workload import load_trace
 from common import markdown, write_result
 
 from vllm_slo import profiles, tiny
@@ -69,7 +70,7 @@ def prompts(context: int, count: int) -> list[list[int]]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tiny.path("target") / "tokenizer.json"))
-    rows, _ = adaserve.load_trace("rps3.6", 0)
+    rows, _ = load_trace("rps3.6", 0)
     texts = itertools.cycle([row.text for row in rows])
     found = []
     for _ in range(count):
@@ -119,7 +120,7 @@ def measure(ask: dict[str, Any]) -> list[dict[str, Any]]:
 # --- the whole ------------------------------------------------------------------------------------
 
 
-def ask_of(system: adaserve.System, args: argparse.Namespace) -> dict[str, Any]:
+def ask_of(system: System, args: argparse.Namespace) -> dict[str, Any]:
     """What an engine's process is to do."""
     run = {
         "engine": dict(system.engine), "requests": [{"tpot_slo_s": 1.0}], "send_slo": False,
@@ -136,7 +137,7 @@ def in_own_process(ask: dict[str, Any]) -> list[dict[str, Any]]:
         file.flush()
         command = [sys.executable, __file__, "--ask", file.name]
         done = subprocess.run(
-            command, env=adaserve.child_environment(), capture_output=True, text=True, check=False
+            command, env=child_environment(), capture_output=True, text=True, check=False
         )
     if done.returncode:
         raise SystemExit(f"{done.stdout}{done.stderr}")
@@ -203,16 +204,16 @@ def main() -> None:
         return
     if args.quick:
         args.parameters, args.rounds, args.contexts, args.batches = 0.0, 1, [64], [2]
-    models = adaserve.Models(
-        adaserve.twin("target", args.parameters, args.models),
-        adaserve.twin("draft", 0.0, args.models),
+    models = Models(
+        twin("target", args.parameters, args.models),
+        twin("draft", 0.0, args.models),
     )
-    kitchen = adaserve.Kitchen(models, {}, {})
+    kitchen = Kitchen(models, {}, {})
     steps = []
     for turn in range(args.rounds):
         names = ("ours", f"chain-{NODES}")
         for name in names if turn % 2 == 0 else reversed(names):
-            adaserve.say(f"round {turn + 1}: {name}")
+            say(f"round {turn + 1}: {name}")
             steps += in_own_process(ask_of(kitchen.system(name), args))
     found = table(steps, args)
     if args.quick:

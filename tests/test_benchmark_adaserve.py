@@ -32,12 +32,15 @@ def load(name):
 
 engine = load("adaserve_engine")
 quiet = load("quiet")
+traces = load("adaserve_workload")
+ways = load("adaserve_systems")
+report = load("adaserve_report")
 bench = load("adaserve")
 
 RATIOS = {"copilot": 1.2, "chatbot": -50.0, "summarization": -150.0}
-LENGTHS = bench.Lengths(prompt=0.5, output=0.25, most=100)
-MODELS = bench.Models(Path("/target"), Path("/draft"))
-KITCHEN = bench.Kitchen(
+LENGTHS = traces.Lengths(prompt=0.5, output=0.25, most=100)
+MODELS = ways.Models(Path("/target"), Path("/draft"))
+KITCHEN = ways.Kitchen(
     MODELS,
     {"tpot_window_tokens": 64, "speculation": {"max_depth": 4}},
     {"ours-narrow": {"speculation": {"max_width": 1, "max_nodes": 4}}},
@@ -47,13 +50,13 @@ KITCHEN = bench.Kitchen(
 def rows(count=30):
     names = [("copilot", "chatbot", "summarization")[i % 3] for i in range(count)]
     return [
-        bench.Row(10.0 + 0.5 * i + 0.3 * (i % 2), name, RATIOS[name], f"text {i}", 10 * i, 256)
+        traces.Row(10.0 + 0.5 * i + 0.3 * (i % 2), name, RATIOS[name], f"text {i}", 10 * i, 256)
         for i, name in enumerate(names)
     ]
 
 
 def point(rate=2.0, urgent=None, scale=1.2):
-    return bench.Point(rate, urgent, scale)
+    return traces.Point(rate, urgent, scale)
 
 
 # The workload.
@@ -75,7 +78,7 @@ def write_trace(path, lengths):
 
 
 def test_a_trace_is_read_in_order_of_time_with_its_texts(tmp_path):
-    read = bench.read_trace(write_trace(tmp_path / "a.json", (7, 8, 9)))
+    read = traces.read_trace(write_trace(tmp_path / "a.json", (7, 8, 9)))
     assert [(r.at_s, r.text[0], r.prompt_tokens) for r in read] == [
         (0.0, "1", 8), (1.0, "2", 9), (2.0, "0", 7),
     ]  # fmt: skip
@@ -83,19 +86,19 @@ def test_a_trace_is_read_in_order_of_time_with_its_texts(tmp_path):
 
 
 def test_lengths_in_characters_become_tokens(tmp_path):
-    read = bench.read_trace(write_trace(tmp_path / "a.json", (40, 40, 40)))
+    read = traces.read_trace(write_trace(tmp_path / "a.json", (40, 40, 40)))
     assert [r.prompt_tokens for r in read] == [10, 10, 10]
 
 
 def test_the_stand_in_has_every_category_and_text_enough():
-    read = bench.stand_in(0)
-    assert {r.category for r in read} == set(bench.CATEGORIES)
+    read = traces.stand_in(0)
+    assert {r.category for r in read} == set(traces.CATEGORIES)
     assert all(len(r.text) >= r.prompt_tokens for r in read)
 
 
 def test_arrivals_have_the_rate_and_keep_their_shape():
     chosen = rows(21)
-    found = bench.arrivals_s(chosen, 4.0)
+    found = traces.arrivals_s(chosen, 4.0)
     assert found[0] == 0.0
     assert found[-1] == pytest.approx(20 / 4.0)
     gaps, before = np.diff(found), np.diff([r.at_s for r in chosen])
@@ -103,20 +106,20 @@ def test_arrivals_have_the_rate_and_keep_their_shape():
 
 
 def test_requests_that_came_at_once_still_do():
-    assert bench.arrivals_s([rows(1)[0]] * 3, 2.0) == [0.0, 0.0, 0.0]
+    assert traces.arrivals_s([rows(1)[0]] * 3, 2.0) == [0.0, 0.0, 0.0]
 
 
 def test_objectives_are_rescaled_to_the_machine():
     zero_s = 0.050
-    assert bench.objective_s(1.2, 1.2, zero_s) == pytest.approx(0.060)
-    assert bench.objective_s(1.2, 0.8, zero_s) == pytest.approx(0.040)
-    assert bench.objective_s(-50.0, 0.8, zero_s) == pytest.approx(1.5 * zero_s)
-    assert bench.objective_s(-150.0, 1.2, zero_s) == pytest.approx(4.5 * zero_s)
+    assert traces.objective_s(1.2, 1.2, zero_s) == pytest.approx(0.060)
+    assert traces.objective_s(1.2, 0.8, zero_s) == pytest.approx(0.040)
+    assert traces.objective_s(-50.0, 0.8, zero_s) == pytest.approx(1.5 * zero_s)
+    assert traces.objective_s(-150.0, 1.2, zero_s) == pytest.approx(4.5 * zero_s)
 
 
 def test_a_window_is_the_same_at_every_rate_and_scale_but_not_for_every_seed():
     def texts(rate, seed, scale=1.2):
-        made = bench.workload(rows(), 8, point(rate, None, scale), seed, LENGTHS, 0.05)
+        made = traces.workload(rows(), 8, point(rate, None, scale), seed, LENGTHS, 0.05)
         return [one.text for one in made]
 
     assert texts(1.0, 0) == texts(3.0, 0) == texts(1.0, 0, 0.8)
@@ -126,7 +129,7 @@ def test_a_window_is_the_same_at_every_rate_and_scale_but_not_for_every_seed():
 
 
 def test_requests_of_a_window():
-    made = bench.workload(rows(), 30, point(), 0, LENGTHS, 0.05)
+    made = traces.workload(rows(), 30, point(), 0, LENGTHS, 0.05)
     assert [one.prompt_tokens for one in made[:2]] == [4, 5]  # never below 4
     assert made[-1].prompt_tokens == 100  # never above the most
     assert {one.output_tokens for one in made} == {64}
@@ -136,15 +139,15 @@ def test_requests_of_a_window():
 
 def test_a_window_longer_than_the_trace_is_refused():
     with pytest.raises(SystemExit, match="the trace has 30"):
-        bench.workload(rows(), 31, point(), 0, LENGTHS, 0.05)
+        traces.workload(rows(), 31, point(), 0, LENGTHS, 0.05)
 
 
 @pytest.mark.parametrize("urgent", [0.0, 0.3, 0.9, 1.0])
 def test_the_mix_can_be_drawn_anew(urgent):
     pool = rows(300)
-    made = bench.redrawn(pool, pool, urgent, np.random.default_rng(1))
+    made = traces.redrawn(pool, pool, urgent, np.random.default_rng(1))
     assert [r.at_s for r in made] == [r.at_s for r in pool]
-    share = {n: sum(r.category == n for r in made) / 300 for n in bench.CATEGORIES}
+    share = {n: sum(r.category == n for r in made) / 300 for n in traces.CATEGORIES}
     assert share["copilot"] == pytest.approx(urgent, abs=0.1)
     assert share["chatbot"] == pytest.approx(share["summarization"], abs=0.1)
     assert all(r.slo_ratio == RATIOS[r.category] for r in made)
@@ -152,9 +155,9 @@ def test_the_mix_can_be_drawn_anew(urgent):
 
 
 def test_prompts_are_cut_to_their_length():
-    made = bench.workload(rows(), 30, point(), 0, LENGTHS, 0.05)
+    made = traces.workload(rows(), 30, point(), 0, LENGTHS, 0.05)
     long = replace(made[0], text="def f(x):\n    return x\n" * 50, prompt_tokens=17)
-    (asked,) = bench.tokenised([long])
+    (asked,) = traces.tokenised([long])
     assert len(asked["prompt"]) == 17
     assert set(asked) == set(engine.Asked.__annotations__)
 
@@ -171,7 +174,7 @@ def test_vllms_own_ways():
     }  # fmt: skip
     assert KITCHEN.system("priority").engine["scheduling_policy"] == "priority"
     assert KITCHEN.system("priority").by_priority
-    assert KITCHEN.system("sarathi").engine["max_num_batched_tokens"] == bench.CHUNK
+    assert KITCHEN.system("sarathi").engine["max_num_batched_tokens"] == ways.CHUNK
     both = KITCHEN.system("chain-2+priority+chunk-64")
     assert both.by_priority and both.engine["max_num_batched_tokens"] == 64
     dynamic = KITCHEN.system("dynamic").engine["speculative_config"]
@@ -182,7 +185,7 @@ def test_vllms_own_ways():
 def test_ours_its_variants_and_without_trees():
     ours, narrow = KITCHEN.system("ours"), KITCHEN.system("ours-narrow")
     assert ours.ours and ours.send_slo and narrow.ours
-    assert ours.engine["speculative_config"]["num_speculative_tokens"] == bench.MAX_NODES
+    assert ours.engine["speculative_config"]["num_speculative_tokens"] == ways.MAX_NODES
     assert ours.engine["additional_config"] == {
         "draft_model": "/draft", "slo_config": KITCHEN.slo_config,
     }  # fmt: skip
@@ -193,7 +196,7 @@ def test_ours_its_variants_and_without_trees():
     }
     plain = KITCHEN.system("ours-no-trees")
     assert plain.ours and "worker_cls" not in plain.engine
-    assert plain.engine["scheduler_cls"] == bench.SCHEDULER
+    assert plain.engine["scheduler_cls"] == ways.SCHEDULER
 
 
 def test_ours_without_a_part():
@@ -228,7 +231,7 @@ def test_systems_take_turns():
 
 
 def request(name, category="copilot", slo_s=0.05, arrival_s=1.0):
-    return bench.Request(name, category, arrival_s, "", 10, 5, slo_s)
+    return traces.Request(name, category, arrival_s, "", 10, 5, slo_s)
 
 
 def given(first_s, gap_s, tokens=5, finished=True):
@@ -260,7 +263,7 @@ RUN = {
 
 
 def test_numbers_of_one_run():
-    found = bench.numbers_of(REQUESTS, RUN)
+    found = report.numbers_of(REQUESTS, RUN)
     assert found.violations == pytest.approx(2 / 3)
     assert found.by_category == {"chatbot": 1.0, "copilot": 0.0}
     lasted_s = 3.02 - 1.0  # from the first arrival to the last token
@@ -280,9 +283,9 @@ def test_the_mean_over_the_answer_counts_and_equality_attains():
     # A slow beginning, then several tokens at once: the worst ten take 0.2 s each.
     times = [1.0 + 0.2 * i for i in range(11)] + [3.0] * 30
     run = {**RUN, "requests": {"one": {"times_s": times, "finished": True}}}
-    kept = bench.numbers_of([request("one", slo_s=0.05)], run)
+    kept = report.numbers_of([request("one", slo_s=0.05)], run)
     assert (kept.violations, kept.goodput) == (0.0, pytest.approx(41 / 2.0))
-    missed = bench.numbers_of([request("one", slo_s=0.0499)], run)
+    missed = report.numbers_of([request("one", slo_s=0.0499)], run)
     assert (missed.violations, missed.goodput) == (1.0, 0.0)
 
 
@@ -293,13 +296,13 @@ def test_a_run_in_which_nothing_came():
         "others": 0.0,
         "slower": 1.0,
     }
-    found = bench.numbers_of([request("one")], run)
+    found = report.numbers_of([request("one")], run)
     assert (found.violations, found.goodput, found.accepted) == (1.0, 0.0, 0.0)
     assert math.isinf(found.ttft_s)
 
 
 def numbers(violations, goodput, **changed):
-    base = bench.numbers_of(REQUESTS, RUN)
+    base = report.numbers_of(REQUESTS, RUN)
     return replace(base, violations=violations, goodput=goodput, **changed)
 
 
@@ -309,7 +312,7 @@ def test_medians_are_of_each_number():
         numbers(0.3, 70.0),
         numbers(0.2, 10.0, by_category={"copilot": 1.0}),
     ]
-    found = bench.middle(runs)
+    found = report.middle(runs)
     assert (found.violations, found.goodput) == (0.2, 50.0)
     assert found.by_category == {"chatbot": 1.0, "copilot": 0.0}
 
@@ -326,7 +329,7 @@ FOUND = {
 
 
 def test_the_best_baseline_is_chosen_in_each_respect():
-    low, high = bench.against(FOUND, ["stock", "chain-2"], "ours")
+    low, high = report.against(FOUND, ["stock", "chain-2"], "ours")
     assert (low.fewest, low.fewer, low.worse) == ("stock", 1.0, False)
     assert low.more == pytest.approx(0.99)
     assert (high.fewest, high.most) == ("chain-2", "chain-2")
@@ -335,43 +338,43 @@ def test_the_best_baseline_is_chosen_in_each_respect():
 
 
 def test_worse_in_one_respect_is_worse():
-    one = bench.Versus(LOW, "stock", 0.10, 0.13, "stock", 100.0, 150.0)
+    one = report.Versus(LOW, "stock", 0.10, 0.13, "stock", 100.0, 150.0)
     assert one.worse
     assert not replace(one, ours_violations=0.11).worse
     assert replace(one, ours_violations=0.0, ours_goodput=90.0).worse
 
 
 def test_no_violations_at_all():
-    one = bench.Versus(LOW, "stock", 0.1, 0.0, "stock", 0.0, 5.0)
+    one = report.Versus(LOW, "stock", 0.1, 0.0, "stock", 0.0, 5.0)
     assert math.isinf(one.fewer) and math.isinf(one.more)
-    assert bench.times(one.fewer) == "all"
-    assert "avoids all violations" in bench.verdict([one], "rate")
+    assert report.times(one.fewer) == "all"
+    assert "avoids all violations" in report.verdict([one], "rate")
 
 
 def test_the_tables():
-    versus = bench.against(FOUND, ["stock", "chain-2"], "ours")
-    head, low, high = bench.headline(versus, "rate")
+    versus = report.against(FOUND, ["stock", "chain-2"], "ours")
+    head, low, high = report.headline(versus, "rate")
     assert len(head) == len(low)
     assert low[:4] == ["1", "0.0% (stock)", "0.0%", "1.00x"]
     assert high == ["3", "60.0% (chain-2)", "20.0%", "3.00x", "90.0 (chain-2)", "180.0", "2.00x"]
-    said = bench.verdict(versus, "rate")
+    said = report.verdict(versus, "rate")
     assert "3.00x fewer at 3" in said
     assert said.endswith("none.")
-    head, *lines = bench.main_table(FOUND, "rate")
+    head, *lines = report.main_table(FOUND, "rate")
     assert len(lines) == len(FOUND)
     assert {len(line) for line in lines} == {len(head)}
     assert lines[4][:3] == ["3", "chain-2", "60.0% (50.0% to 70.0%)"]
 
 
 def test_where_there_is_nothing_to_compare_with():
-    assert bench.against({(LOW, "ours"): [numbers(0.0, 1.0)]}, ["stock"], "ours") == []
-    assert bench.verdict([], "rate") == ""
+    assert report.against({(LOW, "ours"): [numbers(0.0, 1.0)]}, ["stock"], "ours") == []
+    assert report.verdict([], "rate") == ""
 
 
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
     variants = {(LOW, "ours-narrow"): [numbers(0.1, 90.0)], **FOUND}
-    bench.draw(variants, "rate", tmp_path / "a.png")
+    report.draw(variants, "rate", tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
@@ -382,10 +385,10 @@ def test_a_sweep_has_one_direction():
     args = bench.parse_args(["--rates", "2", "--urgent", "0.3,0.6"])
     points = bench.points_of(args)
     assert [p.urgent for p in points] == [0.3, 0.6]
-    assert bench.axis_of(points) == "urgent"
+    assert report.axis_of(points) == "urgent"
     args = bench.parse_args(["--rates", "2", "--slo-scale", "0.8,1,1.2"])
-    assert bench.axis_of(bench.points_of(args)) == "scale"
-    assert bench.axis_of(bench.points_of(bench.parse_args([]))) == "rate"
+    assert report.axis_of(bench.points_of(args)) == "scale"
+    assert report.axis_of(bench.points_of(bench.parse_args([]))) == "rate"
     with pytest.raises(SystemExit, match="only one"):
         bench.points_of(bench.parse_args(["--rates", "1,2", "--slo-scale", "0.8,1"]))
 
@@ -524,8 +527,8 @@ for line in sys.stdin:
 def engines(tmp_path, monkeypatch):
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    monkeypatch.setattr(bench, "CHILD", script)
-    with contextlib.closing(bench.Engines()) as made:
+    monkeypatch.setattr(ways, "CHILD", script)
+    with contextlib.closing(ways.Engines()) as made:
         yield made
 
 
