@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_slo.core.draft_calibration import DraftCalibration, best_guesses
+from vllm_slo.core import token_tree
+from vllm_slo.core.draft_calibration import ACCEPTED_NODE, REACHED, DraftCalibration, outcomes
 
 GRID = np.linspace(0.01, 0.99, 99)
 ODD = [0.0, 1.0, 1e-300, 1e-12, 1.0 - 1e-16, math.nan]
@@ -90,7 +91,7 @@ def test_the_best_guess_is_told_apart_from_the_others() -> None:
         assert np.abs(learnt - truth(GRID)).max() < 0.06
     # Siblings of one probability: 0.5 is the best guess, 0.4 and all but the best below are not.
     q = np.array([0.4, 0.5, 0.4, 0.3])
-    paths = calibration.path_probabilities([0, 4], [-1, -1, 1, 1], q)
+    paths, _ = calibration.path_probabilities([0, 4], [-1, -1, 1, 1], q)
     each = calibration.conditional([1, 1, 2, 2], q, [False, True, True, False])
     assert paths == pytest.approx(each * [1, 1, each[1], each[1]])
     assert {row.best for row in calibration.reliability()} == {True, False}
@@ -104,7 +105,7 @@ def test_each_parent_has_one_best_guess(data) -> None:
     levels = st.sampled_from([0.0, 0.1, 0.2, 0.5, 1.0])
     q = data.draw(st.lists(levels, min_size=len(parents), max_size=len(parents)))
     offsets = np.cumsum([0, *sizes])
-    found = best_guesses(offsets, parents, q)
+    _, found = DraftCalibration().path_probabilities(offsets, parents, q)
     for start, end in itertools.pairwise(offsets.tolist()):
         families = defaultdict(list)
         for node in range(start, end):
@@ -199,7 +200,7 @@ def test_certainty_for_ever_stays_finite() -> None:
 
 def test_paths_by_hand() -> None:
     q = [0.5, 0.25, 0.5, 0.8, 0.5]
-    paths = DraftCalibration().path_probabilities([0, 3, 3, 5], [-1, -1, 1, -1, 0], q)
+    paths, _ = DraftCalibration().path_probabilities([0, 3, 3, 5], [-1, -1, 1, -1, 0], q)
     assert paths == pytest.approx([0.5, 0.25, 0.125, 0.8, 0.4])
 
 
@@ -209,7 +210,8 @@ def test_paths_use_the_depth_of_each_node() -> None:
     see(calibration, overconfident, 10_000, depths=(2, 3))
     q = np.array([0.5, 0.6, 0.7])
     each = calibration.conditional([1, 2, 3], q)
-    assert calibration.path_probabilities([0, 3], [-1, 0, 1], q) == pytest.approx(np.cumprod(each))
+    paths, _ = calibration.path_probabilities([0, 3], [-1, 0, 1], q)
+    assert paths == pytest.approx(np.cumprod(each))
 
 
 @settings(max_examples=100, deadline=None)
@@ -221,7 +223,7 @@ def test_no_path_is_likelier_than_its_parents(data) -> None:
     parents = [data.draw(st.integers(-1, node - 1)) for size in sizes for node in range(size)]
     q = data.draw(st.lists(unit, min_size=len(parents), max_size=len(parents)))
     offsets = np.cumsum([0, *sizes])
-    paths = calibration.path_probabilities(offsets, parents, q)
+    paths, _ = calibration.path_probabilities(offsets, parents, q)
     for start, end in itertools.pairwise(offsets):
         own = paths[start:end]
         above = [own[p] if p >= 0 else 1.0 for p in parents[start:end]]
@@ -259,3 +261,48 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     for parents in ([-1, 1], [-2, 0]):
         with pytest.raises(ValueError, match="parent"):
             calibration.path_probabilities([0, 2], parents, [0.5, 0.5])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_outcomes_are_those_of_the_walk(data) -> None:
+    few = st.integers(0, 3)
+    starts, counts, tokens, parents, answers, expected = [], [], [], [], [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        size, cut = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 3))
+        above = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
+        named, taken = [], set()
+        for parent in above:  # siblings differ
+            token = data.draw(few)
+            token = token if (parent, token) not in taken else 10 + len(taken)
+            taken.add((parent, token))
+            named.append(token)
+        verified = max(size - cut, 0)
+        sampled = data.draw(st.lists(few, min_size=verified + 1, max_size=verified + 1))
+        accepted = token_tree.walk(named[:verified], above[:verified], sampled)
+        answer = [sampled[0], *(sampled[node + 1] for node in accepted)]
+        answer = answer[: data.draw(st.integers(1, len(answer)))]  # the answer may end
+        accepted = accepted[: len(answer)]
+        depths = token_tree.depths(above[:verified])
+        starts.append(len(tokens))
+        counts.append(verified)
+        answers.append(answer)
+        for node in range(size):
+            if node >= verified:
+                expected.append((0, 0))
+                continue
+            reached = above[node] < 0 or above[node] in accepted
+            reached = reached and depths[node] <= len(answer)
+            fate = ACCEPTED_NODE if node in accepted else REACHED if reached else 0
+            expected.append((depths[node], fate))
+        tokens += named
+        parents += above
+    depth, fate = outcomes(
+        np.array(starts),
+        np.array(counts),
+        np.array(tokens, dtype=np.int64),
+        np.array(parents, dtype=np.int32),
+        np.cumsum([0, *map(len, answers)]),
+        np.array(list(itertools.chain.from_iterable(answers))),
+    )
+    assert list(zip(depth.tolist(), fate.tolist(), strict=True)) == expected

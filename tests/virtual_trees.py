@@ -126,14 +126,15 @@ class TreeEngine(VirtualEngine):
         tokens = output.scheduled_spec_decode_tokens.get(name, [])
         parents = trees.of(output).parents.get(name, [])
         assert len(tokens) == len(parents)
-        planted = self.scheduler._speculation._planted.get(name)
+        planted = self.scheduler._speculation._planted
+        start = planted.starts.get(name, 0)
         given, at, passed = [], -1, False
         while not passed:
             passed, left = True, self._rng.random()
             for node, parent in enumerate(parents):
                 if parent != at:
                     continue
-                left -= planted.probabilities[node]
+                left -= planted.probabilities[start + node]
                 if left < 0.0:
                     given.append(tokens[node])
                     at, passed = node, False

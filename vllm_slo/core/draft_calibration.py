@@ -206,12 +206,47 @@ def _multiply_down(offsets: Ints, parent: Ints, probability: Floats) -> None:
                 probability[node] *= probability[start + parent[node]]
 
 
-def best_guesses(offsets: ArrayLike, parent: ArrayLike, q: ArrayLike) -> Bools:
-    """(N,) whether the draft gave no other node after the same parent more; of equals, the first.
+REACHED = 1
+"""`outcomes`: a node whose parent was accepted, but not the node."""
+ACCEPTED_NODE = 2
+"""`outcomes`: an accepted node."""
 
-    Arguments as of `DraftCalibration.path_probabilities`.
+
+@jit
+def outcomes(
+    starts: Ints,
+    counts: Ints,
+    tokens: Ints,
+    parent: NDArray[np.int32],
+    given_offsets: Ints,
+    given: Ints,
+) -> tuple[Ints, NDArray[np.int8]]:
+    """What became of the nodes of n trees that a step verified.
+
+    Args:
+        starts: (n,) where each tree's nodes begin.
+        counts: (n,) how many of them were verified.
+        tokens, parent: (N,) of all nodes; a parent by its index within the tree, -1: root.
+        given_offsets: (n+1,) where the tokens begin that came out of each tree.
+        given: (M,) those tokens, one more for each tree than nodes were accepted unless its answer
+            ended.
+
+    Returns:
+        (N,) depth, 1 for a child of the root, 0 of what was not verified; (N,) `REACHED` where the
+        parent was accepted and the node was not, `ACCEPTED_NODE` where it was, else 0.
     """
-    return _kinds(*_trees(offsets, parent, q))[1]
+    depth = np.zeros(len(tokens), dtype=np.int64)
+    fate = np.zeros(len(tokens), dtype=np.int8)
+    for r in range(len(starts)):
+        start = starts[r]
+        for node in range(start, start + counts[r]):
+            above = parent[node]
+            depth[node] = 1 if above < 0 else depth[start + above] + 1
+            place = given_offsets[r] + depth[node] - 1
+            on_path = above < 0 or fate[start + above] == ACCEPTED_NODE
+            if on_path and place < given_offsets[r + 1]:
+                fate[node] = ACCEPTED_NODE if tokens[node] == given[place] else REACHED
+    return depth, fate
 
 
 class DraftCalibration:
@@ -278,15 +313,19 @@ class DraftCalibration:
         kinds = _flags(best, said, "best")
         return _sigmoid(_map(self._fitted(), depths, kinds, _logits(said)))
 
-    def path_probabilities(self, offsets: ArrayLike, parent: ArrayLike, q: ArrayLike) -> Floats:
-        """(N,) f(v) of equation 7: the product of the calibrated probabilities along the path.
-
-        No child's exceeds its parent's.
+    def path_probabilities(
+        self, offsets: ArrayLike, parent: ArrayLike, q: ArrayLike
+    ) -> tuple[Floats, Bools]:
+        """f(v) of equation 7: the product of the calibrated probabilities along the path.
 
         Args:
             offsets: (n+1,) where each request's nodes begin.
             parent: (N,) index of the parent within the request, smaller than the node's; -1: root.
             q: (N,) what the draft gave each node, its parent given.
+
+        Returns:
+            (N,) f(v), no child's above its parent's; (N,) whether the draft gave no other node
+            after the same parent more; of equals, the first.
 
         Raises ValueError if the arrays do not fit together.
         """
@@ -294,7 +333,7 @@ class DraftCalibration:
         depths, best = _kinds(starts, parents, said)
         result = self.conditional(depths, said, best)
         _multiply_down(starts, parents, result)
-        return result
+        return result, best
 
     def reliability(self) -> list[Reliability]:
         """What was seen, for each bin of half an observation or more: the best guesses by depth and

@@ -171,6 +171,11 @@ class Grove:
         gains: Floats = np.add.reduceat(np.where(taken, self.chances, 0.0), self.offsets[:-1])
         return gains
 
+    def counts(self, taken: Bools) -> Ints:
+        """(n,) how many nodes are ``taken``."""
+        counts: Ints = np.add.reduceat(taken.astype(np.int64), self.offsets[:-1])
+        return counts
+
     def leave_out(self, granted: Bools) -> None:
         """Only the ``granted`` requests take part in the step."""
         self.limits = np.where(granted, self.limits, 0)

@@ -27,7 +27,7 @@ from vllm_slo.config import SpeculationConfig
 from vllm_slo.core import token_tree
 from vllm_slo.core.admission import PLAIN, Speculated
 from vllm_slo.core.batch_plan import decode_limit_s
-from vllm_slo.core.draft_calibration import DraftCalibration, best_guesses
+from vllm_slo.core.draft_calibration import ACCEPTED_NODE, DraftCalibration, outcomes
 from vllm_slo.core.grove import (
     Grove,
     Marks,
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
@@ -98,13 +99,29 @@ class Candidate:
 
 
 class Planted(NamedTuple):
-    """The part of it that a step verifies; lists of one length."""
+    """The trees that a step verifies, as flat arrays of (K,) nodes, request by request.
 
-    tokens: list[int]
-    parents: list[int]
-    probabilities: list[float]
-    best: list[bool]
-    chances: list[float]
+    Attributes:
+        starts: request -> where its nodes begin.
+        tokens: of the nodes.
+        parents: by index within the tree, -1 for the root.
+        probabilities: the draft's, of each node given its path.
+        best: whether the draft gave no sibling more.
+        chances: calibrated path probabilities.
+    """
+
+    starts: dict[str, int]
+    tokens: Ints
+    parents: NDArray[np.int32]
+    probabilities: Floats
+    best: NDArray[np.bool_]
+    chances: Floats
+
+    @classmethod
+    def none(cls) -> Planted:
+        """No trees."""
+        tokens, floats = np.empty(0, dtype=np.int64), np.empty(0)
+        return cls({}, tokens, tokens.astype(np.int32), floats, floats > 0.0, floats)
 
 
 class Speculation:
@@ -137,11 +154,13 @@ class Speculation:
         )
         self._shape = 0, 1
         self._candidates: dict[str, Candidate] = {}
-        self._planted: dict[str, Planted] = {}
+        self._planted = Planted.none()
         self._requests: list[Request] = []
         self._views: dict[str, DecodeView] = {}
-        self._found_limits: list[TPOTLimit] | None = None
+        self._found_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._grove: Grove | None = None
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._said = np.empty(0)
         self._best = np.empty(0, dtype=np.bool_)
         self._chosen = 0, 0
         self._prompt_tokens = 0
@@ -160,8 +179,8 @@ class Speculation:
         began_s = time.perf_counter()
         self._bears.clear()
         self._views.clear()
-        self._found_limits = None
-        self._planted.clear()
+        self._found_limits = [], []
+        self._planted = Planted.none()
         self.steering.expected.clear()
         for request in self.scheduler.running:
             request.spec_token_ids = []
@@ -182,9 +201,9 @@ class Speculation:
         found = [self._candidates[r.request_id] for r in self._requests]
         offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
         parents = np.concatenate([c.parents for c in found])
-        said = np.concatenate([c.probabilities for c in found])
-        chances = self.calibration.path_probabilities(offsets, parents, said)
-        self._best = best_guesses(offsets, parents, said)
+        self._tokens = np.concatenate([c.tokens for c in found])
+        self._said = np.concatenate([c.probabilities for c in found])
+        chances, self._best = self.calibration.path_probabilities(offsets, parents, self._said)
         depth, width = self._shape
         if depth and len(chances) == len(found) * depth * width:
             self._shapes.observe(chances.reshape(len(found), -1), depth, width)
@@ -362,15 +381,17 @@ class Speculation:
     def _plant_promised(self, grove: Grove) -> None:
         """Choose trees for a step of all roots; the promised requests' are planned with."""
         steering = self.steering
-        chosen = self._choose(grove, replace(self._load(None), others=0)).marks
-        gains = grove.gains(chosen > 0)
-        for place, request in enumerate(self._requests):
+        taken = self._choose(grove, replace(self._load(None), others=0)).marks > 0
+        tokens, gains = self._tokens[taken].tolist(), grove.gains(taken).tolist()
+        end = 0
+        for place, (request, count) in enumerate(
+            zip(self._requests, grove.counts(taken).tolist(), strict=True)
+        ):
+            end += count
             tracked = steering.tracked.get(request.request_id)
-            taken = np.flatnonzero(chosen[grove.part(place)])
-            if tracked is not None and (tracked.promised or tracked.in_good_faith) and len(taken):
-                tokens = self._candidates[request.request_id].tokens
-                request.spec_token_ids = tokens[taken].tolist()
-                gain = _evened_out(self._view(tracked)) * float(gains[place])
+            if count and tracked is not None and (tracked.promised or tracked.in_good_faith):
+                request.spec_token_ids = tokens[end - count : end]
+                gain = _evened_out(self._view(tracked)) * gains[place]
                 steering.expected[request.request_id] = 1.0 + gain
 
     # When a step is planned.
@@ -386,7 +407,6 @@ class Speculation:
             self._chosen = 0, 0
             return
         began_s = time.perf_counter()
-        self._found_limits = None  # promises have come and gone since
         granted = np.asarray([_is_granted(nudge, request) for request in self._requests])
         grove.leave_out(granted)
         step = self._choose(grove, self._load(nudge))
@@ -441,27 +461,30 @@ class Speculation:
 
     def _limits(self) -> list[TPOTLimit]:
         """Longest step of a token that keeps the TPOT of each promised request that decodes."""
-        if self._found_limits is None:
-            self._found_limits = self._find_limits()
-        return self._found_limits
+        tracked = self.steering.tracked
+        names = [name for name, one in tracked.items() if one.promised and one.decodes]
+        known, limits = self._found_limits
+        if names != known:  # promises come and go while a step is planned
+            limits = self._find_limits(names)
+            self._found_limits = names, limits
+        return limits
 
-    def _find_limits(self) -> list[TPOTLimit]:
+    def _find_limits(self, names: Sequence[str]) -> list[TPOTLimit]:
         start_s = self._start_s()
         places = {request.request_id: place for place, request in enumerate(self._requests)}
         found = []
-        for name, tracked in self.steering.tracked.items():
-            if tracked.promised and tracked.decodes:
-                view = self._view(tracked)
-                if view.window_end_s > start_s:  # else it is lost, and hurries nobody
-                    limit_s = decode_limit_s(start_s, view, 0.0)
-                    tpot_s = tracked.tpot_s * _evened_out(view)
-                    found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
+        for name in names:
+            tracked = self.steering.tracked[name]
+            view = self._view(tracked)
+            if view.window_end_s > start_s:  # else it is lost, and hurries nobody
+                limit_s = decode_limit_s(start_s, view, 0.0)
+                tpot_s = tracked.tpot_s * _evened_out(view)
+                found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found
 
     def _plant(self, grove: Grove, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""
         for place, request in enumerate(self._requests):
-            request.spec_token_ids = []
             if request.use_structured_output:
                 self._keep_allowed(request, chosen[grove.part(place)])
         deepest = [r.max_tokens - r.num_output_tokens - 1 for r in self._requests]
@@ -473,24 +496,18 @@ class Speculation:
             np.asarray(deepest, dtype=np.int64),
             self.config.draft_tokens,
         )
-        phases = [0, 0, 0]
-        ends = np.cumsum(counts).tolist()
-        for place, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True)):
-            if not count:
-                continue
-            request = self._requests[place]
-            candidate = self._candidates[request.request_id]
-            order = nodes[end - count : end]
-            request.spec_token_ids = candidate.tokens[order].tolist()
-            self._planted[request.request_id] = Planted(
-                request.spec_token_ids,
-                parents[end - count : end].tolist(),
-                candidate.probabilities[order].tolist(),
-                self._best[grove.part(place)][order].tolist(),
-                grove.chances[grove.part(place)][order].tolist(),
-            )
-            for phase in chosen[grove.part(place)][order].tolist():
-                phases[phase] += 1
+        where = nodes + np.repeat(grove.offsets[:-1], counts)
+        found = self._tokens[where]
+        tokens, starts, end = found.tolist(), {}, 0
+        for request, count in zip(self._requests, counts.tolist(), strict=True):
+            request.spec_token_ids = tokens[end : end + count]
+            if count:
+                starts[request.request_id] = end
+                end += count
+        self._planted = Planted(
+            starts, found, parents, self._said[where], self._best[where], grove.chances[where]
+        )
+        phases = np.bincount(chosen[where], minlength=FOR_THROUGHPUT + 1).tolist()
         self._chosen = phases[FOR_SLO], phases[FOR_THROUGHPUT]
 
     def _keep_allowed(self, request: Request, chosen: Marks) -> None:
@@ -512,8 +529,10 @@ class Speculation:
     def send(self, output: SchedulerOutput) -> None:
         """Attach to a step what the worker must know; the step may have cut trees short."""
         drafts = output.scheduled_spec_decode_tokens
+        planted, starts = self._planted.parents.tolist(), self._planted.starts
         parents: dict[str, Sequence[int]] = {
-            name: self._planted[name].parents[: len(tokens)] for name, tokens in drafts.items()
+            name: planted[starts[name] : starts[name] + len(tokens)]
+            for name, tokens in drafts.items()
         }
         silent = frozenset(filter(self._is_silent, output.num_scheduled_tokens))
         self._prompt_tokens = 0
@@ -557,29 +576,44 @@ class Speculation:
         beams = min(len(output.num_scheduled_tokens) * step.width, self.config.draft_tokens)
         self._times.observe(step.depth, beams, self._prompt_tokens, drafting_s)
         self.steering.metrics.tree_times(draft_s=drafting_s, selection_s=self._selection_s)
-        seen = _Seen(self.config.max_depth)
-        for name, parents in step.parents.items():
+        names, given = [], []
+        for name in step.parents:
             index = done.req_id_to_index.get(name)
-            planted = self._planted.get(name)
-            if index is not None and planted is not None and done.sampled_token_ids[index]:
-                given = done.sampled_token_ids[index]
-                seen.walk(planted, parents, given)
-                hoped = 1.0 + sum(planted.chances[: len(parents)])
-                self._measured.observe(name, hoped, len(given))
-        if seen.accepted:
-            self.calibration.observe(
-                np.asarray(seen.depths),
-                np.asarray(seen.said),
-                np.asarray(seen.hits),
-                np.asarray(seen.best),
-            )
-            self.steering.metrics.tree_step(
-                accepted=seen.accepted,
-                verified_by_depth=seen.verified_by_depth,
-                accepted_by_depth=seen.accepted_by_depth,
-                nodes_slo=self._chosen[0],
-                nodes_throughput=self._chosen[1],
-            )
+            if index is not None and done.sampled_token_ids[index]:
+                names.append(name)
+                given.append(done.sampled_token_ids[index])
+        if names:
+            counts = [len(step.parents[name]) for name in names]
+            self._learn(names, np.asarray(counts, dtype=np.int64), given)
+
+    def _learn(self, names: Sequence[str], counts: Ints, given: Sequence[list[int]]) -> None:
+        """Learn from the tokens that came ``given`` out of trees of ``counts`` nodes."""
+        planted, deepest = self._planted, self.config.max_depth
+        starts = np.asarray([planted.starts[name] for name in names], dtype=np.int64)
+        lengths = [len(tokens) for tokens in given]
+        depths, fates = outcomes(
+            starts,
+            counts,
+            planted.tokens,
+            planted.parents,
+            np.cumsum([0, *lengths]),
+            np.asarray(list(itertools.chain.from_iterable(given)), dtype=np.int64),
+        )
+        sums = np.cumsum(np.append(0.0, planted.chances))
+        hoped = (1.0 + sums[starts + counts] - sums[starts]).tolist()
+        for name, hope, length in zip(names, hoped, lengths, strict=True):
+            self._measured.observe(name, hope, length)
+        seen, hit = fates > 0, fates == ACCEPTED_NODE
+        self.calibration.observe(
+            depths[seen], planted.probabilities[seen], hit[seen], planted.best[seen]
+        )
+        self.steering.metrics.tree_step(
+            accepted=[length - 1 for length in lengths],
+            verified_by_depth=np.bincount(depths, minlength=deepest + 1)[1:].tolist(),
+            accepted_by_depth=np.bincount(depths[hit], minlength=deepest + 1)[1:].tolist(),
+            nodes_slo=self._chosen[0],
+            nodes_throughput=self._chosen[1],
+        )
 
     def offer(self, drafts: DraftTrees) -> None:
         """Take the candidates that the worker drafted after the last step."""
@@ -604,46 +638,6 @@ class Speculation:
         self._measured.forget(request_id)
 
 
-class _Seen:
-    """What became of the nodes of a step's trees.
-
-    Attributes:
-        accepted: accepted nodes of each tree.
-        depths, said, best, hits: of every node whose parent was accepted: its depth, the draft's
-            probability, whether that was its best guess, whether it was accepted.
-        verified_by_depth, accepted_by_depth: nodes, from depth 1 on.
-    """
-
-    def __init__(self, max_depth: int) -> None:
-        self.accepted: list[int] = []
-        self.depths: list[int] = []
-        self.said: list[float] = []
-        self.best: list[bool] = []
-        self.hits: list[bool] = []
-        self.verified_by_depth = [0] * max_depth
-        self.accepted_by_depth = [0] * max_depth
-
-    def walk(self, planted: Planted, parents: Sequence[int], given: list[int]) -> None:
-        """Follow the tokens that came out of one tree."""
-        self.accepted.append(len(given) - 1)
-        for depth in token_tree.depths(parents):
-            self.verified_by_depth[depth - 1] += 1
-        due = {-1: (1, given[0])}  # visited node -> depth and token of what follows it
-        for node, parent in enumerate(parents):
-            if parent not in due:
-                continue
-            depth, token = due[parent]
-            hit = planted.tokens[node] == token
-            self.depths.append(depth)
-            self.said.append(planted.probabilities[node])
-            self.best.append(planted.best[node])
-            self.hits.append(hit)
-            if hit:
-                self.accepted_by_depth[depth - 1] += 1
-                if depth < len(given):
-                    due[node] = depth + 1, given[depth]
-
-
 def _evened_out(view: DecodeView) -> float:
     """Share of what a tree may be counted on for that does so for the rest of a TPOT's window: a
     single step may accept nothing, many make up for each other."""
@@ -660,8 +654,9 @@ def _warm_up(max_depth: int) -> None:
     calibration = DraftCalibration(max_depth)
     calibration.observe(np.ones(1, dtype=np.int64), np.full(1, 0.5), np.ones(1, dtype=np.bool_))
     offsets, parents = np.array([0, 1]), np.array([-1], dtype=np.int32)
-    chances = calibration.path_probabilities(offsets, parents, np.full(1, 0.5))
-    best_guesses(offsets, parents, chances)
+    chances, _ = calibration.path_probabilities(offsets, parents, np.full(1, 0.5))
+    one = np.zeros(1, dtype=np.int64)
+    outcomes(one, one + 1, one, parents, np.array([0, 1]), one)
     node_worths(offsets, chances, parents, np.ones(1, dtype=np.bool_), 1.0)
     chosen = select_trees(
         offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1)
