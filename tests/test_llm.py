@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from live_server import environment
+from live_server import ONE_CORE_EACH, environment
 from vllm import SamplingParams
 
 from vllm_slo import LLM, SLO, tiny
@@ -66,7 +66,7 @@ def plain_vllm(extra_args: list[dict[str, Any] | None], **options: Any) -> list[
         text=True,
         timeout=280,
         check=False,
-        env=environment() | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        env=environment() | ONE_CORE_EACH,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]

@@ -23,6 +23,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from live_server import ONE_CORE_EACH
 from scipy.stats import chi2_contingency
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -44,7 +45,6 @@ PLAIN = {"trees": False}
 SEEDED = {"seeded": True, "every": 4}
 FEW = {"every": FEWER}
 DRAWN = {"sample": DRAWS}
-ONE_CORE_EACH = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def run(ask: str) -> dict[str, Any]:

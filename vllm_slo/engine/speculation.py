@@ -579,7 +579,8 @@ class Speculation:
         names, given = [], []
         for name in step.parents:
             index = done.req_id_to_index.get(name)
-            if index is not None and done.sampled_token_ids[index]:
+            known = index is not None and name in self._planted.starts
+            if known and done.sampled_token_ids[index]:
                 names.append(name)
                 given.append(done.sampled_token_ids[index])
         if names:
