@@ -8,7 +8,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import fcntl
 import json
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,49 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+GATE, ROOM = Path(__file__), Path(__file__).with_name("live_server.py")
+
+
+@contextmanager
+def a_place_in_the_room(kind: int) -> Iterator[None]:
+    """Hold the room's lock, shared or exclusive; who waits holds the gate, so nobody passes it."""
+    with GATE.open() as gate, ROOM.open() as room:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, kind)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # a child may have inherited the open file
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup() -> Generator[None]:
+    with a_place_in_the_room(fcntl.LOCK_SH):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Of tests that run side by side, one marked ``alone`` has the machine to itself."""
+    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with a_place_in_the_room(kind):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    with a_place_in_the_room(fcntl.LOCK_SH):
+        return (yield)
+
+
+FIRST = ["test_llm.py", "test_tree_lossless.py", "test_replicas.py", "test_replica.py"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines of this process first: vLLM on CPU cannot start one once numba has been loaded."""
-    items.sort(key=lambda item: item.path.name != "test_llm.py")
+    """Long files first, so that workers end together.
+
+    Engines of this process before all: vLLM on CPU cannot start one once numba has been loaded.
+    """
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))

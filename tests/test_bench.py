@@ -164,6 +164,7 @@ def requests_of(prompts: list[int], output: int = 12, gap_s: float = 0.01) -> Wo
 QUIET = ClientOptions(warmup_requests=0, drain_s=20.0)
 
 
+@pytest.mark.alone
 def test_client_sends_what_was_planned(fake: Fake) -> None:
     workload = requests_of([5, 6, 7])
     tallies: list[int] = []
@@ -202,6 +203,7 @@ def test_stock_servers_get_no_slo_and_classes_are_optional(fake: Fake) -> None:
     assert fake.bodies[0]["cache_salt"] != fake.bodies[1]["cache_salt"]
 
 
+@pytest.mark.alone
 def test_client_is_open_loop(fake: Fake) -> None:
     """Requests leave on time although no earlier one has been answered."""
     fake.step_s = 0.5
@@ -261,6 +263,7 @@ def test_warm_up_is_sent_and_dropped(fake: Fake) -> None:
     assert all("slo" not in b for b in fake.bodies[:3])
 
 
+@pytest.mark.alone
 def test_zero_load_measures_a_lone_request(fake: Fake) -> None:
     fake.step_s = 0.01
     zero = measure_zero_load(ServerTarget("lone", fake.url), 300, repeats=2, output_tokens=11)

@@ -27,6 +27,8 @@ from front_stack import (
 
 from vllm_slo.http_slo import MAX_BODY_BYTES
 
+pytestmark = pytest.mark.alone
+
 ROUTING = {"stale_after_s": 1.0, "dead_after_s": 2.0, "drain_s": 5.0}
 SLO = {"ttft_ms": 2_000}
 KEY = "sk-secret"

@@ -18,6 +18,8 @@ import openai
 import pytest
 from front_stack import Fake, FrontProcess, events, eventually, processes
 
+pytestmark = pytest.mark.alone
+
 ROUTING = {"stale_after_s": 0.6, "dead_after_s": 1.2, "drain_s": 5.0, "retries": 2}
 MANY = 20
 PROMPTLY_S = 3.0

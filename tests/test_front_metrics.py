@@ -9,6 +9,8 @@ import pytest
 from front_stack import Fake, FrontProcess, eventually, processes, states_arrive
 from prometheus_client.parser import text_string_to_metric_families
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[tuple[FrontProcess, list[Fake]]]:

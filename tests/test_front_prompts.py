@@ -150,6 +150,7 @@ def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
     assert len(huge) == MAX_CHUNKS
 
 
+@pytest.mark.alone
 def test_reading_is_cheap() -> None:
     request, index = chat(LONG[:4096]), PrefixIndex()
     index.add(read_prompt(request).chunks)

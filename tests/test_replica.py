@@ -153,6 +153,7 @@ def test_the_lifespan_is_the_apps() -> None:
 # --- the feed ------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_a_feed_says_what_came_what_changed_and_that_it_lives(tmp_path: Path) -> None:
     async def run() -> None:
         feed = StateFeed()
@@ -426,6 +427,7 @@ def test_every_path_demands_the_token(live: Live) -> None:
     assert [model["id"] for model in models["data"]] == ["tiny"]
 
 
+@pytest.mark.alone
 @pytest.mark.engine
 def test_an_idle_replica_has_a_heartbeat(watcher: Watcher) -> None:
     time.sleep(1.3)
@@ -459,6 +461,7 @@ def test_a_promise_is_seen_with_its_ticket_and_gone_afterwards(
     assert len(mine) >= 10
 
 
+@pytest.mark.alone
 @pytest.mark.engine
 def test_time_at_the_front_counts(live: Live) -> None:
     asked = {**EASY, "max_tokens": 4}
@@ -533,6 +536,7 @@ def test_metrics_of_both_kinds_are_there(live: Live) -> None:
     assert "vllm:num_requests_running" in text()
 
 
+@pytest.mark.alone
 @pytest.mark.engine
 def test_an_engine_that_is_killed_ends_its_replica(live: Live, watcher: Watcher) -> None:
     """The last test of this replica."""
@@ -561,26 +565,32 @@ def test_an_engine_that_is_killed_ends_its_replica(live: Live, watcher: Watcher)
     assert leftovers(live.log.parent) == []
 
 
+@pytest.fixture
+def draining(tmp_path: Path) -> Iterator[Live]:
+    with running(tmp_path, "--drain-s", "20") as one:
+        yield one
+
+
+@pytest.mark.alone
 @pytest.mark.engine
 @pytest.mark.slow
-def test_sigterm_lets_what_runs_end(tmp_path: Path) -> None:
-    with running(tmp_path, "--drain-s", "20") as live:
-        watcher = Watcher(live)
-        with live.stream({**EASY, **LONG}, age_ms=1, ticket=1) as answer:
-            lines = answer.iter_lines()
-            assert next(lines).startswith("data: ")
-            live.process.terminate()
-            told = time.monotonic()
-            within(2, lambda: watcher.lines[-1][1]["draining"], lambda: watcher.lines[-1])
-            assert time.monotonic() - told < 0.6
-            rest = list(lines)
-        assert rest[-2] == "data: [DONE]"
-        assert '"promised":true' in "".join(rest)
-        assert live.process.wait(20) == 0
-        assert not any(line["dead"] for _, line in watcher.lines)
-        live.await_end(10)
-        assert leftovers(tmp_path) == []
-        assert "Traceback" not in live.log.read_text()
+def test_sigterm_lets_what_runs_end(draining: Live) -> None:
+    watcher = Watcher(draining)
+    with draining.stream({**EASY, **LONG}, age_ms=1, ticket=1) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        draining.process.terminate()
+        told = time.monotonic()
+        within(2, lambda: watcher.lines[-1][1]["draining"], lambda: watcher.lines[-1])
+        assert time.monotonic() - told < 0.6
+        rest = list(lines)
+    assert rest[-2] == "data: [DONE]"
+    assert '"promised":true' in "".join(rest)
+    assert draining.process.wait(20) == 0
+    assert not any(line["dead"] for _, line in watcher.lines)
+    draining.await_end(10)
+    assert leftovers(draining.log.parent) == []
+    assert "Traceback" not in draining.log.read_text()
 
 
 @pytest.mark.engine

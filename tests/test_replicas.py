@@ -117,14 +117,16 @@ def test_a_replicas_port_is_closed_without_its_token(live: LiveReplicas) -> None
     assert found == 2
 
 
-@pytest.mark.parametrize("part", ["engine", "child", "actor", "front"])
+@pytest.mark.parametrize("part", ["engine", "front"])
 def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
-    """20 streams take all seats, so that 20 more wait in the engines; then a part is killed."""
+    """20 streams take all seats, so that 20 more wait in the engines; then a part is killed.
+
+    The deaths of a replica's child and actor: test_router_kill.py, and what they leave of a real
+    engine: test_replica.py.
+    """
     before = await_whole(live, set(), 0, START_S)
     victims = {
         "engine": live.engines,
-        "child": lambda: live.children("Replica"),
-        "actor": lambda: live.actors("Replica"),
         "front": lambda: live.children("Front"),
     }[part]()
     kill = partial(sigkill, victims[0])

@@ -539,4 +539,15 @@ def test_more_replicas_are_started_when_the_front_wants_them() -> None:
 
 
 def test_the_environment_at_start_is_that_of_the_process() -> None:
-    assert "PATH" in app._environment_at_start() or "PATH" not in os.environ
+    code = (
+        "import os; os.environ['LATER'] = '1'; from vllm_slo.router import app;"
+        "print(sorted(app._environment_at_start() & {'AT_START', 'LATER'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "AT_START": "1"},
+    )
+    assert done.stdout.strip() == "['AT_START']"

@@ -9,7 +9,6 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -351,18 +350,3 @@ def test_a_client_that_leaves_frees_its_request(server: LiveServer, api: str) ->
     server.await_total(0, "vllm:num_requests_running")
     server.await_total(0, "vllm_slo:promised_requests")
     assert server.total("vllm_slo:requests_finished_total", slo_class="chat") == finished
-
-
-# --- our own command -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_vllm_slo_serve_tiny(tmp_path: Path) -> None:
-    (tmp_path / "slo.yaml").write_text(CONFIG)
-    arguments = [command("vllm-slo"), "serve", "tiny", "--slo-config", "slo.yaml", *SMALL]
-    with live_server.running(arguments, "tiny", tmp_path) as live:
-        answer = ask_openai(live, "chat", True, {"service_tier": "priority"})
-        assert (answer.status, answer.service_tiers) == (200, ["priority"])
-        assert [report["promised"] for report in answer.reports] == [True]
-        live.await_total(1, "vllm_slo:requests_finished_total", slo_class="chat")
-    assert live.process.returncode is not None

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from live_server import SMALL, LiveServer, command, environment, running
+from live_server import SMALL, LiveServer, ask_openai, command, environment, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -24,7 +24,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("speculation")
     config = folder / "slo.yaml"
     # A pass of so small a draft takes as long as a step of the target: by itself it rarely pays.
-    config.write_text("speculation:\n  min_depth: 4\n")
+    config.write_text(
+        "speculation: {min_depth: 4}\n"
+        "classes: {chat: {ttft_ms: 60000, tpot_ms: 10000}}\n"
+        "service_tiers: {priority: chat}\n"
+    )
     arguments = [
         *(command("vllm-slo"), "serve", "tiny", "--draft-model", "tiny"),
         *("--slo-config", str(config), *SMALL),
@@ -61,6 +65,13 @@ def test_an_answer_streams_in_steps_of_several_tokens(
     assert server.total("vllm_slo:speculation_enabled") == 1
     accepted = server.total("vllm:spec_decode_num_accepted_tokens_total")
     assert server.total("vllm_slo:tree_accepted_tokens_total") == accepted
+
+
+def test_a_tier_names_a_class(server: LiveServer) -> None:
+    answer = ask_openai(server, "chat", True, {"service_tier": "priority"})
+    assert (answer.status, answer.service_tiers) == (200, ["priority"])
+    assert [report["promised"] for report in answer.reports] == [True]
+    server.await_total(1, "vllm_slo:requests_finished_total", slo_class="chat")
 
 
 def test_objectives_and_reports_are_as_without_trees(client: openai.OpenAI) -> None:
@@ -110,25 +121,3 @@ def test_a_draft_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert f"speculation.draft_model: there is no folder '{missing}'" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_half_of_the_flags_are_refused_with_the_one_that_is_missing(tmp_path: Path) -> None:
-    from vllm_slo import tiny
-
-    said = f'{{"draft_model": "{tiny.path("draft")}"}}'
-    done = subprocess.run(
-        [
-            *(command("vllm"), "serve", str(tiny.path("target"))),
-            *("--scheduler-cls", "vllm_slo.Scheduler", "--additional-config", said, *SMALL),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-        env=environment(),
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "--speculative-config: a draft model needs --speculative-config" in (
-        done.stdout + done.stderr
-    )

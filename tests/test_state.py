@@ -346,6 +346,7 @@ def test_nobody_listens_and_then_somebody_does(tmp_path: Path) -> None:
     publisher.close()
 
 
+@pytest.mark.alone
 def test_who_is_slow_gets_the_last_state_later(tmp_path: Path) -> None:
     listening = Listener(tmp_path / "state")
     publisher = StatePublisher(str(listening.path))
