@@ -211,6 +211,30 @@ def test_a_machine_on_which_length_costs_nothing_gets_a_sane_rate(long_s: float)
     assert 0 < demo.rate_at(0.8, zero) < 100
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "for_cpus", "expected"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx2 fma\n", True, ["--dtype=float32"]),
+        ("processor : 0\nflags\t\t: fpu avx2 fma\n", False, []),
+        ("processor : 0\nflags\t\t: fpu avx2 avx512f amx_bf16\n", True, []),
+        ("processor : 0\nFeatures\t: fp asimd bf16\n", True, []),
+        (None, True, []),
+    ],
+)
+def test_a_cpu_that_is_slow_in_bfloat16_serves_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cpuinfo: str | None,
+    for_cpus: bool,
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(demo, "vllm_is_for_cpus", lambda: for_cpus)
+    path = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        path.write_text(cpuinfo)
+    assert demo.dtype_arguments(path) == expected
+
+
 def run_of(name: str, records: list[RequestRecord]) -> ServerRun:
     return ServerRun(
         ServerTarget(name, "http://127.0.0.1:1"),

