@@ -22,9 +22,8 @@ help: ## show this list
 
 setup: $(STAMP) ## make .venv and install vLLM, vllm-slo and the tools
 
-# Two at a time, each with one core of the smallest machine that this is for.
 test: setup ## run the tests; PYTEST_ARGS='-m "not engine"' narrows them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

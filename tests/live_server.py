@@ -34,10 +34,6 @@ def command(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-ONE_CORE_EACH = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Added to the environment of engines of which two run at once."""
-
-
 def environment() -> dict[str, str]:
     """The environment of a server; conftest's choices for in-process engines are left out."""
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -7,14 +7,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from live_server import ONE_CORE_EACH, environment
+from live_server import environment
 from vllm import SamplingParams
 
 from vllm_slo import LLM, SLO, tiny
@@ -66,23 +65,11 @@ def plain_vllm(extra_args: list[dict[str, Any] | None], **options: Any) -> list[
         text=True,
         timeout=280,
         check=False,
-        env=environment() | ONE_CORE_EACH,
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
     return list(json.loads(lines[-1]))
-
-
-EXTRA = [EASY.to_extra_args(), None, IMPOSSIBLE.to_extra_args(), {"slo_ttft_ms": -1}]
-
-
-@pytest.fixture(scope="module")
-def plain() -> tuple[list[list[Any]], list[list[Any]]]:
-    """What vLLM's own class says with its own scheduler, and with ours and ``EXTRA``."""
-    with ThreadPoolExecutor(2) as pool:
-        stock = pool.submit(plain_vllm, [None] * len(PROMPTS))
-        ours = pool.submit(plain_vllm, EXTRA, scheduler_cls="vllm_slo.Scheduler")
-        return stock.result(), ours.result()
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +88,19 @@ def promised(outputs: list[Any]) -> list[bool | None]:
     return [None if report is None else report["promised"] for report in reports]
 
 
-def test_without_an_slo_it_says_what_stock_says(llm: LLM, plain: Any) -> None:
+def test_without_an_slo_it_says_what_stock_says(llm: LLM) -> None:
     outputs = generate(llm)
-    stock, _ = plain
+    stock = plain_vllm([None] * len(PROMPTS))
     assert [output.outputs[0].text for output in outputs] == [text for text, _, _ in stock]
     assert promised(outputs) == [None] * len(PROMPTS)
     with_slo = generate(llm, slo=EASY)
     assert [output.outputs[0].text for output in with_slo] == [text for text, _, _ in stock]
 
 
-def test_plain_vllm_with_our_scheduler(llm: LLM, plain: Any) -> None:
+def test_plain_vllm_with_our_scheduler(llm: LLM) -> None:
     expected = [output.outputs[0].text for output in generate(llm)]
-    _, outputs = plain
+    extra = [EASY.to_extra_args(), None, IMPOSSIBLE.to_extra_args(), {"slo_ttft_ms": -1}]
+    outputs = plain_vllm(extra, scheduler_cls="vllm_slo.Scheduler")
     assert [text for text, _, _ in outputs[:3]] == expected[:3]
     carried = [carrier and carrier["vllm_slo"]["promised"] for _, _, carrier in outputs[:3]]
     assert carried == [True, None, False]
