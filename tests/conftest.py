@@ -18,6 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# pytest has the time limits, and what numba compiles at first takes longer than any example.
+settings.register_profile("here", settings(), deadline=None)
+settings.load_profile("here")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,9 +90,10 @@ FIRST = ["test_llm.py", "test_tree_lossless.py", "test_replicas.py", "test_repli
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that workers end together.
+    """Long files first, so that workers end together; tests that wait for others last.
 
     Engines of this process before all: vLLM on CPU cannot start one once numba has been loaded.
     """
     places = {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))
+    waits = {item.path.name for item in items if item.get_closest_marker("alone")}
+    items.sort(key=lambda item: places.get(item.path.name, len(FIRST) + (item.path.name in waits)))

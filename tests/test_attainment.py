@@ -66,7 +66,6 @@ def test_multi_token_chunks_count_per_token() -> None:
     assert worst_window_tpot_s(times) == pytest.approx(0.1)
 
 
-@settings(deadline=None)
 @given(_gaps, st.integers(1, 15))
 def test_tracker_equals_batch_on_every_prefix(gaps: list[float], window: int) -> None:
     times = _times(gaps)
@@ -78,7 +77,6 @@ def test_tracker_equals_batch_on_every_prefix(gaps: list[float], window: int) ->
         assert tracker.worst_s == worst_window_tpot_s(times[: i + 1], window)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 7)), min_size=1, max_size=40))
 def test_tracker_equals_batch_for_chunks(chunks: list[tuple[float, int]]) -> None:
     tracker, times, now = WindowTPOT(), [], 0.0
@@ -89,7 +87,6 @@ def test_tracker_equals_batch_for_chunks(chunks: list[tuple[float, int]]) -> Non
     assert tracker.worst_s == worst_window_tpot_s(times)
 
 
-@settings(deadline=None)
 @given(_gaps.filter(bool), st.integers(1, 15))
 def test_worst_window_bounds(gaps: list[float], window: int) -> None:
     times = _times(gaps)
@@ -195,7 +192,7 @@ _streams = st.lists(
 
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's own, for runs in which nothing succeeded
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(_streams, st.floats(1, 2000), st.floats(1, 200))
 def test_mean_goodput_counts_as_vllm_bench_serve(
     streams: list[tuple[float, float, list[float], bool]], ttft_ms: float, tpot_ms: float

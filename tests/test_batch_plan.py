@@ -303,7 +303,7 @@ def step_s(model: StepTimeModel, chunks: list[tuple[int, int]]) -> float:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     model=tiny_models,
     tpots=st.lists(st.sampled_from([0.4, 0.8, 1.0]), max_size=3),
@@ -419,7 +419,7 @@ def cases(draw: Callable[..., Any]) -> Case:
     return Case(decodes, prefills, best_effort, model, limits, frozenset(early))
 
 
-MANY = settings(max_examples=120, deadline=None)
+MANY = settings(max_examples=120)
 
 
 @MANY

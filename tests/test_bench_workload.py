@@ -108,7 +108,7 @@ def test_square_wave_bursts() -> None:
     assert all(r.at_s % 20 <= 5 for r in everything.requests)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rate=st.floats(0.05, 30),
     duration_s=st.floats(0.5, 90),

@@ -5,10 +5,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_slo.core.grove import Grove, StepLoad, TPOTLimit, TPOTNeeds, nodes_of_step, tpot_needs
+from vllm_slo.core.grove import (
+    ENOUGH,
+    Grove,
+    StepLoad,
+    TPOTLimit,
+    TPOTNeeds,
+    nodes_of_step,
+    tpot_needs,
+)
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.tree_budget import worthwhile_nodes
 from vllm_slo.core.types import INFINITY, DecodeView
@@ -191,7 +199,6 @@ def test_no_step_exceeds_its_tokens_nor_what_there_is(
         assert FLAT.predict_s(roots + others + nodes) <= limit_s + 1e-9
 
 
-@settings(deadline=None)
 @given(
     trees=st.lists(st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4), min_size=1, max_size=6),
     tpots=st.lists(st.floats(0.01, 0.1), min_size=6, max_size=6),
@@ -200,7 +207,8 @@ def test_no_step_exceeds_its_tokens_nor_what_there_is(
 def test_no_cut_serves_objectives_better(
     trees: list[list[float]], tpots: list[float], owed: list[float]
 ) -> None:
-    """Of the parts of what would pay, none gives more of the pace that is asked for."""
+    """Of the parts of what would pay, none gives more of the pace that is asked for, up to where
+    it is enough."""
     ordered = [sorted(tree, reverse=True) for tree in trees]
     found = grove(*ordered)
     needs = [TPOTNeeds(tpot_s, tpot_s, late) for tpot_s, late in zip(tpots, owed, strict=True)]
@@ -214,11 +222,11 @@ def test_no_cut_serves_objectives_better(
         return float(np.minimum(paces, 1.0).sum())
 
     step = nodes_of_step(found, load(roots), FLAT, FLAT)
-    chosen = served(step.marks)
+    chosen, enough = served(step.marks), ENOUGH * roots
     nothing = served(np.zeros_like(step.marks))
     likely = found.likely()
     paying = worthwhile_nodes(likely, roots, 0, 0, FLAT, 500)
-    assert chosen >= nothing - 1e-9
-    if not any(needs[place].owed + tpots[place] / 0.04 > 1.0 for place in range(roots)):
+    assert chosen >= min(nothing, enough) - 1e-9
+    if not found.behind(FLAT.predict_s(roots + len(found.chances))):
         everything = found.select(paying, 0.0, 0.0)
-        assert chosen >= served(everything) - 1e-9
+        assert chosen >= min(served(everything), enough) - 1e-9

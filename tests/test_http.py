@@ -434,7 +434,7 @@ raw_headers = st.dictionaries(
 
 
 @given(raw_bodies, raw_headers)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_fuzz_never_500(body: bytes, headers: dict[bytes, bytes]) -> None:
     answers: list[Message] = []
     reached: list[bytes] = []

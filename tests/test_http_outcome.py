@@ -371,7 +371,7 @@ values = st.recursive(
 
 
 @given(values | st.dictionaries(st.sampled_from(["choices", "kv_transfer_params"]), values))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_fuzz_responses(response: Any) -> None:
     asked = Asked(SLO(ttft_ms=1, on_unattainable="decline"), None)
     body = json.dumps(response).encode()

@@ -180,7 +180,7 @@ def promised_by_program(request: RoutedRequest, state: ReplicaState, taken_s: fl
     return bool(plan.admitted)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32))
 def test_a_request_goes_to_the_first_in_turn_whose_program_admits_it(seed: int) -> None:
     rng = random.Random(seed)
@@ -308,7 +308,7 @@ def test_a_replica_that_has_not_spoken_promises_nothing() -> None:
     assert silent.work_s(ASKS) == 0.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from("sbe"), st.integers(1, 6), st.booleans()), max_size=40))
 def test_whatever_happens_an_empty_double_is_as_new(events) -> None:
     (double,) = replicas(busy(2))
@@ -417,7 +417,7 @@ def test_work_is_time_or_memory_whichever_is_more() -> None:
 # The state on the wire.
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32))
 def test_a_state_survives_the_wire(seed: int) -> None:
     rng = random.Random(seed)

@@ -699,7 +699,7 @@ def traffic(draw: st.DrawFn) -> list[Job]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(jobs=traffic(), replicas=st.sampled_from([1, 2]), frontend_s=st.sampled_from([0.0, 0.01]))
 def test_whatever_the_traffic(
     system: System, jobs: list[Job], replicas: int, frontend_s: float

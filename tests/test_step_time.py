@@ -247,7 +247,7 @@ garbage = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(garbage, max_size=30))
 def test_fit_of_garbage_is_non_negative(samples: list[Sample]) -> None:
     kept = 2 * [(BatchShape(8), 0.01)]

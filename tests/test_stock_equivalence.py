@@ -530,7 +530,7 @@ def test_speculative_decoding(run: Run) -> None:
     assert counts["spec"] > 100 and counts["preempted"] > 10
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
     blocks=st.sampled_from([30, 60, 400]),

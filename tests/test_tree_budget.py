@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_slo.core.admission import PLAIN
@@ -32,7 +32,6 @@ def rate(nodes: int, chances: np.ndarray, roots: int, others: int, model: StepTi
     return (roots + float(chances[:nodes].sum())) / (model.predict_s(roots) + longer)
 
 
-@settings(deadline=None)  # the first example compiles
 @given(
     chances=probabilities,
     roots=st.integers(1, 64),
@@ -89,7 +88,6 @@ typical = st.lists(
 ).map(lambda rows: np.sort(np.asarray(rows))[:, ::-1])
 
 
-@settings(deadline=None)  # the first example compiles
 @given(
     chances=typical,
     active=st.integers(1, 64),
@@ -134,7 +132,6 @@ def test_no_other_depth_or_width_is_faster(
     assert rate(*found) == pytest.approx(best, rel=1e-9)
 
 
-@settings(deadline=None)  # the first example compiles
 @given(
     chances=typical,
     share=st.floats(0.0, 1.0),

@@ -113,7 +113,7 @@ def test_algorithm_1_tells_what_cannot_be_met() -> None:
 # Against the oracles.
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_algorithm_1_is_the_optimum(data) -> None:
     trees = data.draw(batches(requests=3, nodes=3))
@@ -146,7 +146,7 @@ def test_algorithm_1_is_the_optimum(data) -> None:
         assert total == best
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_algorithm_2_finds_the_optimum_where_there_is_one(data) -> None:
     trees = data.draw(batches())
@@ -161,7 +161,7 @@ def test_algorithm_2_finds_the_optimum_where_there_is_one(data) -> None:
 # Properties.
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_choices_are_trees_within_every_limit(data) -> None:
     trees = data.draw(batches())
@@ -190,7 +190,7 @@ def test_choices_are_trees_within_every_limit(data) -> None:
         assert not left or len(kept) == limit or not missed
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_larger_budget_is_never_worse(data) -> None:
     trees = data.draw(batches())
@@ -207,7 +207,7 @@ def test_a_larger_budget_is_never_worse(data) -> None:
             assert all(later in kept[mark] for mark, later in pairs if mark)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_the_order_of_requests_does_not_matter(data) -> None:
     trees = data.draw(batches())
@@ -279,7 +279,6 @@ def test_worths_by_hand() -> None:
     assert node_worths(offsets, chances, parents, best, 0.0) is chances, "the kernel takes masks"
 
 
-@settings(deadline=None)
 @given(batches(), st.floats(0.1, 3.0), st.data())
 def test_worths_keep_trees_connected(trees: list[Tree], path_tokens: float, data) -> None:
     """By worth alone no child comes before its parent, and nothing is worth more than it yields."""
@@ -398,7 +397,6 @@ def arranged(trees, marks, deepest, paths):
     ]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_chosen_nodes_are_arranged_as_token_tree_arranges_them(data) -> None:
     trees = data.draw(batches().filter(bool))
@@ -415,7 +413,6 @@ def test_chosen_nodes_are_arranged_as_token_tree_arranges_them(data) -> None:
         assert (order, parents) == token_tree.reorder(nodes, above, expected_order)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_no_more_extra_paths_than_there_is_room_for(data) -> None:
     trees = data.draw(batches().filter(bool))
