@@ -190,6 +190,8 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
     parameters = (200e6 if several else 100e6) if args.parameters is None else args.parameters
     load = (0.3 if several else 0.4) if args.load is None else args.load
     model = twin(parameters, console)
+    if dtype_arguments():
+        console.print("this CPU has no AVX-512: bfloat16 would be slow, so they serve in float32")
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
     zero: ZeroLoad | None = None
     workload: Workload | None = None
