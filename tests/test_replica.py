@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -399,9 +400,16 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("vllm-slo-*")]
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder in which the path of a socket, named by 36 characters, has room: 107 at most."""
+    with tempfile.TemporaryDirectory(prefix="slo-") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with running(tmp_path_factory.mktemp("replica")) as one:
+def live() -> Iterator[Live]:
+    with tempfile.TemporaryDirectory(prefix="slo-") as folder, running(Path(folder)) as one:
         yield one
 
 
@@ -566,8 +574,8 @@ def test_an_engine_that_is_killed_ends_its_replica(live: Live, watcher: Watcher)
 
 
 @pytest.fixture
-def draining(tmp_path: Path) -> Iterator[Live]:
-    with running(tmp_path, "--drain-s", "20") as one:
+def draining(short: Path) -> Iterator[Live]:
+    with running(short, "--drain-s", "20") as one:
         yield one
 
 
@@ -595,8 +603,8 @@ def test_sigterm_lets_what_runs_end(draining: Live) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_killed_replica_leaves_nothing(tmp_path: Path) -> None:
-    with running(tmp_path) as live:
+def test_a_killed_replica_leaves_nothing(short: Path) -> None:
+    with running(short) as live:
         with suppress(httpx.HTTPError), live.stream({**EASY, **LONG}, ticket=1) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
@@ -604,13 +612,13 @@ def test_a_killed_replica_leaves_nothing(tmp_path: Path) -> None:
             list(lines)
         live.process.wait(10)
         live.await_end(10)
-        assert leftovers(tmp_path) == []
+        assert leftovers(short) == []
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("how", ["its parent dies", "it is killed"])
-def test_a_replica_that_starts_leaves_nothing_either(tmp_path: Path, how: str) -> None:
-    with starting(tmp_path) as live:
+def test_a_replica_that_starts_leaves_nothing_either(short: Path, how: str) -> None:
+    with starting(short) as live:
         within(120, live.engine, live.alive)
         time.sleep(0.5)  # vLLM's plugins come much later
         if how == "it is killed":
@@ -621,7 +629,7 @@ def test_a_replica_that_starts_leaves_nothing_either(tmp_path: Path, how: str) -
         assert live.process.wait(5) == (-signal.SIGKILL if how == "it is killed" else 1)
         live.await_end(5)
         assert live.process.stdout is not None and live.process.stdout.read() == b""
-        assert leftovers(tmp_path) == []
+        assert leftovers(short) == []
 
 
 def test_its_import_is_light() -> None:
