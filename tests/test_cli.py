@@ -228,7 +228,7 @@ def test_a_cpu_that_is_slow_in_bfloat16_serves_in_float32(
     for_cpus: bool,
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr(demo, "vllm_is_for_cpus", lambda: for_cpus)
+    monkeypatch.setattr(demo, "runs_on_cpu", lambda: for_cpus)
     path = tmp_path / "cpuinfo"
     if cpuinfo is not None:
         path.write_text(cpuinfo)

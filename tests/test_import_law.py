@@ -35,7 +35,8 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.profiles": {"vllm_slo.core", "vllm_slo.errors"},
     "vllm_slo.serve_args": {"vllm_slo.config", "vllm_slo.errors", "vllm_slo.tiny"},
     "vllm_slo.tiny": {"vllm_slo.errors"},
-    "vllm_slo.bench": POLICY | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.tiny"},
+    "vllm_slo.bench": POLICY
+    | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine": POLICY
     | {"vllm_slo.http_slo", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine.cpu_alias": set(),

