@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tiny language models that ship with the package, for tests and demonstrations.
+"""Three tiny language models that ship with the package, for tests and demonstrations.
 
-``target`` is a small Llama trained on CPython's own library sources; ``draft`` is a shallower
-one distilled from it, with the same vocabulary.  Both load in transformers and in vLLM from the
-folder that :func:`path` gives.  Importing this module loads neither torch nor vLLM.
+``target`` is a small Llama trained on CPython's own library sources; ``middle`` and ``draft`` are
+shallower ones distilled from it, with the same vocabulary.  All load in transformers and in vLLM
+from the folder that :func:`path` gives.  Importing this module loads neither torch nor vLLM.
 """
 
 from pathlib import Path
 
 from vllm_slo.errors import VllmSLOError
 
-NAMES = ("target", "draft")
+NAMES = ("target", "middle", "draft")  # From the largest to the smallest.
 
 
 class UnknownModelError(VllmSLOError, ValueError):
@@ -18,7 +18,7 @@ class UnknownModelError(VllmSLOError, ValueError):
 
 
 def path(name: str) -> Path:
-    """The folder of the shipped model ``name``: "target" or "draft".
+    """The folder of the shipped model ``name``: "target", "middle" or "draft".
 
     Raises UnknownModelError for any other name, and FileNotFoundError where the installation
     lacks the weights.
