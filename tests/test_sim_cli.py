@@ -14,7 +14,8 @@ from test_sim_capacity import fake_simulate
 
 from vllm_slo import cli
 from vllm_slo.sim import capacity, main
-from vllm_slo.sim.capacity import Question
+from vllm_slo.sim.capacity import Question, Setting
+from vllm_slo.sim.hardware import load_hardware
 from vllm_slo.sim.measure import Load
 from vllm_slo.sim.plan import make_plan
 from vllm_slo.sim.plot import draw_attainment, draw_load, draw_scaling
@@ -57,7 +58,14 @@ def run(capsys, *words):
         (["--rate", "1", "--replicas", "0"], "--replicas"),
         (["--rate", "1", "--bias", "0"], "--bias"),
         (["--rate", "1", "--noise", "2"], "--noise"),
-        (["--rate", "1", "--drafts", "-1"], "--drafts"),
+        (["--rate", "1", "--systems", "vllm-slo-spec0"], "drafts are 1 to 32"),
+        (["--rate", "1", "--systems", "shed-edf-512-spec2"], "systems: 'shed-edf-512-spec2'"),
+        (
+            ["--rate", "1", "--systems", "vllm-slo-spec", "--hardware", "a100-qwen-1.5b"],
+            "hardware a100-qwen-1.5b: it has no draft",
+        ),
+        (["--rate", "1", "--draft-step-ms", "-1"], "--draft-step-ms: must be at least 0"),
+        (["--rate", "1", "--draft-step-ms", "fast"], "--draft-step-ms: 'fast' is not a number"),
         (["--rate", "1", "--overhead", "heavy"], "--overhead"),
         (["--rate", "1", "--acceptance", "2"], "--acceptance"),
         (["--rate", "1", "--acceptance", "coder=0.5"], "--acceptance: 'coder' is no application"),
@@ -89,6 +97,10 @@ def test_each_bad_option_is_one_line_that_names_it(words, named, capsys):
         (["--rate", "1", "--attainment", "0"], "--attainment"),
         (["--rate", "1", "--max-replicas", "0"], "--max-replicas"),
         (["--rate", "1", "--system", "magic"], "systems: 'magic'"),
+        (
+            ["--rate", "1", "--system", "vllm-slo-spec", "--hardware", "a100-qwen-1.5b"],
+            "it has no draft",
+        ),
         (["--rate", "1", "--scenario", "chess"], "--scenario"),
     ],
 )
@@ -156,6 +168,28 @@ def test_capacities_with_ratios_and_the_scaling_picture(faked, capsys, tmp_path)
     ]  # fmt: skip
     assert four["capacities"][0]["times_first_stock_system"][0] == pytest.approx(4, rel=0.1)
     assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_systems_that_speculate_beside_those_that_do_not(faked, capsys, tmp_path):
+    systems = "vllm-slo,vllm-slo-spec,fcfs-2048-spec3"
+    words = ["--rate", "1", "--systems", systems, "--hardware", "a100-qwen-1.5b",
+             "--draft-step-ms", "2.5", "--acceptance", "chatbot=0.6"]  # fmt: skip
+    status, out, _ = run(capsys, "simulate", *words, "--out", str(tmp_path), *QUICK)
+    assert status == 0
+    assert all(name in out for name in systems.split(","))
+    data = json.loads((tmp_path / "simulate.json").read_text())
+    assert [one["system"]["drafts"] for one in data["results"]] == [0, 8, 3]
+    assert {one["conditions"]["acceptance"]["chatbot"] for one in data["results"]} == {0.6}
+    assert [term[1] for term in data["hardware"]["step_time"]["terms"]] == [0.0025, 0.0025]
+    assert data["hardware"]["sources"]["draft.step_s"] == "given by the caller"
+
+
+def test_acceptance_of_every_application_of_every_scenario():
+    found = main.acceptance("0.6", ["mixed", "adaserve"])
+    assert set(found.values()) == {0.6}
+    assert {"chatbot", "coder", "summarizer"} < set(found)
+    jobs = Setting("adaserve", load_hardware("h100-llama-8b")).make(1.0, 200, 0)
+    assert {job.application for job in jobs} < set(found)
 
 
 def test_families_are_tuned_and_labelled(faked, capsys):

@@ -26,7 +26,7 @@ from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.baselines import PrefillFirst
 from vllm_slo.sim.cluster import Conditions, Offer, Run, Simulation, simulate
 from vllm_slo.sim.errors import SimulationError
-from vllm_slo.sim.hardware import Hardware
+from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.sim.jobs import Job, JobResult, Round, Stage
 from vllm_slo.sim.replica import Disaggregated
@@ -34,9 +34,11 @@ from vllm_slo.sim.systems import OURS, System, parse_system
 from vllm_slo.sim.text import answer_text, own_text
 
 STEP_TIME = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
-HARDWARE = Hardware(
+DRAFT_STEP_S = 0.003
+PLAIN = Hardware(
     "test", gpus=2, step_time=STEP_TIME, kv_tokens=32_768, max_num_seqs=64, max_model_len=4096
 )
+HARDWARE = PLAIN.with_draft_step(DRAFT_STEP_S)
 FCFS = parse_system("fcfs-2048")
 SHED = parse_system("shed-edf-2048")
 SYSTEMS = tuple(
@@ -50,6 +52,9 @@ SYSTEMS = tuple(
         "disaggregated-1:1-512",
         "disaggregated-2:1-512",
         "disaggregated-1:2-512",
+        "vllm-slo-spec",
+        "fcfs-512-spec3",
+        "priority-512-spec1",
     )
 )
 
@@ -358,7 +363,9 @@ def test_other_ways_of_routing_ask_nobody(routing: RoutingPolicy) -> None:
 
 
 def test_baselines_promise_nothing() -> None:
-    for system in SYSTEMS[1:]:
+    for system in SYSTEMS:
+        if system.policy == "slo":
+            continue
         results = simulate(burst(3), system, HARDWARE, Conditions(replicas=2)).results
         assert {result.rounds[0].promised for result in results} == {None}
 
@@ -552,11 +559,9 @@ def test_a_job_whose_round_is_dropped_ends_there() -> None:
 def speculating(drafts: int, acceptance: float, seed: int = 0, jobs: int = 12) -> Run:
     return simulate(
         burst(jobs, 20, 150, gap_s=20.0),
-        FCFS,
+        parse_system(f"fcfs-2048-spec{drafts}"),
         HARDWARE,
-        Conditions(
-            exact=True, drafts=drafts, acceptance={"app": acceptance}, seed=seed, overhead="none"
-        ),
+        Conditions(acceptance={"app": acceptance}, seed=seed, overhead="none"),
     )
 
 
@@ -593,12 +598,56 @@ def test_drafts_follow_one_seed() -> None:
     assert speculating(3, 0.6, 1, 3).results != speculating(3, 0.6, 2, 3).results
 
 
-def test_ours_speculates_too() -> None:
-    conditions = Conditions(exact=True, drafts=3, acceptance={"app": 0.8})
-    run = simulate(burst(8, 100, 60, 0.05), OURS, HARDWARE, conditions)
-    plain = simulate(burst(8, 100, 60, 0.05), OURS, HARDWARE, Conditions(exact=True))
+@pytest.mark.parametrize("exact", [False, True])
+def test_ours_speculates_too(exact: bool) -> None:
+    conditions = Conditions(exact=exact, acceptance={"app": 0.8})
+    jobs = burst(8, 100, 60, 0.05)
+    run = simulate(jobs, parse_system("vllm-slo-spec3"), HARDWARE, conditions)
+    plain = simulate(jobs, OURS, HARDWARE, Conditions(exact=exact))
     assert all(result.rounds[0].finished for result in run.results)
     assert run.end_s < plain.end_s
+
+
+def test_drafting_takes_time_and_memory() -> None:
+    draft = Draft("small", token_s=1e-5, kv_share=0.5)
+    hardware = replace(HARDWARE, draft=draft)
+    one = parse_system("fcfs-2048-spec2")
+    simulation = Simulation(burst(1, 20, 7), one, hardware.speculating(), Conditions(), None)
+    assert simulation.replicas[0].engine.config.cache_config.num_gpu_blocks == 1025  # type: ignore[attr-defined]
+    run = simulate(burst(1, 20, 7), one, hardware, Conditions(overhead="none"))
+    # The prompt, then steps that verify two drafts of which none is right. Each drafts two more.
+    believed = STEP_TIME.predict_s(20) + sum(STEP_TIME.predict_s(3, 20 + n) for n in range(6))
+    drafting_s = 7 * 2 * DRAFT_STEP_S + 1e-5 * (20 + 6 * 3)
+    assert run.end_s == pytest.approx(believed + drafting_s)
+
+
+def test_nothing_is_drafted_without_a_draft() -> None:
+    with pytest.raises(SimulationError, match=r"^hardware test: it has no draft .*draft-step-ms"):
+        simulate(burst(1), parse_system("fcfs-2048-spec3"), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vllm-slo-spec0", "drafts are 1 to 32"),
+        ("fcfs-2048-spec33", "drafts are 1 to 32"),
+        ("shed-edf-1024-spec", "the first three with -specK for K drafts"),
+        ("disaggregated-1:1-512-spec2", "is not known"),
+        ("vllm-slo-512-spec2", "is not known"),
+        ("vllm-slo-spec-2", "is not known"),
+        ("fcfs-0-spec2", "at least 1"),
+    ],
+)
+def test_a_name_that_says_no_system(name: str, message: str) -> None:
+    with pytest.raises(SimulationError, match=message):
+        parse_system(name)
+
+
+def test_a_system_is_called_what_was_parsed() -> None:
+    for name in ("vllm-slo", "vllm-slo-spec", "vllm-slo-spec3", "fcfs-2048-spec3", "priority-512"):
+        assert parse_system(name).name == name
+    assert parse_system("vllm-slo-spec") == parse_system("vllm-slo-spec8")
+    assert parse_system("fcfs-2048-spec3").stock
 
 
 # Watching.
@@ -631,7 +680,6 @@ def test_watch_sees_each_job_as_it_ends_and_can_stop_the_run() -> None:
         ({"replicas": 0}, r"^replicas: must be at least 1, not 0$"),
         ({"hops": 0}, r"^hops: must be at least 1, not 0$"),
         ({"seed": -1}, r"^seed: must be at least 0, not -1$"),
-        ({"drafts": -1, "exact": True}, r"^drafts: must be at least 0, not -1$"),
         ({"bias": 0.0}, r"^bias: must be a positive factor, not 0.0$"),
         ({"bias": -1.0}, r"^bias: "),
         ({"bias": math.nan}, r"^bias: "),
@@ -642,7 +690,6 @@ def test_watch_sees_each_job_as_it_ends_and_can_stop_the_run() -> None:
         ({"routing": "luck"}, r"^routing: must be one of slo, .*, not 'luck'$"),
         ({"overhead": "some"}, r"^overhead: must be one of modelled, measured, none, not 'some'$"),
         ({"overhead": "measured"}, r"^overhead: .* needs exact"),
-        ({"drafts": 2}, r"^drafts: the light twin has none; ask for exact too$"),
         (
             {"acceptance": {"app": 1.5}},
             r"^acceptance of 'app': must lie between 0 and 1, not 1.5$",

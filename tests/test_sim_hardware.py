@@ -18,7 +18,7 @@ from vllm_slo import profiles
 from vllm_slo.core.step_time import BatchShape, FitReport, StepTimeModel
 from vllm_slo.errors import VllmSLOError
 from vllm_slo.sim.errors import SimulationError
-from vllm_slo.sim.hardware import Hardware, built_in, load_hardware
+from vllm_slo.sim.hardware import Draft, Hardware, built_in, load_hardware
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.002)), 1e-7, pair_s=1e-9)
 
@@ -81,9 +81,10 @@ def test_built_in_numbers_follow_from_the_data_sheets(
     read_s = 2 * parameters / (gpus * bandwidth * 0.8)
     flat_s = max(read_s, 0.005) if name == "a100-qwen-1.5b" else read_s
     rate = gpus * flops * 0.5
-    expected = [0.0, 0.0, flat_s + all_reduce_s, 2 * parameters / rate, 0.0, 1e-3 + all_reduce_s]
+    expected = [0.0, flat_s + all_reduce_s, 2 * parameters / rate, 1e-3 + all_reduce_s]
     model = hardware.step_time
-    assert [*model.terms[0], *model.terms[1]] == pytest.approx(expected, rel=1e-4)
+    found = [value for k1, _, b in model.terms for value in (k1, b)]
+    assert found == pytest.approx(expected, rel=1e-4)
     assert model.kv_s == pytest.approx(kv_bytes / (gpus * bandwidth * 0.8), rel=1e-4)
     assert model.pair_s == pytest.approx(4 * layers * hidden / rate, rel=1e-4)
     memory = {"h100": 80e9, "a100": 40e9}[name[:4]]
@@ -94,6 +95,52 @@ def test_built_in_numbers_follow_from_the_data_sheets(
     assert hardware.max_num_seqs == (1024 if name[:4] == "h100" else 256)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "computed", "bandwidth", "flops", "kv_bytes", "target_kv", "copies"),
+    [
+        ("a100-opt-13b", 125e6, 125e6, 1.555e12, 312e12, 12 * 768 * 4, 819_200, 2),
+        ("a100-toolllama-7b", 68e6, 68e6, 1.555e12, 312e12, 2 * 768 * 4, 524_288, 1),
+        ("h100-llama-8b", 425e6, 294e6, 3.35e12, 989e12, 8 * 128 * 4, 131_072, 1),
+    ],
+)
+def test_a_draft_follows_from_the_data_sheets(
+    name: str,
+    parameters: float,
+    computed: float,
+    bandwidth: float,
+    flops: float,
+    kv_bytes: int,
+    target_kv: int,
+    copies: int,
+) -> None:
+    hardware = load_hardware(name)
+    assert hardware.draft is not None
+    read = 2 * parameters + kv_bytes * hardware.kv_tokens / 2
+    step_s = read / (bandwidth * 0.8) + 0.5e-3
+    assert [k2 for _, k2, _ in hardware.step_time.terms] == pytest.approx([step_s] * 2, rel=1e-3)
+    assert hardware.draft.token_s == pytest.approx(2 * computed / (flops * 0.5), rel=1e-3)
+    room = hardware.kv_tokens * target_kv - copies * 2 * parameters
+    share = room / (target_kv + copies * kv_bytes) / hardware.kv_tokens
+    assert hardware.draft.kv_share == pytest.approx(share, abs=2e-4)
+
+
+def test_a_draft_takes_time_and_memory_from_the_target(tmp_path: Path) -> None:
+    text = GOOD + "draft:\n  name: small\n  token_s: 2.0e-5\n  kv_share: 0.5\n"
+    hardware = load(tmp_path, text.replace("0, 0.002", "0.001, 0.002"))
+    left = hardware.speculating()
+    assert left.kv_tokens == 25_000
+    plain, beside = hardware.step_time, left.step_time
+    assert beside.predict_s(10, 5, 0, 3) == pytest.approx(plain.predict_s(10, 5, 0, 3) + 2e-4)
+    given = hardware.with_draft_step(0.004)
+    assert given.draft == hardware.draft
+    assert [k2 for _, k2, _ in given.step_time.terms] == [0.004, 0.004]
+    none = load(tmp_path, GOOD)
+    with pytest.raises(SimulationError, match="hardware box: it has no draft"):
+        none.speculating()
+    free = none.with_draft_step(0.0).speculating()
+    assert (free.step_time, free.kv_tokens) == (none.step_time, none.kv_tokens)
+
+
 def test_every_built_in_number_names_its_source() -> None:
     assert built_in() == sorted(built_in())
     assert {"h100-llama-8b", "a100-opt-13b", "a100-qwen-1.5b"} <= set(built_in())
@@ -102,6 +149,8 @@ def test_every_built_in_number_names_its_source() -> None:
         assert hardware.name == name
         numbers = {"gpus", "kv_tokens", "block_size", "max_num_seqs", "max_model_len", "frontend_s"}
         numbers |= {f"step_time.{part}" for part in ("terms.0", "terms.1", "kv_s", "pair_s")}
+        if hardware.draft is not None:
+            numbers |= {"step_time.draft", "draft.token_s", "draft.kv_share"}
         assert set(hardware.sources) == numbers
         assert hardware.kv_tokens % hardware.block_size == 0
         assert hash(hardware) == hash(load_hardware(name))
@@ -188,6 +237,17 @@ def test_options_replace_the_files_values(tmp_path: Path) -> None:
         ("gpus: 2", "gpus: [", r"box\.yaml:\d+: broken YAML"),
         (GOOD, "just text", r"box\.yaml: expected keys .*got str"),
         (GOOD, "", r"box\.yaml: expected keys .*got nothing"),
+        ("sources:", "draft: {}\nsources:", r"box\.yaml:12: draft\.name: Field required"),
+        (
+            "sources:",
+            "draft: {name: d, kv_share: 1.5}\nsources:",
+            r"box\.yaml:12: draft\.kv_share: Input should be less than or equal to 1",
+        ),
+        (
+            "sources:",
+            "draft: {name: d, kv_shares: 1.0}\nsources:",
+            r"box\.yaml:12: draft\.kv_shares: unknown key; did you mean 'kv_share'\?",
+        ),
     ],
 )
 def test_a_bad_file_is_named_with_line_and_key(
@@ -219,7 +279,7 @@ _SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max
 
 @given(
     st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=4),
-    st.sampled_from(["gpus", "kv_tokens", "step_time", "frontend_s", "sources", "name"]),
+    st.sampled_from(["gpus", "kv_tokens", "step_time", "frontend_s", "sources", "name", "draft"]),
 )
 def test_any_value_loads_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, value: Any, key: str
@@ -253,6 +313,15 @@ def test_a_broken_measured_profile_is_named(tmp_path: Path) -> None:
         load_hardware(path)
     with pytest.raises(SimulationError, match="kv_tokens: must be a whole number"):
         load_hardware(profile(tmp_path), kv_tokens="many")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("token_s", -1.0), ("token_s", math.nan), ("kv_share", 0.0), ("kv_share", math.nan)],
+)
+def test_a_bad_field_of_a_draft_is_named(field: str, value: float) -> None:
+    with pytest.raises(SimulationError, match=f"draft small: {field}: "):
+        Draft("small", **{field: value})
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,12 @@ from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
 from vllm_slo.sim.scenarios import make_jobs
-from vllm_slo.sim.systems import OURS, System, system
+from vllm_slo.sim.systems import OURS, System, speculating, system
 from vllm_slo.sim.twin import LightOutput, LightScheduler, LightSLOScheduler, _Step
 
 SEEDS = 20
+DRAFTED_SEEDS = 5
+DRAFTS = (1, 3, 8)
 POLICIES = ("slo", "fcfs", "priority")
 STEP_LIMIT = 600
 """Where a comparison ends at the latest; an idle engine looks for work every millisecond."""
@@ -64,7 +66,7 @@ LONGEST_PROMPT, LONGEST_STAGE = 320, 40
 def small(setting: Setting) -> Hardware:
     """Room for a handful of requests; the longest one is sure to fit."""
     return replace(
-        load_hardware(setting.hardware),
+        load_hardware(setting.hardware).with_draft_step(0.001),
         kv_tokens=setting.kv_tokens,
         max_model_len=setting.kv_tokens,
         max_num_seqs=8,
@@ -99,9 +101,10 @@ def _shortened(job: Job, setting: Setting, full: Hardware, hardware: Hardware) -
     return replace(job, rounds=tuple(rounds))
 
 
-def system_of(policy: str, seed: int) -> System:
+def system_of(policy: str, seed: int, drafts: int = 0) -> System:
     budget = BUDGETS[seed % len(BUDGETS)]
-    return replace(OURS, token_budget=budget) if policy == "slo" else system(policy, budget)  # type: ignore[arg-type]
+    plain = replace(OURS, token_budget=budget) if policy == "slo" else system(policy, budget)  # type: ignore[arg-type]
+    return speculating(plain, drafts) if drafts else plain
 
 
 # A run, written down.
@@ -112,9 +115,11 @@ class CutShortError(Exception):
 
 
 class Seen(NamedTuple):
-    """One step: what it gave whom, in order, whom it preempted, its shape, when it was over."""
+    """One step: what it gave whom, in order, how many drafts of whom it verified, whom it
+    preempted, its shape, when it was over."""
 
     tokens: tuple[tuple[str, int], ...]
+    drafts: tuple[tuple[str, int], ...]
     preempted: tuple[str, ...]
     shape: BatchShape | None
     done_s: float
@@ -151,6 +156,7 @@ def spied(engine: VirtualEngine, steps: list[Seen]) -> Callable[[], SchedulerOut
         steps.append(
             Seen(
                 tuple(output.num_scheduled_tokens.items()),
+                tuple(sorted((i, len(d)) for i, d in output.scheduled_spec_decode_tokens.items())),
                 tuple(sorted(output.preempted_req_ids or ())),
                 shape if output.num_scheduled_tokens else None,
                 engine.clock.now_s,
@@ -178,13 +184,17 @@ def first_difference(light: Record, real: Record) -> str | None:
 
 
 def both(
-    policy: str, scenario: str, seed: int, conditions: Conditions | None = None
+    policy: str,
+    scenario: str,
+    seed: int,
+    conditions: Conditions | None = None,
+    drafts: int = 0,
 ) -> tuple[Record, Record]:
     """One trace under the twin and under the real scheduler object."""
     conditions = conditions or Conditions()
     jobs, hardware = trace(scenario, seed), small(SETTINGS[scenario])
     light, real = (
-        run(jobs, system_of(policy, seed), hardware, replace(conditions, exact=exact))
+        run(jobs, system_of(policy, seed, drafts), hardware, replace(conditions, exact=exact))
         for exact in (False, True)
     )
     count(real, jobs)
@@ -202,6 +212,7 @@ def count(record: Record, jobs: Sequence[Job]) -> None:
     }
     for output in record.history:
         counts["steps"] += 1
+        counts["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         counts["preempted"] += len(output.preempted_req_ids or ())
         counts["resumed"] += len(output.scheduled_cached_reqs.resumed_req_ids)
         for new in output.scheduled_new_reqs:
@@ -256,6 +267,20 @@ def test_nothing_is_missing_from_what_was_compared(
             assert all(compared[policy, s]["cut short"] == 0 for s in SETTINGS)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("scenario", SETTINGS)
+def test_step_for_step_with_drafts(scenario: str, policy: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(DRAFTED_SEEDS):
+        conditions = Conditions(seed=seed, acceptance=dict.fromkeys(SETTINGS, 0.2 + 0.15 * seed))
+        drafts = DRAFTS[seed % len(DRAFTS)]
+        light, real = both(policy, scenario, seed, conditions, drafts)
+        difference = first_difference(light, real)
+        assert difference is None, f"seed {seed}: {difference}"
+        counts += real.counts
+    assert counts["drafts"] > counts["steps"] / 4
+
+
 def test_noise_and_bias_fall_on_both_alike() -> None:
     for policy in POLICIES:
         light, real = both(policy, "mixed", 3, Conditions(bias=1.2, noise=0.2, seed=5))
@@ -280,9 +305,14 @@ def test_a_request_that_fills_the_context_to_its_last_token() -> None:
 # Rougher traffic than any scenario's: priorities at random, clients that go away.
 
 
-def rough(cls: type[AsyncScheduler], policy: str, seed: int, model: Path) -> Record:
+def rough(
+    cls: type[AsyncScheduler], policy: str, seed: int, model: Path, method: str | None = None
+) -> Record:
     """Requests by the step; a third of the prompts begin alike, a tenth of them are aborted."""
     rng = random.Random(seed)
+    spec: dict[str, Any] = (
+        {} if method is None else {"speculative_config": speculation(method, seed, model)}
+    )
     engine = VirtualEngine(
         cls,
         model,
@@ -292,13 +322,22 @@ def rough(cls: type[AsyncScheduler], policy: str, seed: int, model: Path) -> Rec
         ),
         enable_prefix_caching=seed % 4 > 0,
         scheduling_policy=policy,
+        seed=seed,
+        **spec,
     )
     steps: list[Seen] = []
     step = spied(engine, steps)
     for number in range(16):
         head = [5] * rng.choice((0, 0, 40))
         prompt = [*head, *(rng.randrange(3, 2000) for _ in range(rng.randint(1, 110)))]
-        engine.add(f"r{number}", prompt, rng.randint(1, 50), priority=rng.randrange(4))
+        engine.add(
+            f"r{number}",
+            prompt,
+            rng.randint(1, 50),
+            max_tokens=rng.choice((20, 50)),
+            priority=rng.randrange(4),
+            acceptance=0.7,
+        )
         for _ in range(rng.randrange(4)):
             step()
         if rng.random() < 0.1:
@@ -316,31 +355,49 @@ def rough(cls: type[AsyncScheduler], policy: str, seed: int, model: Path) -> Rec
     return Record(steps, results, engine.history)
 
 
+def speculation(method: str, seed: int, model: Path) -> dict[str, Any]:
+    """vLLM's configuration of drafts: from the prompt, or by a model with slots of its own."""
+    own = {"prompt_lookup_max": 4} if method == "ngram" else {"model": str(model)}
+    return {"method": method, "num_speculative_tokens": DRAFTS[seed % len(DRAFTS)], **own}
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_rough_traffic(policy: str, config_folder: Path) -> None:
+def test_rough_traffic(policy: str, method: str | None, config_folder: Path) -> None:
     preempted = aborted = 0
-    for seed in range(24):
+    for seed in range(24 if method is None else 12):
         light, real = (
-            rough(cls, policy, seed, config_folder) for cls in (LightScheduler, AsyncScheduler)
+            rough(cls, policy, seed, config_folder, method)
+            for cls in (LightScheduler, AsyncScheduler)
         )
         difference = first_difference(light, real)
         assert difference is None, f"seed {seed}: {difference}"
         preempted += sum(len(step.preempted) for step in real.steps)
         aborted += sum(not result.rounds[0].finished for result in real.results)
-    assert preempted > 20 and aborted
+    assert preempted and aborted
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "num_speculative_tokens_per_batch_size": [(1, 8, 2), (9, 512, 1)],
+            }
+        },
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "options": {"received_kv": True},
+        },
         {"enable_lora": True, "max_lora_rank": 8},
     ],
 )
 def test_what_the_twin_does_not_know_it_refuses(
     options: dict[str, Any], config_folder: Path
 ) -> None:
-    with pytest.raises(ValueError, match="no drafts, no LoRA and no connector"):
+    with pytest.raises(ValueError, match="drafts of one length, no LoRA"):
         VirtualEngine(LightScheduler, config_folder, lambda shape: 0.01, **options)
 
 
@@ -377,9 +434,10 @@ class ForgetsWhoWasPreempted(LightScheduler):
 class OneTokenTooMany(LightScheduler):
     """A step may hold one token more than its budget."""
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens + 1
-        return super().schedule(throttle_prefills)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scheduler_config.max_num_batched_tokens += 1
+        self.max_num_scheduled_tokens += 1
 
 
 class OneSeatTooMany(LightScheduler):
@@ -443,6 +501,45 @@ class KeepsTokensOfVictims(LightScheduler):
         return answer
 
 
+class KeepsWhatWasRejected(LightScheduler):
+    """Rejected drafts count as computed."""
+
+    def update_from_output(self, scheduler_output: LightOutput, *args: Any) -> Any:
+        scheduler_output.scheduled_spec_decode_tokens = {}
+        return super().update_from_output(scheduler_output, *args)
+
+
+class ForgetsLookahead(LightScheduler):
+    """The draft's own KV finds no slots."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_lookahead_tokens = 0
+
+
+class ForgetsDraftSlots(LightScheduler):
+    """The draft's own inputs find no slots."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._draft_slots = 0
+
+
+class NeverPads(LightScheduler):
+    """A resumed request starts without a row of drafts."""
+
+    def _padded(self, *args: Any) -> int:
+        return 0
+
+
+class AlwaysPads(LightScheduler):
+    """Prompts beside it make no difference to how a resumed request starts."""
+
+    def _padded(self, request: Request, computed: int, step: _Step, beside: bool) -> int:
+        step.prefills = False
+        return super()._padded(request, computed, step, beside)
+
+
 class IgnoresThePlan(LightSLOScheduler):
     """Tokens per request are not what was planned."""
 
@@ -485,25 +582,30 @@ def test_a_broken_twin_is_found_out(
 
 
 @pytest.mark.parametrize(
-    ("policy", "broken"),
+    ("policy", "method", "broken"),
     [
-        ("fcfs", ForgetsToCache),
-        ("fcfs", PreemptsTheSecondLast),
-        ("fcfs", OneSeatTooMany),
-        ("fcfs", ForgetsWhoWasPreempted),
-        ("priority", StartsAfterPreemption),
-        ("priority", IgnoresPriorityInLine),
-        ("priority", IgnoresPriorityOfVictims),
-        ("priority", KeepsTokensOfVictims),
+        ("fcfs", None, ForgetsToCache),
+        ("fcfs", None, PreemptsTheSecondLast),
+        ("fcfs", None, OneSeatTooMany),
+        ("fcfs", None, ForgetsWhoWasPreempted),
+        ("priority", None, StartsAfterPreemption),
+        ("priority", None, IgnoresPriorityInLine),
+        ("priority", None, IgnoresPriorityOfVictims),
+        ("priority", None, KeepsTokensOfVictims),
+        ("fcfs", "ngram", KeepsWhatWasRejected),
+        ("fcfs", "draft_model", ForgetsLookahead),
+        ("fcfs", "draft_model", ForgetsDraftSlots),
+        ("fcfs", "ngram", NeverPads),
+        ("fcfs", "ngram", AlwaysPads),
     ],
 )
 def test_rough_traffic_finds_a_broken_twin_out(
-    policy: str, broken: type[AsyncScheduler], config_folder: Path
+    policy: str, method: str | None, broken: type[AsyncScheduler], config_folder: Path
 ) -> None:
     differences = (
         first_difference(
-            rough(broken, policy, seed, config_folder),
-            rough(AsyncScheduler, policy, seed, config_folder),
+            rough(broken, policy, seed, config_folder, method),
+            rough(AsyncScheduler, policy, seed, config_folder, method),
         )
         for seed in range(24)
     )

@@ -46,7 +46,6 @@ class Conditions:
         exact: vLLM's whole scheduler object instead of the light twin.
         hops: replicas that are asked for a promise before a request settles for best effort.
         routing: which replica a request goes to, as ``core.routing`` names it.
-        drafts: tokens drafted for each decoding request in a step; needs ``exact``.
         acceptance: application -> probability that a drafted token is accepted.
         overhead: what scheduling is charged on top of a step: ``modelled``, what it was measured to
             take on the real objects (nothing where the step times hold it already); ``measured``,
@@ -60,12 +59,11 @@ class Conditions:
     exact: bool = False
     hops: int = 1 << 30
     routing: RoutingPolicy = "slo"
-    drafts: int = 0
     acceptance: Mapping[str, float] = field(default_factory=dict)
     overhead: Overhead = "modelled"
 
     def __post_init__(self) -> None:
-        for name, low in (("replicas", 1), ("hops", 1), ("seed", 0), ("drafts", 0)):
+        for name, low in (("replicas", 1), ("hops", 1), ("seed", 0)):
             value = getattr(self, name)
             if value < low:
                 raise SimulationError(f"{name}: must be at least {low}, not {value}")
@@ -84,8 +82,6 @@ class Conditions:
             )
         if self.overhead == "measured" and not self.exact:
             raise SimulationError("overhead: to be measured it needs exact, too")
-        if self.drafts and not self.exact:
-            raise SimulationError("drafts: the light twin has none; ask for exact too")
         for name, share in self.acceptance.items():
             if not 0.0 <= share <= 1.0:
                 raise SimulationError(
@@ -318,9 +314,12 @@ def simulate(
         watch: called with each job when it has ended; True stops the run.
 
     Raises:
-        SimulationError: no jobs, or one that the engine could never hold.
+        SimulationError: no jobs, one that the engine could never hold, or no draft for a system
+            that speculates.
     """
     conditions = conditions or Conditions()
+    if system.drafts:
+        hardware = hardware.speculating()
     if not jobs:
         raise SimulationError("jobs: there are none to simulate")
     longest = max(jobs, key=lambda job: job.tokens)

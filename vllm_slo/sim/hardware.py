@@ -23,7 +23,7 @@ from vllm_slo.errors import ProfileError
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 
-__all__ = ["CHUNK_TOKENS", "FRONTEND_S", "Hardware", "built_in", "load_hardware"]
+__all__ = ["CHUNK_TOKENS", "FRONTEND_S", "Draft", "Hardware", "built_in", "load_hardware"]
 
 CHUNK_TOKENS: Final = 8192
 """Tokens of one step of a lone long prompt: vLLM 0.32's default for a server on an H100."""
@@ -34,6 +34,36 @@ MEASURED_KV_TOKENS: Final = 65_536
 
 _DATA: Final = Path(__file__).parent / "profiles_data"
 _POSITIVE: Final = ("gpus", "kv_tokens", "block_size", "max_num_seqs", "max_model_len")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model beside the target, as far as it takes something from it.
+
+    What one of its sequential steps takes is the step-time model's second coefficient.
+
+    Attributes:
+        name: of the model.
+        token_s: seconds per token that the target computes: the draft reads each of them, too.
+        kv_share: of the target's KV tokens that still fit, in (0, 1].
+
+    Raises:
+        SimulationError: a number is out of range.
+    """
+
+    name: str
+    token_s: float = 0.0
+    kv_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.token_s < math.inf:
+            raise SimulationError(
+                f"draft {self.name}: token_s: must be finite seconds >= 0, not {self.token_s}"
+            )
+        if not 0.0 < self.kv_share <= 1.0:
+            raise SimulationError(
+                f"draft {self.name}: kv_share: must be above 0 and at most 1, not {self.kv_share}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +81,7 @@ class Hardware:
         frontend_s: seconds before the engine sees a request; part of every TTFT.
         sources: field -> where its number comes from.
         scheduled: whether the step times hold what scheduling takes, as measured ones do.
+        draft: the draft model that speculation would use; None: there is none.
 
     Raises:
         SimulationError: a field is out of range; names it.
@@ -66,6 +97,7 @@ class Hardware:
     frontend_s: float = 0.0
     sources: dict[str, str] = field(default_factory=dict, hash=False)
     scheduled: bool = False
+    draft: Draft | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -112,6 +144,31 @@ class Hardware:
         """Seconds of a step that decodes one token of a lone request with a short context."""
         return self.step_time.predict_s(1)
 
+    def with_draft_step(self, step_s: float) -> Hardware:
+        """The same with a draft, its own or any, of which one step takes ``step_s``."""
+        (k1, _, b), (m1, _, d) = self.step_time.terms
+        model = replace(self.step_time, terms=((k1, step_s, b), (m1, step_s, d)))
+        given = {**self.sources, "draft.step_s": "given by the caller"}
+        draft = self.draft or Draft("a draft")
+        return replace(self, step_time=model, draft=draft, sources=given)
+
+    def speculating(self) -> Hardware:
+        """What is left for the target beside its draft: step times, KV cache.
+
+        Raises:
+            SimulationError: there is no draft.
+        """
+        if self.draft is None:
+            raise SimulationError(
+                f"hardware {self.name}: it has no draft to speculate with; say what a step of one "
+                "takes with --draft-step-ms, or choose another hardware"
+            )
+        return replace(
+            self,
+            step_time=self.step_time.besides(0.0, self.draft.token_s),
+            kv_tokens=int(self.kv_tokens * self.draft.kv_share),
+        )
+
 
 # --- built-in profiles and files ------------------------------------------------------------------
 
@@ -137,7 +194,7 @@ def load_hardware(name_or_path: str | Path, **options: Any) -> Hardware:
             value; one line that names the file, the line and the key.
     """
     chosen = {key: value for key, value in options.items() if value is not None}
-    known = [f.name for f in fields(Hardware) if f.name not in ("step_time", "sources")]
+    known = [f.name for f in fields(Hardware) if f.name not in ("step_time", "sources", "draft")]
     for key in chosen:
         if key not in known:
             raise SimulationError(f"hardware: unknown option {key!r}; {_near(key, known)}")
@@ -232,6 +289,16 @@ class _StepTime(BaseModel):
     max_tokens: _Whole = DEFAULT_MAX_TOKENS
 
 
+class _Draft(BaseModel):
+    """The keys of ``draft``; ``Draft`` describes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    token_s: _Seconds = 0.0
+    kv_share: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = 1.0
+
+
 class _Profile(BaseModel):
     """The keys of a profile file; ``Hardware`` describes them."""
 
@@ -245,6 +312,7 @@ class _Profile(BaseModel):
     max_num_seqs: _Whole = 256
     max_model_len: _Whole = 32_768
     frontend_s: _Seconds = 0.0
+    draft: _Draft | None = None
     sources: dict[str, str] = Field(default_factory=dict)
 
 
@@ -267,6 +335,7 @@ def _from_yaml(path: Path) -> Hardware:
     low, high = ((line[0], line[1], line[2]) for line in step.terms)
     values = {name: getattr(profile, name) for name in _Profile.model_fields}
     values["step_time"] = StepTimeModel((low, high), step.kv_s, step.max_tokens, step.pair_s)
+    values["draft"] = None if profile.draft is None else Draft(**dict(profile.draft))
     try:
         return Hardware(**values)
     except SimulationError as error:
@@ -305,7 +374,8 @@ def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str
     loc = tuple(first["loc"])
     key = ".".join(str(part) for part in loc)
     if first["type"] == "extra_forbidden":
-        model: type[BaseModel] = _StepTime if loc[0] == "step_time" else _Profile
+        parts: dict[str, type[BaseModel]] = {"step_time": _StepTime, "draft": _Draft}
+        model = parts.get(str(loc[0]), _Profile)
         message = f"{key}: unknown key; {_near(str(loc[-1]), list(model.model_fields))}"
     elif first["type"] == "value_error":
         message = f"{key}: {first['ctx']['error']}"

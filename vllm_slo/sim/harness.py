@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A virtual engine: vLLM's real scheduler, made-up tokens, a clock that a step-time function moves.
 
-Time passes in a step: the scheduler's own (a given or the measured one), then the batch's. With
-drafts (``speculative_config`` among the engine's arguments) a request keeps each drafted token with
-its own probability a, as long as it kept those before. With the verifier's own token a step of k
-drafts yields (1 - a^(k+1)) / (1 - a) tokens on average: SLOs-Serve's Acc(sl) (section 3.2.3), where
-sl = k + 1 tokens are verified.
+Time passes in a step: the scheduler's own (a given or the measured one), then the batch's, and the
+draft's passes. With drafts (``speculative_config`` among the engine's arguments) a request keeps
+each drafted token with its own probability a, as long as it kept those before. With the verifier's
+own token a step of k drafts yields (1 - a^(k+1)) / (1 - a) tokens on average: SLOs-Serve's Acc(sl)
+(section 3.2.3), where sl = k + 1 tokens are verified.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.baselines import ShedEDF
 from vllm_slo.sim.text import STOP_TOKEN, own_text
-from vllm_slo.sim.twin import LightOutput, LightScheduler
+from vllm_slo.sim.twin import LightOutput, LightResult, LightScheduler
 from vllm_slo.slo import SLO, TICKET_KEY
 
 __all__ = [
@@ -256,15 +256,21 @@ class VirtualEngine:
         if output.num_scheduled_tokens:
             if callable(self._overhead):
                 self.clock.advance(self._overhead(len(output.num_scheduled_tokens)))
-            took_s = self.step_time(
-                output.batch if isinstance(output, LightOutput) else shape_of(output)
-            )
+            took_s = self.step_time(self._shape(output))
         sampling = [] if self._light else self._sampling(output)
         self._free_s = max(self._free_s, self.clock.now_s) + took_s
         self._flight.append((output, sampling, self._free_s))
         if not self.overlap or len(self._flight) > 1 or not output.num_scheduled_tokens:
             self._finish_one()
         return output
+
+    def _shape(self, output: SchedulerOutput) -> BatchShape:
+        """What the worker does in a step. Behind it the draft guesses for the next one, in as many
+        passes as the scheduler asks for, however few of them are verified there."""
+        shape = output.batch if isinstance(output, LightOutput) else shape_of(output)
+        if self.config.speculative_config is None:
+            return shape
+        return replace(shape, spec_steps=output.num_spec_tokens_to_schedule)
 
     def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call the scheduler; what it takes is counted, and charged where that is asked for."""
@@ -313,25 +319,32 @@ class VirtualEngine:
             ],
         )
 
-    def _light_result(self, output: LightOutput) -> list[int]:
-        """One token for each request that samples; the twin does not hand them back."""
-        now_s, outcomes, lengths = self.clock.now_s, self.outcomes, self.lengths
-        tokens = []
+    def _light_result(self, output: LightOutput) -> LightResult:
+        """What the twin's requests sample; it does not hand the tokens back."""
+        now_s, drafts = self.clock.now_s, output.scheduled_spec_decode_tokens
+        sampled = []
         for request in output.sampling:
             request_id = request.request_id
-            times_s = outcomes[request_id].token_times_s
-            made = len(times_s)
-            times_s.append(now_s)
-            tokens.append(STOP_TOKEN if made + 1 >= lengths[request_id] else 3 + made % 1000)
-        return tokens
+            times_s = self.outcomes[request_id].token_times_s
+            made, length = len(times_s), self.lengths[request_id]
+            if request_id in drafts:
+                tokens = self._drawn(request_id, made, len(drafts[request_id]))
+                times_s += [now_s] * min(len(tokens), length - made, request.max_tokens - made)
+            else:
+                tokens = [STOP_TOKEN if made + 1 >= length else 3 + made % 1000]
+                times_s.append(now_s)
+            sampled.append(tokens)
+        return LightResult(output.sampling, sampled)
 
     def _tokens(self, request_id: str, drafted: int) -> list[int]:
-        """What a request samples: the accepted drafts, and one more."""
+        """What a request samples."""
         request = self.scheduler.requests.get(request_id)
-        made = request.num_output_tokens if request else 0
-        seen = self.outcomes[request_id]
-        accepted = 0
-        while accepted < drafted and self._rng.random() < seen.acceptance:
+        return self._drawn(request_id, request.num_output_tokens if request else 0, drafted)
+
+    def _drawn(self, request_id: str, made: int, drafted: int) -> list[int]:
+        """After ``made`` tokens: the drafts that are accepted, and one more."""
+        acceptance, accepted = self.outcomes[request_id].acceptance, 0
+        while accepted < drafted and self._rng.random() < acceptance:
             accepted += 1
         stop = self.lengths[request_id] - 1
         return [

@@ -32,8 +32,8 @@ from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import built_in, load_hardware
 from vllm_slo.sim.measure import counted
 from vllm_slo.sim.report import Report, Row, render, write_json
-from vllm_slo.sim.scenarios import ARRIVALS, SCENARIOS
-from vllm_slo.sim.systems import System, families, parse_system
+from vllm_slo.sim.scenarios import ARRIVALS, SCENARIOS, applications_of
+from vllm_slo.sim.systems import DRAFTS, System, families, parse_system
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,15 +113,11 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         help="true step time over the one the scheduler believes (default: 1.0)")  # fmt: skip
     add("--noise", default="0.0",
         help="relative standard deviation of a step's time (default: 0.0)")  # fmt: skip
-    add(
-        "--drafts",
-        default="0",
-        metavar="N",
-        help="tokens drafted for each decoding request in a step; implies --exact (default: 0)",
-    )
     add("--acceptance", default="0.7", metavar="A|APPLICATION=A,...",
-        help="probability that the next drafted token is accepted, for all or by application "
-        "(default: 0.7)")  # fmt: skip
+        help="for systems that speculate: probability that the next drafted token is accepted, "
+        "for all or by application (default: 0.7, assumed)")  # fmt: skip
+    add("--draft-step-ms", metavar="MS",
+        help="what a step of the draft model takes (default: the hardware's own)")  # fmt: skip
     add(
         "--overhead",
         default="modelled",
@@ -135,9 +131,11 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", help="simulations side by side (default: one per core)")
 
 
-def acceptance(text: str, scenarios: Sequence[str]) -> dict[str, float]:
+def acceptance(
+    text: str, scenarios: Sequence[str], trace_file: Path | None = None
+) -> dict[str, float]:
     """``--acceptance``: one share for every application of ``scenarios``, or name=share pairs."""
-    known = sorted({one.name for name in scenarios for one in SCENARIOS[name].applications})
+    known = sorted({one for name in scenarios for one in applications_of(name, trace_file)})
     found = {}
     for part in text.split(","):
         name, given, share = part.rpartition("=")
@@ -155,8 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--systems", default=DEFAULT_SYSTEMS, metavar="NAME,...",
         help="vllm-slo, fcfs-N, priority-N, prefill-first-N, shed-edf-N (N: tokens per step), "
-        "disaggregated-P:D-N; or 'families': every baseline, each tuned on windows of its own "
-        f"(default: {DEFAULT_SYSTEMS})")  # fmt: skip
+        "disaggregated-P:D-N; the first three with -specK for at most K drafts, as "
+        f"vllm-slo-spec ({DRAFTS}) or fcfs-2048-spec3; or 'families': every baseline, each tuned "
+        f"on windows of its own (default: {DEFAULT_SYSTEMS})")  # fmt: skip
     add("--rate", metavar="R,...", help="jobs/s per GPU; several draw a curve")
     add("--find-capacity", action="store_true",
         help="find the highest rate that keeps --attainment")  # fmt: skip
@@ -202,24 +201,26 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
                  for word in listed("--scenario", args.scenario)]  # fmt: skip
     if args.arrivals is not None:
         one_of("--arrivals", args.arrivals, ARRIVALS)
-    drafts = whole("--drafts", args.drafts, 0)
+    if args.draft_step_ms is not None:
+        step_ms = number("--draft-step-ms", args.draft_step_ms, 0, 60_000)
+        hardware = hardware.with_draft_step(step_ms / 1e3)
+    trace_file = None if args.trace_file is None else Path(args.trace_file)
     setting = Setting(
         scenario=names[0],
         hardware=hardware,
         conditions=Conditions(
             bias=number("--bias", args.bias, 0, above=True),
             noise=number("--noise", args.noise, 0, 1),
-            exact=args.exact or drafts > 0 or args.overhead == "measured",
-            drafts=drafts,
+            exact=args.exact or args.overhead == "measured",
             routing=one_of("--routing", args.routing, get_args(RoutingPolicy)),  # type: ignore[arg-type]
             overhead=one_of("--overhead", args.overhead, get_args(Overhead)),  # type: ignore[arg-type]
-            acceptance=acceptance(args.acceptance, names),
+            acceptance=acceptance(args.acceptance, names, trace_file),
         ),
         jobs=whole("--jobs", args.jobs, 1),
         warmup=number("--warmup", args.warmup, 0, 0.95),
         arrivals=args.arrivals,
         fit=one_of("--fit", args.fit, ("rescale", "thin")),  # type: ignore[arg-type]
-        trace_file=None if args.trace_file is None else Path(args.trace_file),
+        trace_file=trace_file,
     )
     found = [replace(setting, scenario=name) for name in names]
     for one in found:
@@ -227,6 +228,13 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         if not counted(jobs, one.warmup):
             raise SimulationError("--jobs: none is left after the warm-up; use more")
     return found
+
+
+def check_drafts(systems: Sequence[System], settings: Sequence[Setting]) -> None:
+    """SimulationError where a system speculates and there is no draft on its hardware."""
+    if any(system.drafts for system in systems):
+        for setting in settings:
+            setting.hardware.speculating()
 
 
 def seeds_of(args: argparse.Namespace) -> tuple[int, ...]:
@@ -254,8 +262,10 @@ def options_of(args: argparse.Namespace) -> Options:
     systems = None
     if args.systems != "families":
         systems = tuple(parse_system(word) for word in listed("--systems", args.systems))
+    settings = tuple(settings_of(args))
+    check_drafts(systems or (), settings)
     return Options(
-        settings=tuple(settings_of(args)),
+        settings=settings,
         systems=systems,
         rates=rates,
         targets=targets,

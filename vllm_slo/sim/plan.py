@@ -29,6 +29,7 @@ from vllm_slo.sim.demand import Demand, binding, demand
 from vllm_slo.sim.main import (
     add_setting_arguments,
     bar,
+    check_drafts,
     need_vllm,
     number,
     processes_of,
@@ -276,6 +277,7 @@ def run(args: argparse.Namespace) -> int:
     most = whole("--max-replicas", args.max_replicas, 1)
     seeds, processes = seeds_of(args), processes_of(args)
     settings = settings_of(args)
+    check_drafts([system], settings)
     need_vllm()
     quiet()
     plans = []

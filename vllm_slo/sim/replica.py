@@ -74,11 +74,11 @@ def build_engine(
     engine_args: dict[str, Any] = {}
     if system.policy == "priority":
         engine_args["scheduling_policy"] = "priority"
-    if conditions.drafts:
+    if system.drafts:
         engine_args["speculative_config"] = {
-            "method": "ngram",
-            "num_speculative_tokens": conditions.drafts,
-            "prompt_lookup_max": 4,
+            "method": "draft_model",
+            "model": str(model_folder(hardware.max_model_len)),
+            "num_speculative_tokens": system.drafts,
         }
     if system.policy == "shed_edf":
         options["step_time"] = hardware.step_time.scaled(conditions.margin)

@@ -26,7 +26,16 @@ from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, Round, Stage
 
-__all__ = ["ARRIVALS", "SCENARIOS", "Application", "Lengths", "Loop", "Scenario", "make_jobs"]
+__all__ = [
+    "ARRIVALS",
+    "SCENARIOS",
+    "Application",
+    "Lengths",
+    "Loop",
+    "Scenario",
+    "applications_of",
+    "make_jobs",
+]
 
 TIGHT_TTFT: Final = 3.0
 LOOSE_TTFT: Final = 5.0
@@ -204,6 +213,18 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
         )
     }
 )
+
+
+def applications_of(scenario: str, trace_file: Path | None = None) -> list[str]:
+    """Names of the applications of a scenario, in alphabetical order; see ``make_jobs``.
+
+    Raises:
+        SimulationError: the scenario is unknown, or its trace cannot be read.
+    """
+    spec = _scenario(scenario)
+    if spec.trace is None:
+        return sorted(one.name for one in spec.applications)
+    return sorted({row.slo_class for row in arrival_kinds.read_trace(spec.trace, trace_file).rows})
 
 
 def make_jobs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from vllm_slo.core.step_time import StepTimeModel
@@ -23,6 +23,11 @@ Measured on the real scheduler objects with a prompt in every step, 16 to 256 re
 of an Intel Xeon with AMX (benchmarks/scheduler_overhead.py).
 """
 
+DRAFTS: Final = 8
+"""Tokens drafted where a name says no number: lengths stay below 10, the verifier's own token
+included (SLOs-Serve, appendix D)."""
+MOST_DRAFTS: Final = 32
+
 SWEPT_BUDGETS: Final = (256, 512, 1024, 2048)
 
 
@@ -35,6 +40,7 @@ class System:
         policy: who decides.
         token_budget: most tokens of a step (``--max-num-batched-tokens``).
         prefill, decode: engines of each kind where the two are apart, else 0.
+        drafts: tokens drafted for each decoding request in a step; 0: no speculation.
     """
 
     name: str
@@ -42,6 +48,7 @@ class System:
     token_budget: int = 8192
     prefill: int = 0
     decode: int = 0
+    drafts: int = 0
 
     @property
     def engines(self) -> int:
@@ -64,6 +71,7 @@ _NAME: Final = re.compile(
     r"(?P<policy>fcfs|priority|prefill-first|shed-edf|disaggregated)"
     r"(-(?P<prefill>\d+):(?P<decode>\d+))?(-(?P<budget>\d+))?"
 )
+_DRAFTED: Final = re.compile(r"(?P<plain>(vllm-slo|fcfs|priority)(-\d+)?)-spec(?P<drafts>\d*)")
 
 
 def system(policy: Policy, token_budget: int, prefill: int = 0, decode: int = 0) -> System:
@@ -73,12 +81,24 @@ def system(policy: Policy, token_budget: int, prefill: int = 0, decode: int = 0)
     return System(name, policy, token_budget, prefill, decode)
 
 
+def speculating(one: System, drafts: int = DRAFTS) -> System:
+    """The same system with speculation; see ``System.drafts``."""
+    length = "" if drafts == DRAFTS else drafts
+    return replace(one, name=f"{one.name}-spec{length}", drafts=drafts)
+
+
 def parse_system(text: str) -> System:
-    """``vllm-slo``, ``fcfs-2048``, ``shed-edf-1024``, ``disaggregated-2:1-8192`` and so on.
+    """``vllm-slo``, ``fcfs-2048``, ``shed-edf-1024``, ``disaggregated-2:1-8192`` and so on;
+    ``vllm-slo-spec``, ``fcfs-2048-spec3`` with speculation.
 
     Raises:
         SimulationError: anything else.
     """
+    if drafted := _DRAFTED.fullmatch(text):
+        drafts = int(drafted["drafts"] or DRAFTS)
+        if not 1 <= drafts <= MOST_DRAFTS:
+            raise SimulationError(f"systems: {text!r}: drafts are 1 to {MOST_DRAFTS}")
+        return speculating(parse_system(drafted["plain"]), drafts)
     if text == OURS.name:
         return OURS
     match = _NAME.fullmatch(text)
@@ -87,7 +107,8 @@ def parse_system(text: str) -> System:
     if match is None or policy not in get_args(Policy) or apart != bool(match["prefill"]):
         raise SimulationError(
             f"systems: {text!r} is not known; use vllm-slo, fcfs-N, priority-N, prefill-first-N, "
-            "shed-edf-N (N: tokens per step) or disaggregated-P:D-N (P prefill, D decode engines)"
+            "shed-edf-N (N: tokens per step) or disaggregated-P:D-N (P prefill, D decode engines); "
+            "the first three with -specK for K drafts"
         )
     prefill, decode = int(match["prefill"] or 0), int(match["decode"] or 0)
     budget = int(match["budget"] or 8192)

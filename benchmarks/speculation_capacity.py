@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What speculation is worth in capacity: with drafts of planned lengths against none, simulated.
+
+    python benchmarks/speculation_capacity.py            results/speculation_capacity.md
+    python benchmarks/speculation_capacity.py --quick    two scenarios, small: writes nothing
+
+SLOs-Serve counts SLO-adaptive speculation (section 3.2.3) among what raises capacity (section 6.1).
+Windows, objectives and hardware are those of ``capacity.py``; the draft of each hardware is in its
+profile (vllm_slo/sim/profiles_data).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from common import markdown, write_result
+
+from vllm_slo.sim.capacity import (
+    Capacity,
+    Case,
+    Question,
+    Setting,
+    Workers,
+    find_capacities,
+    quiet,
+    ratio,
+    sweep,
+)
+from vllm_slo.sim.cluster import Conditions
+from vllm_slo.sim.hardware import load_hardware
+from vllm_slo.sim.scenarios import applications_of
+from vllm_slo.sim.systems import OURS, System, parse_system, speculating
+
+SCENARIOS: Mapping[str, tuple[str, int]] = {
+    "chatbot": ("a100-opt-13b", 300),
+    "coder": ("a100-opt-13b", 500),
+    "coder, Poisson": ("a100-opt-13b", 500),
+    "summarizer": ("a100-opt-13b", 300),
+    "mixed": ("a100-opt-13b", 360),
+    "toolllm": ("a100-toolllama-7b", 220),
+    "toolllm, Poisson": ("a100-toolllama-7b", 220),
+    "reasoning": ("h100-llama-8b", 200),
+    "adaserve": ("h100-llama-8b", 400),
+}
+"""Scenario -> hardware, jobs per window."""
+PAPER = ("chatbot", "coder", "summarizer", "mixed")
+"""Scenarios that SLOs-Serve runs with a draft model."""
+SEEDS = (0, 1, 2)
+NINETY = Question(0.9)
+ACCEPTANCE = 0.7
+"""Assumed: SLOs-Serve gives no figure. The EAGLE-3 head of Llama-3.1-8B yields 2.8 to 3.5 tokens
+per step of 7 drafts (model cards), which is 0.65 to 0.74."""
+OTHERS = (0.5, 0.9)
+STOCK = parse_system("fcfs-2048")
+DRAFTED = {OURS: speculating(OURS), STOCK: speculating(STOCK, 3)}
+"""System -> the same with speculation."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of it is done."""
+
+    scenarios: Sequence[str] = tuple(SCENARIOS)
+    seeds: Sequence[int] = SEEDS
+    size: float = 1.0
+    precision: float = 0.06
+
+    def setting(self, name: str, acceptance: float) -> Setting:
+        """A scenario on its hardware; every application's drafts are accepted alike."""
+        hardware, jobs = SCENARIOS[name]
+        scenario, _, arrivals = name.partition(", ")
+        return Setting(
+            scenario,
+            load_hardware(hardware),
+            Conditions(acceptance=dict.fromkeys(applications_of(scenario), acceptance)),
+            jobs=max(40, round(jobs * self.size)),
+            arrivals=arrivals.lower() or None,
+        )
+
+
+Key = tuple[str, str, float]
+"""(scenario, system, acceptance); without drafts the acceptance is 0."""
+
+
+class Study:
+    """Capacities by key, and whole windows at the capacity without speculation."""
+
+    def __init__(self, plan: Plan, acceptance: float, workers: Workers) -> None:
+        self.plan, self.acceptance, self.workers = plan, acceptance, workers
+        self.began_s = time.monotonic()
+        self.found: dict[Key, Capacity] = {}
+
+    @property
+    def minutes(self) -> float:
+        """Since the beginning."""
+        return (time.monotonic() - self.began_s) / 60
+
+    def progress(self, what: str) -> Callable[[int, int], None]:
+        """Tells when a phase is done."""
+
+        def show(done: int, of: int) -> None:
+            if done == of:
+                sys.stderr.write(f"{what}: {of} searches, {self.minutes:.1f} min so far\n")
+
+        return show
+
+    def search(self, keys: Mapping[Key, System], seeds: Sequence[int], what: str) -> None:
+        """Capacities of the systems in their scenarios."""
+        cases = [
+            Case(self.plan.setting(name, acceptance), system)
+            for (name, _, acceptance), system in keys.items()
+        ]
+        found = find_capacities(
+            cases,
+            [NINETY],
+            seeds,
+            precision=self.plan.precision,
+            processes=self.workers,
+            progress=self.progress(what),
+        )
+        self.found |= dict(zip(keys, (one for (one,) in found), strict=True))
+
+    def run(self) -> None:
+        """With and without, one scenario after another; then other acceptances, and why."""
+        for name in self.plan.scenarios:
+            pairs = {
+                (name, one.name, self.acceptance * (one.drafts > 0)): one
+                for pair in DRAFTED.items()
+                for one in pair
+            }
+            self.search(pairs, self.plan.seeds, name)
+        others = {
+            (name, DRAFTED[OURS].name, other): DRAFTED[OURS]
+            for name in self.plan.scenarios
+            for other in OTHERS
+        }
+        self.search(others, self.plan.seeds, "other acceptances")
+
+    def of(self, name: str, one: System, acceptance: float | None = None) -> Capacity:
+        """One capacity that was found."""
+        if acceptance is None:
+            acceptance = self.acceptance
+        return self.found[name, one.name, acceptance if one.drafts else 0.0]
+
+    def gain(self, name: str, plain: System, acceptance: float | None = None) -> float:
+        """With speculation over without; nan where either has no answer."""
+        found = ratio(self.of(name, DRAFTED[plain], acceptance), self.of(name, plain))
+        return found[0] if found else math.nan
+
+    def capacities(self) -> str:
+        """The table of the claim."""
+        rows = []
+        for name in self.plan.scenarios:
+            hardware = load_hardware(SCENARIOS[name][0])
+            row = [name, f"{hardware.name}, {hardware.draft.name if hardware.draft else '-'}"]
+            for plain, drafted in DRAFTED.items():
+                one, other = self.of(name, plain), self.of(name, drafted)
+                row += [one.text, other.text, times(ratio(other, one))]
+            rows.append(row)
+        for title, names in (("paper's with a draft", PAPER), ("all", self.plan.scenarios)):
+            means = [self.mean(names, plain) for plain in DRAFTED]
+            cells = [cell for mean in means for cell in ("", "", f"{mean:.2f}x")]
+            rows.append([f"**geo-mean, {title}**", "", *cells])
+        head = ["scenario", "hardware, draft"]
+        for plain, drafted in DRAFTED.items():
+            head += [plain.name, drafted.name, "with : without (95%)"]
+        return markdown(head, rows)
+
+    def mean(self, names: Sequence[str], plain: System) -> float:
+        """Geometric mean of the gains, of the scenarios that were run."""
+        gains = [self.gain(name, plain) for name in names if name in self.plan.scenarios]
+        return math.exp(statistics.fmean(map(math.log, gains))) if gains else math.nan
+
+    def sensitivity(self) -> str:
+        """What other acceptances would give."""
+        shares = sorted({*OTHERS, self.acceptance})
+        rows = [
+            [name, *(f"{self.gain(name, OURS, share):.2f}x" for share in shares)]
+            for name in self.plan.scenarios
+        ]
+        head = ["scenario", *(f"accepted: {share:g}" for share in shares)]
+        return markdown(head, rows)
+
+    def reasons(self) -> str:
+        """Whole first windows at our capacity without speculation: what stood in the way."""
+        rows = []
+        for name in self.plan.scenarios:
+            setting = self.plan.setting(name, self.acceptance)
+            rate = self.of(name, OURS).score
+            for system in (OURS, DRAFTED[OURS]):
+                (points,) = sweep(
+                    [Case(setting, system)], [rate], self.plan.seeds[:1], processes=self.workers
+                )
+                found = points[0].summary
+                why = ", ".join(f"{count} {reason}" for reason, count in found.reasons.items())
+                rows.append(
+                    [name, f"{rate:.3g}", system.name, f"{found.attainment:.0%}",
+                     f"{1e3 * (found.tpot_p50_s or 0):.0f} / {1e3 * (found.tpot_p99_s or 0):.0f}",
+                     f"{found.promised_missed} of {found.promised}", why or "-"]
+                )  # fmt: skip
+        head = ["scenario", "jobs/s per GPU", "system", "attained", "TPOT ms, p50 / p99",
+                "promises broken", "what stood in the way"]  # fmt: skip
+        return markdown(head, rows)
+
+
+def times(found: tuple[float, float, float] | None) -> str:
+    """A ratio with its interval."""
+    if found is None:
+        return "-"
+    mean, low, high = found
+    return f"{mean:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low < high else "")
+
+
+INTRODUCTION = """\
+The highest rate, in jobs per second and GPU, at which 90% of the jobs keep every objective (TTFT of
+every round, worst window of 10 tokens of every stage), by bisection on windows with seeds {seeds};
+jobs, objectives and hardware are those of [capacity.md](capacity.md). `{ours}` plans at most
+{drafts} drafts for each request by its TPOT and learns online how many are accepted;
+`{stock}` is vLLM's own scheduler with 3 drafts for everybody. A drafted token is accepted with
+probability {acceptance:g} if those before it were: assumed, SLOs-Serve gives no figure.
+
+Speculation is not free here: a step is charged each pass of the draft, the draft reads every token
+that the target computes, and its weights and its KV take memory from the target's (4% to 9% of
+the KV tokens). The passes are those that vLLM's worker runs: after each step as many as the
+scheduler asks for, whether the drafts are verified or not. OPT-125M is SLOs-Serve's draft; it runs
+toolllm and reasoning without one, so those drafts are chosen. Ratios are geometric means over the
+windows, compared pairwise. vLLM 0.32's scheduler object (light twin) and ours over it, in virtual
+time; step times are rooflines of data sheets. Took {minutes:.0f} minutes in {processes}."""
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="two small scenarios; writes nothing")
+    parser.add_argument("--processes", type=int, default=None, help="default: one per core")
+    parser.add_argument(
+        "--acceptance", type=float, default=ACCEPTANCE, help=f"default: {ACCEPTANCE}"
+    )
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=tuple(SCENARIOS))
+    options = parser.parse_args()
+    quiet()
+    plan = Plan(options.scenarios)
+    if options.quick:
+        plan = replace(Plan(("chatbot", "coder")), seeds=SEEDS[:1], size=0.15, precision=0.5)
+    with Workers(options.processes) as workers:
+        study = Study(plan, options.acceptance, workers)
+        study.run()
+        parts = (study.capacities(), study.sensitivity(), study.reasons())
+    if options.quick:
+        sys.stdout.write("\n\n".join(parts) + "\n")
+        return
+    count = workers.processes
+    write_result(
+        "speculation_capacity",
+        INTRODUCTION.format(
+            seeds=", ".join(map(str, plan.seeds)),
+            ours=DRAFTED[OURS].name,
+            stock=DRAFTED[STOCK].name,
+            drafts=DRAFTED[OURS].drafts,
+            acceptance=options.acceptance,
+            minutes=study.minutes,
+            processes="one process" if count == 1 else f"{count} processes",
+        ),
+        parts[0],
+        note=f"## If other shares were accepted: `{DRAFTED[OURS].name}` : `{OURS.name}`\n\n"
+        f"{parts[1]}\n\n## At the capacity without speculation, the whole first window\n\n"
+        f"{parts[2]}",
+    )
+
+
+if __name__ == "__main__":
+    main()
