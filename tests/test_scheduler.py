@@ -203,6 +203,23 @@ def test_without_a_ttft_requests_wait_for_their_tpot(engine: Any) -> None:
     assert min(busy) >= 8, "nobody waits while there is room"
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_nobody_starts_in_blocks_that_promises_are_about_to_take(engine: Any, seed: int) -> None:
+    """Short of memory, with decodes that can wait: whoever began in their blocks was preempted for
+    them at once, for somebody else to begin there, hundreds of times."""
+    shape = EngineShape(
+        num_blocks=28, block_size=32, max_num_seqs=8, max_num_batched_tokens=96, max_model_len=384
+    )
+    ours = engine(shape=shape)
+    slos = SLO(tpot_ms=8), SLO(tpot_ms=2000), SLO(tpot_ms=500), None
+    lengths = random.Random(seed)
+    for number in range(120):
+        ours.add(f"r{number}", lengths.randint(30, 150), 28, slos[number % 4])
+    ours.run()
+    assert len(ours.finished) == 120
+    assert sum(len(output.preempted_req_ids or ()) for output in ours.history) < 120
+
+
 def test_nobody_waits_for_a_tpot_for_ever(engine: Any) -> None:
     """Three waves of ten would take turns; who has aged begins beside the first."""
 

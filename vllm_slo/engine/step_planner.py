@@ -100,8 +100,14 @@ class StepPlanner:
             self.steering.pressure.short_of(freed, self.steering.now_s)
             free += freed
         out = set(preempt)
-        others = self._welcome([r for r in self.others + waiting_others if r not in out], free)
-        self.prefills = [t for t in self.prefills if self._needed_blocks(t.request) <= free]
+        # What starts in blocks that decodes are about to take would be preempted for them.
+        spare = free - self._decode_blocks()
+        others = self._welcome([r for r in self.others + waiting_others if r not in out], spare)
+        self.prefills = [
+            t
+            for t in self.prefills
+            if self._needed_blocks(t.request) <= (free if t.promised else max(spare, 0))
+        ]
         plan = self._plan(others, preempt)
         unpromised = [t.request.request_id for t in self.prefills if not t.promised]
         for name in (*unpromised, *(view.request_id for view in others)):
@@ -161,7 +167,7 @@ class StepPlanner:
         scheduler, steering = self.scheduler, self.steering
         pool = scheduler.kv_cache_manager.block_pool
         promised = [*self.decodes, *(t for t in self.prefills if t.promised)]
-        needed = len(self.decodes) * len(steering.block_sizes)
+        needed = self._decode_blocks()
         needed += sum(
             steering.blocks_for(t.request.num_tokens + 1) - self._held(t.request)
             for t in promised
@@ -185,6 +191,10 @@ class StepPlanner:
         return [
             by_id[name] for name in names if scheduler._request_blocks_can_be_freed(by_id[name])
         ]
+
+    def _decode_blocks(self) -> int:
+        """KV blocks that promised decodes may be about to take."""
+        return len(self.decodes) * len(self.steering.block_sizes)
 
     def _welcome(self, others: list[Request], free_blocks: int) -> list[BestEffortView]:
         """Best effort in serving order, without those for whom there is no memory."""
