@@ -20,10 +20,12 @@ from vllm_slo.core.speculation_length import (
     AcceptanceEstimator,
     LengthPlan,
     Tier,
+    counted_tokens,
     expected_tokens,
     fastest_pace_s,
     gather_tiers,
     plan_lengths,
+    stretched_s,
     with_draft_steps,
     working_tpot_s,
 )
@@ -44,6 +46,7 @@ class Instance:
     longest: int
     context: int = 0
     draft_step_s: float = 0.0
+    most_s: float = INF
 
     def plan(self, *, prompts: bool) -> LengthPlan:
         return plan_lengths(
@@ -53,6 +56,7 @@ class Instance:
             prompts=prompts,
             context_tokens=self.context,
             draft_step_s=self.draft_step_s,
+            most_s=self.most_s,
         )
 
     def vectors(self) -> list[tuple[int, ...]]:
@@ -64,11 +68,12 @@ class Instance:
         return max(predicted + passes * self.draft_step_s, 1e-9)
 
     def span_s(self, lengths: tuple[int, ...]) -> float:
-        """T: the longest step that keeps every TPOT."""
-        return min(
+        """T: the longest step that keeps every TPOT, and no longer than prompts may cause."""
+        spans = (
             tier.tpot_s * sum(tier.acceptance**i for i in range(length))
             for tier, length in zip(self.tiers, lengths, strict=True)
         )
+        return min(self.most_s, *spans)
 
     def drawn(self, lengths: tuple[int, ...]) -> float:
         """Tokens that decoding takes from a step of T seconds on average."""
@@ -158,6 +163,20 @@ def test_prompts_get_as_much_as_exhaustive_search_finds(instance: Instance) -> N
         assert plan.per_second == pytest.approx(found, rel=1e-6, abs=1e-6)
         assert instance.prompt_rate(plan.lengths) == pytest.approx(found, rel=1e-6, abs=1e-6)
         assert plan.prompt_tokens == pytest.approx(plan.per_second * plan.step_s)
+
+
+@given(instances, seconds)
+def test_prompts_may_make_a_step_so_long_and_no_longer(instance: Instance, most_s: float) -> None:
+    bounded = replace(instance, most_s=most_s)
+    plan = bounded.plan(prompts=True)
+    found = best([bounded.prompt_rate(lengths) for lengths in bounded.vectors()])
+    if found is None:
+        assert plan == instance.plan(prompts=True)
+    else:
+        assert plan.feasible
+        assert plan.step_s <= most_s
+        assert plan.per_second == pytest.approx(found, rel=1e-6, abs=1e-6)
+        assert bounded.prompt_rate(plan.lengths) == pytest.approx(found, rel=1e-6, abs=1e-6)
 
 
 @given(instances)
@@ -417,6 +436,56 @@ def test_the_most_alike_are_merged() -> None:
     assert places == [0, 1, 2, 2, 3, 4]
     assert tiers[2][:2] == (2, 0.05)
     assert tiers[2].acceptance == pytest.approx(0.51)
+
+
+# --- what a step may be stretched for -------------------------------------------------------------
+
+
+def test_a_step_that_yields_nothing_can_be_made_up_for() -> None:
+    """Ten tokens at 50 ms, 30 ms a step without drafts: 500 - 9 x 30 ms may go into one step."""
+    decode = DecodeView("r", 0.050, 0.500, 10.0, 0.050)
+    counted = counted_tokens(0.0, decode, 9.0, 0.030)
+    assert stretched_s(0.0, decode, counted) == pytest.approx(0.230)
+    assert counted_tokens(0.0, decode, 2.5, 0.030) == 2.5, "no more than it yields"
+
+
+@given(
+    st.floats(0.02, 0.2), st.integers(1, 50), st.floats(-0.05, 0.3), st.floats(0.1, 0.99), seconds
+)
+def test_a_window_survives_steps_of_single_tokens(
+    tpot_s: float, left: int, late: float, sure: float, hoped: float
+) -> None:
+    """Every step is stretched as far as it may be and yields one token: the window is kept as long
+    as steps without drafts could keep it when it began."""
+    sure_s, now_s, end_s = sure * tpot_s, 0.0, left * tpot_s * (1.0 - late)
+    assume(left * sure_s <= end_s)
+    while left:
+        due_s = end_s - (left - 1) * tpot_s
+        decode = DecodeView("r", due_s, end_s, float(left), tpot_s)
+        counted = counted_tokens(now_s, decode, 1.0 + 20.0 * hoped, sure_s)
+        assert 1.0 <= counted <= max(1.0 + 20.0 * hoped, 1.0)
+        now_s += max(stretched_s(now_s, decode, counted), sure_s)
+        left -= 1
+        assert now_s + left * sure_s <= end_s + 1e-9
+
+
+def test_where_only_drafts_keep_the_tpot_the_last_tokens_count_on_no_luck() -> None:
+    shares = [
+        counted_tokens(0.0, DecodeView("r", 0.02, 0.02 * n, float(n), 0.02), 3.0, 0.030)
+        for n in range(1, 20)
+    ]
+    assert shares[0] == 1.0
+    assert shares == sorted(shares)
+    assert shares[-1] == 3.0
+
+
+@given(seconds, st.floats(1.0, 40.0), seconds, seconds)
+def test_a_step_of_one_token_is_what_the_batch_plan_allows(
+    tpot_s: float, left: float, ahead_s: float, now_s: float
+) -> None:
+    end_s = now_s + left * tpot_s + ahead_s
+    decode = DecodeView("r", end_s - (left - 1.0) * tpot_s, end_s, left, tpot_s)
+    assert stretched_s(now_s, decode, 1.0) == pytest.approx(decode_limit_s(now_s, decode, 0.0))
 
 
 # --- acceptance ----------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault(
+    "NUMBA_NUM_THREADS", "1"
+)  # the threads that ngram looks up in spin beside others
 
 import numpy as np
 import torch
@@ -28,7 +31,7 @@ import vllm
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_slo import tiny
+from vllm_slo import SLO, tiny
 from vllm_slo.bench import traces
 
 PROMPTS = 208
@@ -56,6 +59,21 @@ SPECULATION = {
 }
 SCRATCH = SPECULATION["draft_tokens"] * 2
 FEW_BLOCKS = 27  # for eight requests of up to seven blocks: some are preempted
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "draft_model": {"model": str(tiny.path("draft"))},
+}
+"""vLLM's own methods, with what they need."""
+for _name, _said in METHODS.items():
+    _said |= {"method": _name, "num_speculative_tokens": MAX_DEPTH}
+CLASSES = {
+    "tight": {"tpot_ms": 8.0},
+    "loose": {"tpot_ms": 2000.0},
+    "silent": {"tpot_ms": 500.0, "speculation": "off"},
+}
+OBJECTIVES = *(SLO(slo_class=name) for name in CLASSES), None
+"""In turn, where drafts' lengths are to follow them."""
 
 PHONE = {"regex": r"[a-z]{3}-[0-9]{4}-[a-f]{8}"}
 OBJECT = {
@@ -125,6 +143,14 @@ def engine_options(said: dict[str, Any]) -> dict[str, Any]:
     if said.get("sample"):
         engine = {**ENGINE, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
     blocks = 130 if said.get("sample") else FEW_BLOCKS
+    if said.get("method"):
+        return {
+            **engine,
+            "num_gpu_blocks_override": blocks,
+            "scheduler_cls": "vllm_slo.Scheduler",
+            "speculative_config": METHODS[said["method"]],
+            "additional_config": {"slo_config": {"classes": CLASSES}},
+        }
     if not said.get("trees"):
         return {**engine, "num_gpu_blocks_override": blocks}
     return {
@@ -188,9 +214,11 @@ def break_it(what: str) -> None:
 class Counters:
     """What happened in the engine."""
 
-    def __init__(self, llm: vllm.LLM) -> None:
+    def __init__(self, llm: vllm.LLM, *, chains: bool) -> None:
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
         self.seen = {"trees": 0, "branching": 0, "nodes": 0, "tokens": 0, "deepest": 0}
+        self.lengths: dict[int, int] = {}
+        self.ahead: dict[int, int] = {}
         self.preempted = 0
         self.cached = 0
         self.chunks = 0
@@ -214,13 +242,25 @@ class Counters:
                 self.seen["deepest"] = max(self.seen["deepest"], given - 1)
             return update(output, done)
 
+        def counting_chains(output: Any, done: Any) -> Any:
+            for name, drafts in output.scheduled_spec_decode_tokens.items():
+                given = len(done.sampled_token_ids[done.req_id_to_index[name]])
+                self.lengths[len(drafts)] = self.lengths.get(len(drafts), 0) + 1
+                self.seen["tokens"] += given
+                self.seen["deepest"] = max(self.seen["deepest"], given - 1)
+            ahead = output.num_spec_tokens_to_schedule
+            self.ahead[ahead] = self.ahead.get(ahead, 0) + 1
+            return update(output, done)
+
         self.scheduler.schedule = counting_schedule
         if self.scheduler.num_spec_tokens:
-            self.scheduler.update_from_output = counting_update
+            self.scheduler.update_from_output = counting_chains if chains else counting_update
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, Any]:
         return {
             **self.seen,
+            "lengths": self.lengths,
+            "ahead": self.ahead,
             "preempted": self.preempted,
             "cached": self.cached,
             "chunks": self.chunks,
@@ -281,12 +321,15 @@ def main() -> None:
         break_it(said["break"])
     watch = DraftWatch() if said.get("watch") else None
     llm = vllm.LLM(str(tiny.path("target")), **engine_options(said))
-    counters = Counters(llm)
+    counters = Counters(llm, chains="method" in said)
     if said.get("break") == "draft":
         counters.scheduler.num_lookahead_tokens = 0
     every = int(said.get("every", 1))
     texts = prompts()[::every]
     kinds = parameters(seeded=said.get("seeded", False))[: len(texts)]
+    if said.get("method"):
+        for params, slo in zip(kinds, cycle(OBJECTIVES), strict=False):
+            params.extra_args = slo.to_extra_args() if slo else None
     if "sample" in said:
         texts, kinds = _samples(said["sample"])
     outputs = llm.generate(texts, kinds, use_tqdm=False)

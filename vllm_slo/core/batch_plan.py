@@ -372,14 +372,15 @@ class RecentObjectives:
             if 0.0 < objective_s < INFINITY:
                 seen[math.floor(math.log(objective_s, self.GRID))] = now_s
 
-    def responsive_step_s(self, now_s: float, shortest_s: float) -> float:
+    def responsive_step_s(self, now_s: float, shortest_s: float, tpots: float = 2.0) -> float:
         """Longest step for best effort alone; objectives below ``shortest_s`` cannot be kept by
-        any step and do not count. Infinite when nothing asks for less."""
+        any step and do not count. Infinite when nothing asks for less. ``tpots`` times the
+        tightest TPOT are allowed whatever TTFTs are."""
         ttft = self._tightest(self._ttft, now_s, shortest_s)
         tpot = self._tightest(self._tpot, now_s, shortest_s)
         if ttft == INFINITY:
             return 2.0 * tpot
-        return max(0.25 * ttft, 2.0 * tpot if tpot < INFINITY else 0.0)
+        return max(0.25 * ttft, tpots * tpot if tpot < INFINITY else 0.0)
 
     def _tightest(self, seen: dict[int, float], now_s: float, shortest_s: float) -> float:
         for octave in [o for o, at_s in seen.items() if at_s < now_s - self._memory_s]:

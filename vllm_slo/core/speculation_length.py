@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,8 @@ Ints = NDArray[np.int64]
 MAX_TIERS = 5
 MAX_NODES = 4096
 """Nodes of one search; beyond it the best lengths found so far are taken."""
+EVENED_OUT = 16.0
+"""Tokens over which what drafts yield is close to its mean."""
 GRID = 1.15
 """Ratio of neighbouring working TPOTs of requests that fell behind, so that there are few."""
 SHORTEST_S = 1e-9
@@ -446,6 +448,7 @@ def plan_lengths(
     context_tokens: int = 0,
     draft_step_s: float = 0.0,
     most_tokens: int = 1 << 30,
+    most_s: float = INFINITY,
 ) -> LengthPlan:
     """Tokens to verify of each request in a step, by tier.
 
@@ -460,9 +463,24 @@ def plan_lengths(
         context_tokens: KV tokens that these requests read in a step.
         draft_step_s: seconds of one pass of the draft that are not in ``model``.
         most_tokens: tokens of the largest step.
+        most_s: seconds of the longest step that prompts may cause, whatever TPOTs allow; a step
+            that decodes make longer ignores it.
     """
     if not tiers:
         return LengthPlan((), INFINITY, float(most_tokens), 0.0, True)
+    if prompts and most_s < INFINITY:  # as a tier of nobody that would lag behind
+        nobody = Tier(0, most_s, 0.0)
+        bounded = plan_lengths(
+            [*tiers, nobody],
+            model,
+            longest,
+            prompts=True,
+            context_tokens=context_tokens,
+            draft_step_s=draft_step_s,
+            most_tokens=most_tokens,
+        )
+        if bounded.feasible:
+            return replace(bounded, lengths=bounded.lengths[:-1])
     counts = np.array([tier.requests for tier in tiers])
     engine = _engine(model, int(counts.sum()), context_tokens, draft_step_s, most_tokens)
     lengths = np.ones(len(tiers), dtype=np.int64)
@@ -573,6 +591,37 @@ def _merged(one: Tier, other: Tier) -> Tier:
     return Tier(requests, one.tpot_s, mean)
 
 
+# --- what a step may be stretched for -------------------------------------------------------------
+
+
+def counted_tokens(start_s: float, decode: DecodeView, hoped: float, sure_s: float) -> float:
+    """Tokens of one request's step that its TPOT may be stretched for, from 1 to ``hoped``.
+
+    A step may accept nothing. Where steps without drafts keep the TPOT, a step is stretched only so
+    far that they could still save the window if it yields a single token. Where nothing but drafts
+    keeps it, luck evens out over the steps that are left: the fewer, the less is counted on.
+
+    Args:
+        start_s: when the step begins.
+        decode: the request, one token of it being expected of the step.
+        hoped: what the step yields on average.
+        sure_s: seconds of a step of everybody without drafts.
+    """
+    left = decode.window_left
+    pace_s = min((decode.window_end_s - start_s) / left, decode.tpot_s)
+    if sure_s < decode.tpot_s:
+        return max(min(hoped, left - (left - 1.0) * sure_s / pace_s), 1.0)
+    return 1.0 + min((left - 1.0) / EVENED_OUT, 1.0) * (hoped - 1.0)
+
+
+def stretched_s(start_s: float, decode: DecodeView, counted: float) -> float:
+    """Longest step that keeps a request's TPOT if it yields ``counted`` tokens; see
+    `core.batch_plan.decode_limit_s`."""
+    left_s = decode.window_end_s - start_s
+    slack_s = left_s - (decode.window_left - counted) * decode.tpot_s
+    return max(slack_s, left_s * counted / decode.window_left)
+
+
 # --- what is learnt ------------------------------------------------------------------------------
 
 
@@ -624,3 +673,51 @@ class AcceptanceEstimator:
             hits, trials = self._classes[slo_class]
             found = (hits + self.SHARED_TRIALS * found) / (trials + self.SHARED_TRIALS)
         return min(max(found, self.LEAST), self.MOST)
+
+
+class DraftPassTime:
+    """What one more pass of the draft adds to a step, as a share of the step without drafts.
+
+    vLLM's own proposers do not say how long they took, so this is the slope of step times over the
+    number of passes. Until steps have drafted in different numbers of passes, and enough of them,
+    it stays near a first guess.
+
+    Args:
+        first_guess: share before anything was seen.
+    """
+
+    PRIOR = 8.0
+    """Steps, one pass off the others, that the first guess counts for."""
+    REMEMBERED = 200
+    """Steps of each number of passes."""
+
+    def __init__(self, first_guess: float = 0.05) -> None:
+        self._first_guess = first_guess
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def observe(self, passes: int, ratio: float) -> None:
+        """Take in a step that computed no prompts: how often it took what it takes without
+        drafts."""
+        count, mean = self._seen.get(passes, (0, 0.0))
+        count = min(count + 1, self.REMEMBERED)
+        self._seen[passes] = count, mean + (ratio - mean) / count
+
+    def share(self) -> float:
+        """Of the time of a step without drafts; at least 0."""
+        total = sum(count for count, _ in self._seen.values())
+        if len(self._seen) < 2:
+            return self._first_guess
+        middle = sum(count * passes for passes, (count, _) in self._seen.items()) / total
+        above = sum(
+            count * mean * (passes - middle) for passes, (count, mean) in self._seen.items()
+        )
+        spread = sum(count * (passes - middle) ** 2 for passes, (count, _) in self._seen.items())
+        return max((above + self.PRIOR * self._first_guess) / (spread + self.PRIOR), 0.0)
+
+
+def warm_up() -> None:
+    """Compile the hot loops now instead of in the first step."""
+    model = StepTimeModel.prior()
+    for prompts in (True, False):
+        plan_lengths([Tier(1, 0.1, 0.5)], model, 2, prompts=prompts)
+    fastest_pace_s(0.5, 1, model, 2)

@@ -128,7 +128,12 @@ def _fastest_depth(
 
 @jit
 def _sustained(
-    chances: Floats, share: float, tpot_s: float, lines: Lines, most_tokens: int, pass_s: float
+    chances: Floats,
+    share: float,
+    tpot_s: float,
+    lines: Lines,
+    most_tokens: int,
+    drafting_s: Floats,
 ) -> tuple[float, int, int, float]:
     """`sustained_trees`: (requests, depth, nodes, tokens out)."""
     most, found, size, gives = float(_tokens_within(lines, tpot_s, most_tokens)), 0, 0, 1.0
@@ -139,7 +144,7 @@ def _sustained(
         for node in range(min(count, TREE)):
             hoped += likely[node]
             tokens = max(share * hoped, 1.0)
-            left_s = tpot_s * tokens - (depth + 1) * pass_s
+            left_s = tpot_s * tokens - drafting_s[depth]
             requests = _tokens_within(lines, left_s, most_tokens) / (2.0 + node)
             if requests > most:
                 most, found, size, gives = requests, depth + 1, node + 1, tokens
@@ -392,7 +397,9 @@ def sustained_trees(
     share: float,
     tpot_s: float,
     model: StepTimeModel,
-    pass_s: float,
+    pass_s: float = 0.0,
+    *,
+    drafting_s: Floats | None = None,
 ) -> tuple[Speculated, float, float]:
     """The trees with which most requests keep a TPOT together.
 
@@ -401,14 +408,24 @@ def sustained_trees(
         share: of what these promise, what to count on.
         tpot_s: the objective.
         model: step times without drafting.
-        pass_s: seconds of one pass of the draft.
+        pass_s: seconds of one pass of a draft that needs a pass for each depth.
+        drafting_s: (depths,) seconds until a tree is 1, 2, .. deep, however it is drafted; instead
+            of ``pass_s``.
 
     Returns:
         What decoding is like with them, the seconds a step then drafts, and how many requests keep
         the TPOT; plain decoding where no tree is better.
     """
+    if drafting_s is None:
+        drafting_s = _one_by_one(pass_s, len(chances))
     most, depth, nodes, tokens = _sustained(
-        np.ascontiguousarray(chances), share, tpot_s, Lines.of(model), model.max_tokens, pass_s
+        np.ascontiguousarray(chances), share, tpot_s, Lines.of(model), model.max_tokens, drafting_s
     )
-    found = Speculated(tokens, 1.0 + nodes) if nodes else PLAIN
-    return found, depth * pass_s, most
+    if not nodes:
+        return PLAIN, 0.0, most
+    return Speculated(tokens, 1.0 + nodes), float(drafting_s[depth - 1]), most
+
+
+def _one_by_one(pass_s: float, depths: int) -> Floats:
+    """Seconds until a tree is 1, 2, .. deep where each depth is a pass."""
+    return np.array([pass_s * depth for depth in range(1, depths + 1)])

@@ -58,6 +58,7 @@ class SchedulerMetrics:
         self._folder_was_made = False
         self._engine = str(engine)
         self._trees: _TreeSeries | None = None
+        self._lengths: _LengthSeries | None = None
         self._admissions = Counter(
             "vllm_slo:admissions",
             "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
@@ -210,6 +211,14 @@ class SchedulerMetrics:
         series.draft.inc(draft_s)
         series.selection.inc(selection_s)
 
+    def draft_lengths(self, slo_class: str, *, tokens: float, acceptance: float) -> None:
+        """Note how many drafts a step verified of a request of this class on average, and how
+        likely each is accepted."""
+        if self._lengths is None:
+            self._lengths = _LengthSeries(self.registry)
+        self._lengths.tokens.labels(self._engine, slo_class).set(tokens)
+        self._lengths.acceptance.labels(self._engine, slo_class).set(acceptance)
+
     def _tree_series(self) -> _TreeSeries:
         if self._trees is None:
             self._trees = _TreeSeries(self._engine, self.registry)
@@ -277,6 +286,27 @@ class _Children:
         if found is None:
             found = self._known[label] = self._series.labels(self._engine, label)
         return found
+
+
+class _LengthSeries:
+    """The series of chains of drafts by vLLM's own methods, whose lengths are chosen by class."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(
+                f"vllm_slo:draft_{name}",
+                text,
+                ["engine", "slo_class"],
+                multiprocess_mode="mostrecent",
+                registry=registry,
+            )
+
+        self.tokens = gauge(
+            "length_tokens", "Draft tokens verified of a request in the last step, on average."
+        )
+        self.acceptance = gauge(
+            "acceptance_ratio", "Chance that a draft is accepted, those before it being accepted."
+        )
 
 
 class _TreeSeries:

@@ -29,7 +29,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
-from vllm_slo.engine import views
+from vllm_slo.engine import draft_lengths, views
+from vllm_slo.engine.draft_lengths import DraftLengths
 from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
 from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.speculation import Speculation
@@ -86,6 +87,8 @@ class Scheduler(AsyncScheduler):
             logger.critical("vllm-slo: error: %s", error)
             raise
         self._speculation = None if trees is None else Speculation(self, self._steering, trees)
+        chains = trees is None and draft_lengths.trims(vllm_config)
+        self._lengths = DraftLengths(self, self._steering) if chains else None
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -98,6 +101,8 @@ class Scheduler(AsyncScheduler):
         begun = steering.begin_step()
         if self._speculation is not None:
             self._speculation.plant()
+        if self._lengths is not None:
+            self._lengths.trim()
         if not steering.active or self._pause_state != PauseState.UNPAUSED:
             output = self._schedule(throttle_prefills, None)
         else:
@@ -108,7 +113,10 @@ class Scheduler(AsyncScheduler):
             output = self._schedule(throttle_prefills, nudge)
             planned = nudge is not None and nudge.token_budget > 0
             self._stalled = planned and not output.num_scheduled_tokens
-        steering.on_scheduled(self.batch_shape(output), begun)
+        shape = self.batch_shape(output)
+        if self._lengths is not None:
+            shape = self._lengths.sent(output, shape)
+        steering.on_scheduled(shape, begun)
         return output
 
     def _schedule(self, throttle_prefills: bool, nudge: Nudge | None) -> SchedulerOutput:
@@ -213,9 +221,14 @@ class Scheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        self._steering.on_output(scheduler_output, drafting_s(model_runner_output))
+        seconds = drafting_s(model_runner_output)
+        if self._lengths is not None:
+            seconds += self._lengths.drafting_s(scheduler_output)
+        self._steering.on_output(scheduler_output, seconds)
         if self._speculation is not None:
             self._speculation.observe(scheduler_output, model_runner_output)
+        if self._lengths is not None:
+            self._lengths.observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in self._steering.take_ended():
             if request.client_index not in outputs:
@@ -249,6 +262,8 @@ class Scheduler(AsyncScheduler):
         report = self._steering.on_end(request)
         if self._speculation is not None:
             self._speculation.forget(request.request_id)
+        if self._lengths is not None:
+            self._lengths.forget(request.request_id)
         if not self.requests:
             self._steering.on_empty()
         if report is not None:

@@ -58,7 +58,9 @@ class Steering:
         total_blocks: KV blocks there are.
         finish_interval_s: observed seconds between two promises that ended.
         seen: the highest ticket that ever came; see ``views.ticket``.
-        expected: tokens that the next step is to yield, of requests that have a tree for it.
+        expected: tokens that the next step is to yield, of requests that have drafts for it.
+        in_flight: tokens that steps on their way are to yield, of requests with drafts in them.
+        plain: steps of plain decoding, for promises to count on.
         speculation: a TPOT -> decoding with trees that keeps it, for promises to count on, and the
             step times with it; None: plain decoding.
         bearable: a TPOT -> how many requests typical steps keep it for, and what decoding is then
@@ -115,6 +117,8 @@ class Steering:
         self._ways: tuple[float, list[WayToDecode]] = -INFINITY, []
         self.seen = 0
         self.expected: dict[str, float] = {}
+        self.in_flight: dict[str, float] = {}
+        self.plain: Callable[[], StepTimeModel] = lambda: self.steps.plain_promise_model
         self.speculation: Callable[[float], WayToDecode | None]
         self.bearable: Bearable
         self.without_trees()
@@ -380,7 +384,7 @@ class Steering:
         """What a promise may count on: plain steps, and steps that verify trees."""
         if self._ways[0] == self.now_s:
             return self._ways[1]
-        ways = [(self.steps.plain_promise_model, admission.PLAIN)]
+        ways = [(self.plain(), admission.PLAIN)]
         tightest_s = min(
             (t.tpot_s for t in self.tracked.values() if t.promised or not t.missed),
             default=INFINITY,
@@ -577,13 +581,15 @@ class Steering:
 
     def decode_view(self, tracked: Tracked, start_s: float) -> DecodeView:
         """A promised decoding request before a step that begins at ``start_s``."""
-        expected = self.expected.get(tracked.request.request_id, 1.0)
-        return views.decode_view(tracked, start_s, self.steps.strength, expected)
+        name = tracked.request.request_id
+        expected, in_flight = self.expected.get(name, 1.0), self.in_flight.get(name)
+        return views.decode_view(tracked, start_s, self.steps.strength, expected, in_flight)
 
-    def responsive_step_s(self, model: StepTimeModel) -> float:
-        """Longest step that best effort may cause, by a model that keeps the margin of promises."""
+    def responsive_step_s(self, model: StepTimeModel, tpots: float = 2.0) -> float:
+        """Longest step that best effort may cause, by a model that keeps the margin of promises;
+        see ``RecentObjectives``."""
         shortest_s = self.steps.expected_model.predict_s(1)
-        step_s = self._recent.responsive_step_s(self.now_s, shortest_s)
+        step_s = self._recent.responsive_step_s(self.now_s, shortest_s, tpots)
         return step_s * model.predict_s(1) / shortest_s
 
     def since_served_s(self, request: Request) -> float:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
+from vllm_slo.core.speculation_length import with_draft_steps
+from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
 
 MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""
@@ -40,6 +41,7 @@ class StepClock:
         expected_model: typical step times, drafting included.
         promise_model: step times to promise by, drafting included.
         verifying_model, plain_promise_model: the same without drafting.
+        verified_s: what the last step took, drafting left out.
         strength: share of a TPOT to work towards, at most 1 (see ``views.decode_view``).
     """
 
@@ -47,13 +49,14 @@ class StepClock:
         self, estimator: StepTimeEstimator, quantile: float, window: int, now_s: float
     ) -> None:
         self.estimator = estimator
+        self.verified_s = 0.0
         self._quantile = quantile
         self._window = window
         self._flight: deque[_Step] = deque()
         self._busy_until_s = now_s
         self._last_done_s = now_s
         self._learnt = 0
-        self._drafting = 0.0, 0.0
+        self._drafting = 0.0, 0.0, 0
         self._refresh()
 
     @property
@@ -65,10 +68,11 @@ class StepClock:
         """When a step scheduled now begins: at once, or when those in flight are done."""
         return max(now_s, self._busy_until_s) if self._flight else now_s
 
-    def drafting(self, fixed_s: float, token_s: float) -> None:
-        """From now on each step drafts for so many seconds, and so many per token besides."""
-        if (fixed_s, token_s) != self._drafting:
-            self._drafting = fixed_s, token_s
+    def drafting(self, fixed_s: float, token_s: float, passes: int = 0) -> None:
+        """From now on each step drafts for so many seconds, and so many per token besides; in so
+        many passes, whose price in the model comes on top."""
+        if (fixed_s, token_s, passes) != self._drafting:
+            self._drafting = fixed_s, token_s, passes
             self._add_drafting()
 
     def scheduled(self, shape: BatchShape, begun_s: float) -> None:
@@ -89,7 +93,8 @@ class StepClock:
         actual_s = now_s - max(step.begun_s, self._last_done_s)
         self._last_done_s = now_s
         self._busy_until_s = now_s + sum(s.predicted_s for s in self._flight)
-        self.estimator.observe(step.shape, actual_s - drafting_s)
+        self.verified_s = actual_s - drafting_s
+        self.estimator.observe(step.shape, self.verified_s)
         self._learnt += 1
         if self._learnt % MODEL_REFRESH_STEPS == 0:
             self._refresh()
@@ -106,8 +111,10 @@ class StepClock:
         self.promise_model = self.plain_promise_model
         self.expected_model = self.verifying_model
         if any(self._drafting):
-            margin = max(self.margin, 1.0)
-            self.promise_model = self.plain_promise_model.besides(
-                *(margin * s for s in self._drafting)
-            )
-            self.expected_model = self.verifying_model.besides(*self._drafting)
+            self.promise_model = self._besides(self.plain_promise_model, max(self.margin, 1.0))
+            self.expected_model = self._besides(self.verifying_model, 1.0)
+
+    def _besides(self, model: StepTimeModel, margin: float) -> StepTimeModel:
+        fixed_s, token_s, passes = self._drafting
+        drafting = with_draft_steps(model, passes) if passes else model
+        return drafting.besides(margin * fixed_s, margin * token_s)

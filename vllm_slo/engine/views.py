@@ -228,7 +228,11 @@ def lora_id(request: Request) -> int:
 
 
 def decode_view(
-    tracked: Tracked, start_s: float, strength: float = 1.0, expected: float = 1.0
+    tracked: Tracked,
+    start_s: float,
+    strength: float = 1.0,
+    expected: float = 1.0,
+    in_flight: float | None = None,
 ) -> DecodeView:
     """A promised decoding request before a step that begins at ``start_s``.
 
@@ -237,7 +241,7 @@ def decode_view(
     no token counts beyond it.
 
     Tokens still in flight then come out at ``start_s``; if they end a window, that is where the
-    next one begins.
+    next one begins. ``in_flight`` of them are expected; None: all for which there are placeholders.
 
     Its working TPOT is ``strength`` times the objective: at most 1, less where the step that ends
     a window may overrun (SLOs-Serve, section 3.2.3: an SLO is strengthened under uncertainty).
@@ -249,7 +253,7 @@ def decode_view(
         return DecodeView(name, INFINITY, INFINITY, 1, INFINITY, tokens, context)
     tpot_s = tracked.tpot_s * strength
     window_s, held = tracked.tpot.open_window
-    place = held + request.num_output_placeholders
+    place = held + (request.num_output_placeholders if in_flight is None else in_flight)
     if tracked.first_token_s is None:
         window_s, place = start_s, max(place - 1, 0)
     elif place >= tracked.window:
