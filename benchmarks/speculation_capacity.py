@@ -5,8 +5,8 @@
     python benchmarks/speculation_capacity.py --quick    two scenarios, small: writes nothing
 
 SLOs-Serve counts SLO-adaptive speculation (section 3.2.3) among what raises capacity (section 6.1).
-Windows, objectives and hardware are those of ``capacity.py``; the draft of each hardware is in its
-profile (vllm_slo/sim/profiles_data).
+Objectives and hardware are those of ``capacity.py``, windows are half as long; the draft of each
+hardware is in its profile (vllm_slo/sim/profiles_data).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from common import markdown, write_result
 
+from vllm_slo.core.speculation_length import Tier, plan_lengths
 from vllm_slo.sim.capacity import (
     Capacity,
     Case,
@@ -34,19 +35,18 @@ from vllm_slo.sim.capacity import (
 )
 from vllm_slo.sim.cluster import Conditions
 from vllm_slo.sim.hardware import load_hardware
-from vllm_slo.sim.scenarios import applications_of
+from vllm_slo.sim.scenarios import LOOSE_TPOT_S, TIGHT_TPOT_S, applications_of
 from vllm_slo.sim.systems import OURS, System, parse_system, speculating
 
 SCENARIOS: Mapping[str, tuple[str, int]] = {
-    "chatbot": ("a100-opt-13b", 300),
-    "coder": ("a100-opt-13b", 500),
-    "coder, Poisson": ("a100-opt-13b", 500),
-    "summarizer": ("a100-opt-13b", 300),
-    "mixed": ("a100-opt-13b", 360),
-    "toolllm": ("a100-toolllama-7b", 220),
-    "toolllm, Poisson": ("a100-toolllama-7b", 220),
-    "reasoning": ("h100-llama-8b", 200),
-    "adaserve": ("h100-llama-8b", 400),
+    "chatbot": ("a100-opt-13b", 150),
+    "coder": ("a100-opt-13b", 250),
+    "coder, Poisson": ("a100-opt-13b", 250),
+    "summarizer": ("a100-opt-13b", 150),
+    "mixed": ("a100-opt-13b", 180),
+    "toolllm": ("a100-toolllama-7b", 110),
+    "reasoning": ("h100-llama-8b", 100),
+    "adaserve": ("h100-llama-8b", 200),
 }
 """Scenario -> hardware, jobs per window."""
 PAPER = ("chatbot", "coder", "summarizer", "mixed")
@@ -57,6 +57,8 @@ ACCEPTANCE = 0.7
 """Assumed: SLOs-Serve gives no figure. The EAGLE-3 head of Llama-3.1-8B yields 2.8 to 3.5 tokens
 per step of 7 drafts (model cards), which is 0.65 to 0.74."""
 OTHERS = (0.5, 0.9)
+CONTEXT = 1000
+"""KV tokens of a request where equations are asked."""
 STOCK = parse_system("fcfs-2048")
 DRAFTED = {OURS: speculating(OURS), STOCK: speculating(STOCK, 3)}
 """System -> the same with speculation."""
@@ -140,7 +142,7 @@ class Study:
             for name in self.plan.scenarios
             for other in OTHERS
         }
-        self.search(others, self.plan.seeds, "other acceptances")
+        self.search(others, self.plan.seeds[:1], "other acceptances")
 
     def of(self, name: str, one: System, acceptance: float | None = None) -> Capacity:
         """One capacity that was found."""
@@ -149,8 +151,12 @@ class Study:
         return self.found[name, one.name, acceptance if one.drafts else 0.0]
 
     def gain(self, name: str, plain: System, acceptance: float | None = None) -> float:
-        """With speculation over without; nan where either has no answer."""
-        found = ratio(self.of(name, DRAFTED[plain], acceptance), self.of(name, plain))
+        """With speculation over without, on the windows that both ran; nan where either has no
+        answer."""
+        one, other = self.of(name, DRAFTED[plain], acceptance), self.of(name, plain)
+        count = min(len(one.windows), len(other.windows))
+        one, other = (Capacity.of(NINETY, each.windows[:count]) for each in (one, other))
+        found = ratio(one, other)
         return found[0] if found else math.nan
 
     def capacities(self) -> str:
@@ -165,7 +171,7 @@ class Study:
             rows.append(row)
         for title, names in (("paper's with a draft", PAPER), ("all", self.plan.scenarios)):
             means = [self.mean(names, plain) for plain in DRAFTED]
-            cells = [cell for mean in means for cell in ("", "", f"{mean:.2f}x")]
+            cells = [cell for mean in means for cell in ("", "", fold(mean))]
             rows.append([f"**geo-mean, {title}**", "", *cells])
         head = ["scenario", "hardware, draft"]
         for plain, drafted in DRAFTED.items():
@@ -181,7 +187,7 @@ class Study:
         """What other acceptances would give."""
         shares = sorted({*OTHERS, self.acceptance})
         rows = [
-            [name, *(f"{self.gain(name, OURS, share):.2f}x" for share in shares)]
+            [name, *(fold(self.gain(name, OURS, share)) for share in shares)]
             for name in self.plan.scenarios
         ]
         head = ["scenario", *(f"accepted: {share:g}" for share in shares)]
@@ -209,6 +215,36 @@ class Study:
         return markdown(head, rows)
 
 
+def in_theory(acceptance: float) -> str:
+    """What the planner's own objective says: prompt tokens per second beside decodes."""
+    rows = []
+    for name in dict.fromkeys(hardware for hardware, _ in SCENARIOS.values()):
+        hardware = load_hardware(name)
+        beside = hardware.speculating()
+        for share in (0.1, 0.4, 0.8):
+            row: list[object] = [name, round(share * beside.kv_tokens / CONTEXT), f"{share:.0%}"]
+            for tpot_s in (TIGHT_TPOT_S, LOOSE_TPOT_S):
+                tiers = [Tier(max(1, int(share * beside.kv_tokens / CONTEXT)), tpot_s, acceptance)]
+                context = int(share * beside.kv_tokens)
+                one, other = (
+                    plan_lengths(
+                        tiers, each.step_time, longest, prompts=True, context_tokens=context
+                    )
+                    for each, longest in ((hardware, 1), (beside, 1 + DRAFTED[OURS].drafts))
+                )
+                row += [other.lengths[0], fold(other.per_second / one.per_second)]
+            rows.append(row)
+    head = ["hardware", "requests that decode", "KV in use"]
+    for tpot_s in (TIGHT_TPOT_S, LOOSE_TPOT_S):
+        head += [f"tokens verified at {1e3 * tpot_s:.0f} ms", "prompt tokens/s, with : without"]
+    return markdown(head, rows)
+
+
+def fold(value: float) -> str:
+    """A ratio; a dash where there is none."""
+    return "-" if math.isnan(value) else f"{value:.2f}x"
+
+
 def times(found: tuple[float, float, float] | None) -> str:
     """A ratio with its interval."""
     if found is None:
@@ -220,8 +256,8 @@ def times(found: tuple[float, float, float] | None) -> str:
 INTRODUCTION = """\
 The highest rate, in jobs per second and GPU, at which 90% of the jobs keep every objective (TTFT of
 every round, worst window of 10 tokens of every stage), by bisection on windows with seeds {seeds};
-jobs, objectives and hardware are those of [capacity.md](capacity.md). `{ours}` plans at most
-{drafts} drafts for each request by its TPOT and learns online how many are accepted;
+objectives and hardware are those of [capacity.md](capacity.md), windows are half as long. `{ours}`
+plans at most {drafts} drafts for each request by its TPOT and learns online how many are accepted;
 `{stock}` is vLLM's own scheduler with 3 drafts for everybody. A drafted token is accepted with
 probability {acceptance:g} if those before it were: assumed, SLOs-Serve gives no figure.
 
@@ -251,7 +287,12 @@ def main() -> None:
     with Workers(options.processes) as workers:
         study = Study(plan, options.acceptance, workers)
         study.run()
-        parts = (study.capacities(), study.sensitivity(), study.reasons())
+        parts = (
+            study.capacities(),
+            study.sensitivity(),
+            study.reasons(),
+            in_theory(options.acceptance),
+        )
     if options.quick:
         sys.stdout.write("\n\n".join(parts) + "\n")
         return
@@ -268,9 +309,10 @@ def main() -> None:
             processes="one process" if count == 1 else f"{count} processes",
         ),
         parts[0],
-        note=f"## If other shares were accepted: `{DRAFTED[OURS].name}` : `{OURS.name}`\n\n"
-        f"{parts[1]}\n\n## At the capacity without speculation, the whole first window\n\n"
-        f"{parts[2]}",
+        note=f"## If other shares were accepted: `{DRAFTED[OURS].name}` : `{OURS.name}`, first "
+        f"window\n\n{parts[1]}\n\n## At the capacity without speculation, the whole first window"
+        f"\n\n{parts[2]}\n\n## What there is to gain: the planner's objective (SLOs-Serve, "
+        f"appendix D), {CONTEXT} tokens of KV per request\n\n{parts[3]}",
     )
 
 
