@@ -131,11 +131,11 @@ def _without_throughput() -> None:
 
 def _without_adaptation() -> None:
     """Every tree has the same depth and width, whatever the load."""
-    from vllm_slo.core.tree_budget import DraftShape, Shape
+    from vllm_slo.core.model_chain import ModelChains, Plan
     from vllm_slo.engine import speculation
 
     _replace(speculation, "depth_and_width", lambda *_: FIXED)
-    _replace(DraftShape, "choose", lambda *_: Shape(*FIXED))
+    _replace(ModelChains, "choose", lambda *_: Plan((0,), *FIXED))
 
 
 def _without_calibration() -> None:

@@ -242,7 +242,7 @@ def twin(name: str, parameters: float, folder: Path) -> Path:
     """A built-in model at about ``parameters`` parameters, written once; 0: itself."""
     if not parameters:
         return tiny.path(name)
-    kind = "tiny" if name == "target" else "tiny-draft"  # the demo's name of the target
+    kind = "tiny" if name == "target" else f"tiny-{name}"  # the demo's name of the target
     out = folder / f"{kind}-{parameters / 1e6:.0f}m"
     if not (out / "model.safetensors").is_file():
         say(f"writing a twin of the {name} with {parameters / 1e6:.0f}M parameters")

@@ -49,13 +49,13 @@ class Forced:
         import numpy as np
 
         from vllm_slo.core.grove import StepNodes
-        from vllm_slo.core.tree_budget import DraftShape, Shape
+        from vllm_slo.core.model_chain import ModelChains, Plan
         from vllm_slo.engine import speculation
 
         self.shape = SHAPES["tree"]
         replace = adaserve_engine._replace
         replace(speculation, "depth_and_width", lambda *_: self.shape)
-        replace(DraftShape, "choose", lambda *_: Shape(*self.shape))
+        replace(ModelChains, "choose", lambda *_: Plan((0,), *self.shape))
         replace(
             speculation,
             "nodes_of_step",

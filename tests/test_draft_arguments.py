@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,55 @@ def test_a_draft_model_sets_every_flag(flag: str) -> None:
     assert value_of(command, "--block-size") == "32"
     assert "--attention-backend" not in command
     assert command[-2:] == ["--port", "8001"]
+
+
+def test_several_draft_models_are_a_pool() -> None:
+    middle = str(tiny.path("middle"))
+    command = command_line("tiny", "--draft-model", "tiny", "--draft-model", "tiny-middle")
+    said = json.loads(value_of(command, "--additional-config"))
+    assert said == {DRAFT_KEY: [DRAFT, middle]}
+    assert SLOConfig.from_additional_config(said).speculation.pool == (DRAFT, middle)
+    assert json.loads(value_of(command, "--speculative-config")) == SPEC
+
+
+def test_the_configuration_file_lists_several(tmp_path: Path) -> None:
+    file = tmp_path / "slo.yaml"
+    file.write_text("speculation:\n  draft_model: [org/small, org/middle]\n")
+    command = command_line("org/target", "--slo-config", str(file))
+    said = json.loads(value_of(command, "--additional-config"))
+    assert said[DRAFT_KEY] == ["org/small", "org/middle"]
+    command = command_line("m", "--slo-config", str(file), "--draft-model", "org/other")
+    said = json.loads(value_of(command, "--additional-config"))
+    assert SLOConfig.from_additional_config(said).speculation.pool == ("org/other",)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["a", "b", "a"], "draft_model: 'a' is named twice; name each model once"),
+        (["a", ""], "draft_model: expected a name or a folder, got ''"),
+        (["a", 3], "draft_model: expected a name or a folder, got 3"),
+        ([], "draft_model: 0 models listed; list 1 to 4"),
+        (["a", "b", "c", "d", "e"], "draft_model: 5 models listed; list 1 to 4"),
+        (7, "draft_model: expected a name or a folder, got 7"),
+    ],
+)
+def test_a_pool_that_is_none_is_refused(given: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        SLOConfig.from_additional_config({DRAFT_KEY: given})
+    if given == 7:
+        return
+    file = tmp_path / "slo.yaml"
+    file.write_text(json.dumps({"speculation": {"draft_model": given}}))
+    with pytest.raises(ConfigError, match="draft_model") as refused:
+        SLOConfig.load(file)
+    assert str(refused.value).startswith(f"{file}:1: ")
+
+
+def test_one_model_of_a_pool_that_will_not_do_is_refused(tmp_path: Path) -> None:
+    other = copy_of("draft", tmp_path, vocab_size=1024)
+    with pytest.raises(ConfigError, match="has a vocabulary of 1024 tokens, the served model of"):
+        command_line("tiny", "--draft-model", "tiny", "--draft-model", str(other))
 
 
 def test_without_one_nothing_changes() -> None:
@@ -363,10 +413,12 @@ def test_a_folder_that_is_here_gets_its_whole_path(
     copy_of("draft", tmp_path)
     (tmp_path / "tiny").mkdir()  # the built-in name means the built-in model all the same
     whole = str(tmp_path / "copy-of-draft")
-    assert embedded_config(None, None, "copy-of-draft") == {DRAFT_KEY: whole}
+    assert embedded_config(None, None, ["copy-of-draft"]) == {DRAFT_KEY: whole}
     said = embedded_config({"speculation": {"draft_model": "copy-of-draft"}}, None)
     assert SLOConfig.from_additional_config(said).speculation.draft_model == whole
-    assert embedded_config(None, None, "tiny") == {DRAFT_KEY: "tiny"}
+    assert embedded_config(None, None, ["tiny"]) == {DRAFT_KEY: "tiny"}
+    pool = ["tiny", "tiny-middle", "copy-of-draft"]
+    assert embedded_config(None, None, pool) == {DRAFT_KEY: [*pool[:2], whole]}
     assert embedded_config(None, '{"draft_model": "a/b"}', None) == {DRAFT_KEY: "a/b"}
 
 
@@ -407,6 +459,10 @@ def test_llm_sets_every_argument(llm_arguments: Callable[..., dict[str, Any]]) -
         "speculative_config": SPEC,
         "block_size": 32,
         "additional_config": {DRAFT_KEY: DRAFT},
+    }
+    pool = [Path(DRAFT), "org/middle"]
+    assert llm_arguments(draft_model=pool)["additional_config"] == {
+        DRAFT_KEY: [DRAFT, "org/middle"]
     }
     assert "worker_cls" not in llm_arguments()
     assert llm_arguments()["additional_config"] == {}

@@ -31,7 +31,7 @@ SubclassedScheduler = type("SubclassedScheduler", (Scheduler,), {})
 SubclassedWorker = type("SubclassedWorker", (CPUTreeWorker,), {})
 
 
-def speculation(draft: str) -> SpeculationConfig:
+def speculation(draft: str | list[str]) -> SpeculationConfig:
     return SLOConfig.from_additional_config({DRAFT_KEY: draft}).speculation
 
 
@@ -353,6 +353,16 @@ def test_a_draft_that_cannot_be_read_is_refused(
         "['NoSuchForCausalLM'] are not supported for now"
     )
     assert "cannot read 'no-such-org/no-such-model': " in refusal("no-such-org/no-such-model")
+
+
+def test_one_of_several_that_cannot_be_read_is_left_out(folder_of: Callable[..., str]) -> None:
+    """It may be out of reach for now; what is wrong for good is refused beside others, too."""
+    folder = folder_of(architectures=["NoSuchForCausalLM"])
+    check_draft(engine(), speculation([DRAFT, folder]))
+    with pytest.raises(ConfigError, match="cannot read"):
+        check_draft(engine(), speculation([folder, "no-such-org/no-such-model"]))
+    with pytest.raises(ConfigError, match="has a vocabulary of 1024 tokens"):
+        check_draft(engine(), speculation([DRAFT, folder_of(vocab_size=1024)]))
 
 
 @pytest.mark.slow

@@ -70,6 +70,23 @@ def grown(engine: int = 0) -> SchedulerMetrics:
     return series
 
 
+def chained() -> SchedulerMetrics:
+    """A scheduler's series after two steps of a chain and one of its second model alone."""
+    series = SchedulerMetrics()
+    for model in ("small", "middle"):
+        series.draft_model_up(model, up=True)
+    for accepted in (2, 3):
+        series.drafting(
+            "small>middle",
+            [("small", 0.001), ("small", 0.002), ("middle", 0.016)],
+            [("small", "middle", 4, accepted)],
+            [("small", "middle", 0.75), ("middle", "target", 0.9)],
+        )
+    series.drafting("middle", [("middle", 0.014)], [], [("middle", "target", 0.8)])
+    series.draft_model_up("small", up=False)
+    return series
+
+
 def scrape(folder: Path) -> str:
     registry = CollectorRegistry()
     registry.register(FolderCollector(folder))
@@ -89,6 +106,24 @@ def samples(text: str) -> Samples:
 
 
 # --- what is counted -----------------------------------------------------------------------------
+
+
+def test_drafting_is_counted_by_chain_model_and_edge() -> None:
+    got = samples(generate_latest(chained().registry).decode())
+    expected = {
+        "chain_steps_total{chain=small>middle,engine=0}": 2,
+        "chain_steps_total{chain=middle,engine=0}": 1,
+        "passes_total{engine=0,model=small}": 4,
+        "passes_total{engine=0,model=middle}": 3,
+        "pass_seconds_total{engine=0,model=middle}": pytest.approx(0.046),
+        "tried_tokens_total{drafter=small,engine=0,verifier=middle}": 8,
+        "accepted_tokens_total{drafter=small,engine=0,verifier=middle}": 5,
+        "similarity_ratio{drafter=small,engine=0,verifier=middle}": 0.75,
+        "similarity_ratio{drafter=middle,engine=0,verifier=target}": 0.8,
+        "model_up{engine=0,model=small}": 0,
+        "model_up{engine=0,model=middle}": 1,
+    }
+    assert expected == {name: got[f"vllm_slo:draft_{name}"] for name in expected}
 
 
 def test_requests_are_counted_by_what_became_of_them() -> None:

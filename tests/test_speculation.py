@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,6 @@ from virtual_trees import TreeEngine
 from vllm_slo import SLO
 from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.step_time import StepTimeModel
-from vllm_slo.engine import trees
 from vllm_slo.sim.harness import EngineShape
 
 FLAT = StepTimeModel(((0.0, 0.0, 0.040), (0.001, 0.0, 0.020)), max_tokens=8192)
@@ -82,8 +82,11 @@ def test_drafting_stops_under_load_and_comes_back() -> None:
     for i in range(160):
         engine.add(f"r{i}", 16, 20)
     engine.run()
-    depths = [(len(output.num_scheduled_tokens), step.depth) for output, step in engine.seen_trees]
-    assert {depth for n, depth in depths if n > 150} == {0}
+    depths = [
+        (len(output.num_scheduled_tokens), step.plan.depth) for output, step in engine.seen_trees
+    ]
+    under_load = [depth for n, depth in depths if n > 150]
+    assert sum(depth > 0 for depth in under_load) <= 2, "tried once, and no more"
     assert min(depth for n, depth in depths if n == 2) > 0
 
 
@@ -98,7 +101,7 @@ def test_first_tokens_that_come_too_late_stop_drafting_unless_a_tpot_needs_it(
     for _ in range(20):
         engine.step()
     before = len(engine.seen_trees)
-    assert engine.seen_trees[-1][1].depth > 0
+    assert engine.seen_trees[-1][1].plan.depth > 0
     arrived_s = engine.clock.now_s
     for i in range(10):
         engine.add(f"r{i}", 400, 2, SLO(ttft_ms=1500, tpot_ms=1000), arrival_s=arrived_s)
@@ -107,7 +110,7 @@ def test_first_tokens_that_come_too_late_stop_drafting_unless_a_tpot_needs_it(
         engine.step()
         at_s.append(engine.clock.now_s - arrived_s)
     assert not all(engine.outcomes[f"r{i}"].report["promised"] for i in range(10))
-    depths = [step.depth for _, step in engine.seen_trees[before:]]
+    depths = [step.plan.depth for _, step in engine.seen_trees[before:]]
     pressed = [depth for depth, t in zip(depths, at_s, strict=True) if 1.3 < t < 3.9]
     relieved = [depth for depth, t in zip(depths, at_s, strict=True) if t > 8.0]
     assert pressed
@@ -119,7 +122,9 @@ def test_first_tokens_that_come_too_late_stop_drafting_unless_a_tpot_needs_it(
 def test_a_draft_that_costs_more_than_it_brings_is_not_used() -> None:
     engine = TreeEngine(FLAT, honest=0.1, pass_s=0.02)
     took_s = run_all(engine, 4, 60)
-    assert {step.depth for _, step in engine.seen_trees[30:]} == {0}, "tried twice, and no more"
+    assert {step.plan.depth for _, step in engine.seen_trees[30:]} == {0}, (
+        "tried twice, and no more"
+    )
     assert took_s < 1.2 * 60 * 0.040
 
 
@@ -229,14 +234,13 @@ def test_a_draft_that_fails_is_given_up_and_the_answers_go_on(
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     try:
-        engine.scheduler.update_draft_token_ids(
-            trees.DraftTrees.none("RuntimeError: out of memory")
-        )
+        engine.fail = {0: "RuntimeError: out of memory"}
+        engine.step()
     finally:
         logger.removeHandler(caplog.handler)
     engine.run()
-    assert "speculation is off: RuntimeError: out of memory" in caplog.text
-    assert engine.seen_trees[-1][1].depth == 0
+    assert "RuntimeError: out of memory" in caplog.text
+    assert engine.seen_trees[-1][1].plan.depth == 0
     assert len(engine.outcomes["r"].token_ids) == 60
 
 
@@ -277,7 +281,7 @@ def test_promises_are_kept_beside_trees() -> None:
     promised = promised_mix(engine, 6.0)
     assert len(promised) > 15
     broken = [o for o in promised if not o.report["attained"]]
-    assert len(broken) <= 1
+    assert len(broken) <= 1, "the margin covers 95%"
     assert sum(sizes(engine)) > 100
 
 
@@ -312,3 +316,65 @@ def test_requests_that_lag_get_what_they_need_by_what_the_step_takes() -> None:
     assert sum(n > 0 for n in nodes) > 0.9 * len(nodes), "a step without trees helps nobody"
     pace = [(o.token_times_s[-1] - o.token_times_s[0]) / 199 for o in engine.outcomes.values()]
     assert max(pace) < 0.030
+
+
+# --- several draft models -------------------------------------------------------------------------
+
+SLOW = StepTimeModel(((0.0, 0.0, 0.100), (0.0004, 0.0, 0.090)), max_tokens=8192)
+"""A target of 100 ms, as a model of 7B is to one of 1.1B and one of 68M."""
+
+
+def pool(first: float = 0.55, second: float = 0.85, edge: float = 0.75) -> TreeEngine:
+    """A draft of 1 ms and one of 16, which is right more often; the second would say what the first
+    guesses with probability ``edge``."""
+    return TreeEngine(
+        SLOW,
+        honest=(first, second),
+        pass_s=(0.001, 0.016),
+        agree={(0, 1): edge},
+        shape=EngineShape(max_model_len=4096, max_num_seqs=64, block_size=32),
+        speculation={"max_depth": 8, "max_width": 1},
+    )
+
+
+def chains_at_work(engine: TreeEngine, last: int) -> Counter[tuple[int, ...]]:
+    return Counter(step.plan.chain for _, step in engine.seen_trees[-last:])
+
+
+def test_a_chain_of_three_models_is_found_and_pays() -> None:
+    """By equation 7 the three together take 29 ms for a token, the best two 44, one 100."""
+    engine = pool()
+    engine.add("r", 16, 400)
+    engine.run()
+    assert chains_at_work(engine, 40).most_common(1)[0][0] == (0, 1)
+    times_s = engine.outcomes["r"].token_times_s
+    late_s = (times_s[-1] - times_s[150]) / (len(times_s) - 1 - 150)
+    assert late_s < 0.037
+
+
+def test_a_draft_that_fails_leaves_its_chains(caplog: pytest.LogCaptureFixture) -> None:
+    engine = pool()
+    engine.add("r", 16, 300)
+    for _ in range(40):
+        engine.step()
+    engine.fail = {1: "OutOfMemoryError: out of memory"}
+    engine.step()
+    before = len(engine.seen_trees)
+    engine.run()
+    used = {step.plan.chain for _, step in engine.seen_trees[before + 1 :]}
+    assert used <= {(), (0,)}
+    assert (0,) in used
+    assert len(engine.outcomes["r"].token_ids) == 300
+
+
+def test_a_change_of_domain_changes_the_chain() -> None:
+    """The middle model stops to understand what is asked: it is left out, and comes back."""
+    engine = pool()
+    engine.add("r", 16, 1500)
+    for _ in range(120):
+        engine.step()
+    assert chains_at_work(engine, 20).most_common(1)[0][0] == (0, 1)
+    engine.honest = (0.8, 0.1)
+    for _ in range(100):
+        engine.step()
+    assert chains_at_work(engine, 20).most_common(1)[0][0] == (0,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo serve tiny --draft-model tiny``: a live server with trees, and the openai client."""
+"""A live server with trees of two draft models, and the openai client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     )
     arguments = [
         *(command("vllm-slo"), "serve", "tiny", "--draft-model", "tiny"),
-        *("--slo-config", str(config), *SMALL),
+        *("--draft-model", "tiny-middle", "--slo-config", str(config), *SMALL),
     ]
     with running(arguments, "tiny", folder) as live:
         yield live
@@ -65,6 +65,15 @@ def test_an_answer_streams_in_steps_of_several_tokens(
     assert server.total("vllm_slo:speculation_enabled") == 1
     accepted = server.total("vllm:spec_decode_num_accepted_tokens_total")
     assert server.total("vllm_slo:tree_accepted_tokens_total") == accepted
+
+
+def test_the_draft_models_are_on_the_metrics_page(server: LiveServer) -> None:
+    assert server.total("vllm_slo:draft_model_up", model="draft") == 1
+    assert server.total("vllm_slo:draft_model_up", model="middle") == 1
+    assert server.total("vllm_slo:draft_chain_steps_total") > 10
+    assert server.total("vllm_slo:draft_passes_total", model="draft") > 0
+    assert server.total("vllm_slo:draft_pass_seconds_total") > 0.0
+    assert 0.0 < server.total("vllm_slo:draft_similarity_ratio", verifier="target") < 2.0
 
 
 def test_a_tier_names_a_class(server: LiveServer) -> None:

@@ -79,9 +79,10 @@ class Noisy(TreeEngine):
         exact, factor = self.step_time, noise(seed)
         self.step_time = lambda shape: exact(shape) * factor()
 
-    def _candidates(self, depth: int, width: int) -> tuple[list[int], list[int], list[float]]:
-        self.honest = float(self._rng.choice(SURE, p=SHARES))
-        return super()._candidates(depth, width)
+    def _candidates(
+        self, honest: float, depth: int, width: int
+    ) -> tuple[list[int], list[int], list[float]]:
+        return super()._candidates(float(self._rng.choice(SURE, p=SHARES)), depth, width)
 
 
 def with_trees(work: list[Job], seed: int) -> dict[str, list[float]]:

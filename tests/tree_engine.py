@@ -8,11 +8,15 @@ numba is loaded, so each engine has its process.
 
 from __future__ import annotations
 
+import atexit
 import gzip
 import json
 import os
+import shutil
 import sys
-from itertools import cycle, islice
+import tempfile
+from collections import Counter
+from itertools import count, cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,7 +168,7 @@ def engine_options(said: dict[str, Any]) -> dict[str, Any]:
             "num_speculative_tokens": SPECULATION["max_nodes"],
         },
         "additional_config": {
-            "draft_model": str(tiny.path("draft")),
+            "draft_model": [folder_of(name) for name in said.get("pool", ["draft"])],
             "slo_config": {"speculation": SPECULATION},
         },
     }
@@ -189,6 +193,7 @@ def take_masks() -> None:
 def break_it(what: str) -> None:
     """Make one part of verification wrong, to see the tests fail."""
     from vllm_slo.engine import model_runner
+    from vllm_slo.engine.proposers import lm
 
     runner = model_runner.TreeRunner
     if what == "mask":  # every node sees the nodes scheduled before it
@@ -205,10 +210,45 @@ def break_it(what: str) -> None:
         )
     elif what == "draft":  # it computes what it has no blocks for
         runner.slots_of = lambda self, index: 10**9  # type: ignore[method-assign]
+    elif what == "guesses":  # what was guessed is taken for what was said
+        lm.DraftCoverage.confirm = (  # type: ignore[method-assign]
+            lambda self, name, _, blocks: (
+                self.advance(
+                    name, sum((self.tokens(name), len(self._guesses.pop(name, (0, ()))[1]))), blocks
+                )
+                if name in self._guesses
+                else None
+            )
+        )
     elif what == "walk":  # the likeliest child is accepted whatever was sampled
         model_runner.tree_sampling.token_tree.walk = lambda tokens, parents, sampled: [0]
     else:
         raise ValueError(what)
+
+
+def let_fail(place: int, passes: int) -> None:
+    """A draft model runs out of memory after so many passes."""
+    from vllm_slo.engine.proposers.lm import DraftModel
+
+    forward, left = DraftModel.forward, iter(range(passes))
+
+    def failing(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.prefix == f"draft{place}" and next(left, None) is None:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(model, *args, **kwargs)
+
+    DraftModel.forward = failing  # type: ignore[method-assign]
+
+
+def folder_of(name: str) -> str:
+    """The folder of a built-in model; ``broken`` is one whose weights cannot be read."""
+    if name != "broken":
+        return str(tiny.path(name))
+    folder = Path(tempfile.mkdtemp(prefix="vllm-slo-broken-"))
+    atexit.register(shutil.rmtree, folder)
+    shutil.copytree(tiny.path("draft"), folder, dirs_exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"\0" * 64)
+    return str(folder)
 
 
 class Counters:
@@ -268,30 +308,84 @@ class Counters:
 
 
 class DraftWatch:
-    """Whether the draft's KV cache holds what its guesses need: at every root that it guesses from
-    anew, logits are to be those of a pass over the whole request.
+    """Whether the drafts' KV caches hold what their guesses need: at every root that is guessed
+    from, each model is to say what it says after a pass over the whole request; and what a chain
+    proposes is to be what its last model would go on with by itself.
 
     Attributes:
-        roots, wrong: roots looked at, and those at which the logits were others.
+        roots, wrong: roots and guesses looked at, and those that were others.
     """
 
     def __init__(self) -> None:
-        from vllm_slo.engine.proposers import TreeProposer
+        from vllm_slo.engine.proposers.chain import ChainSearch
 
         self.roots = self.wrong = 0
-        catch_up = TreeProposer._catch_up
+        run, read = ChainSearch.run, ChainSearch.read
 
-        def watched(proposer: TreeProposer, ends: dict[int, int], asking: set[int]) -> Any:
-            ready, logits = catch_up(proposer, ends, asking)
-            if ready:
-                hidden = proposer._prefill([(i, 0, ends[i]) for i in ready])
-                last = np.cumsum([ends[i] for i in ready]) - 1
-                whole = proposer.draft.logits(hidden[torch.from_numpy(last)])
-                self.roots += len(ready)
-                self.wrong += int(((whole - logits).abs().amax(dim=-1) > 0.01).sum())
-            return ready, logits
+        def watched_run(search: Any) -> None:
+            run(search)
+            rows = np.flatnonzero(search.counts)
+            if not len(rows):
+                return
+            for member in search.chain:
+                if member.place in search.roots:
+                    few = rows[: len(search.roots[member.place])]
+                    whole = self.whole(search, member, few, 0 * few + 1).softmax(dim=-1)
+                    self.count((whole - search.roots[member.place]).abs().amax(dim=-1) > 1e-3)
+            counts = search.counts[rows]
+            whole = self.whole(search, search.chain[-1], rows, counts).argmax(dim=-1)
+            said = np.concatenate([search.ahead.guesses[row, : search.counts[row]] for row in rows])
+            self.count(whole != torch.from_numpy(said))
 
-        TreeProposer._catch_up = watched  # type: ignore[method-assign]
+        def watched_read(search: Any) -> Any:
+            logits = read(search)
+            rows = np.arange(len(search.counts))
+            whole = self.whole(search, search.chain[0], rows, 0 * rows + 1)
+            self.count((whole - logits).abs().amax(dim=-1) > 0.01)
+            return logits
+
+        ChainSearch.run = watched_run  # type: ignore[method-assign]
+        ChainSearch.read = watched_read  # type: ignore[method-assign]
+
+    def whole(self, search: Any, member: Any, rows: Any, counts: Any) -> Any:
+        """Logits of a pass over whole requests, from their roots on."""
+        stops = search.ahead.ends[rows] + counts - 1
+        return search.ahead.run(member.model, rows, 0 * rows, stops, counts)
+
+    def count(self, wrong: Any) -> None:
+        self.roots += len(wrong)
+        self.wrong += int(wrong.sum())
+
+
+PLANS = (
+    ((0, 1), 5, 4, 2),
+    ((0,), 3, 4, 3),
+    ((0, 1), 4, 1, 1),
+    ((1,), 5, 1, 5),
+    ((), 0, 1, 1),
+    ((0, 1, 2), 5, 2, 2),
+    ((1, 2), 5, 3, 3),
+    ((0,), 5, 1, 5),
+    ((2,), 2, 3, 2),
+)
+"""(chain, depth, width, window), by turns."""
+
+
+def rotate_chains(every: int, used: Counter[str]) -> None:
+    """Another chain every few steps, whichever would be fastest."""
+    from vllm_slo.core.model_chain import ModelChains
+    from vllm_slo.engine.trees import Plan
+
+    steps = count()
+
+    def choose(chains: Any, *_: Any, **__: Any) -> Plan:
+        there = {model for model, up in enumerate(chains._there) if up}
+        usable = [plan for plan in PLANS if there >= {*plan[0]}]
+        plan = Plan(*usable[next(steps) // every % len(usable)])
+        used["-".join(map(str, plan.chain))] += 1
+        return plan
+
+    ModelChains.choose = choose  # type: ignore[method-assign]
 
 
 def said_by(output: vllm.RequestOutput) -> dict[str, Any]:
@@ -319,6 +413,11 @@ def main() -> None:
         take_masks()
     if said.get("break"):
         break_it(said["break"])
+    used: Counter[str] = Counter()
+    if said.get("rotate"):
+        rotate_chains(said["rotate"], used)
+    if said.get("fail"):
+        let_fail(*said["fail"])
     watch = DraftWatch() if said.get("watch") else None
     llm = vllm.LLM(str(tiny.path("target")), **engine_options(said))
     counters = Counters(llm, chains="method" in said)
@@ -333,7 +432,10 @@ def main() -> None:
     if "sample" in said:
         texts, kinds = _samples(said["sample"])
     outputs = llm.generate(texts, kinds, use_tqdm=False)
-    found = {"said": [said_by(o) for o in outputs], "seen": counters.report()}
+    found = {"said": [said_by(o) for o in outputs], "seen": counters.report(), "chains": used}
+    if said.get("trees"):
+        chains = counters.scheduler._speculation.drafting.chains
+        found["there"] = [model for model, up in enumerate(chains._there) if up]
     if watch is not None:
         found["seen"] |= {"roots": watch.roots, "wrong": watch.wrong}
     sys.stdout.write("\n" + json.dumps(found) + "\n")

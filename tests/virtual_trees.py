@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The virtual engine with a virtual draft: real scheduler objects, trees of known chances."""
+"""The virtual engine with virtual drafts: real scheduler objects, trees of known chances."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_slo import tiny
+from vllm_slo.core.model_chain import Plan
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine import trees
 from vllm_slo.engine.scheduler import Scheduler
@@ -20,31 +23,37 @@ SPECULATION = {"max_depth": 5, "max_width": 3, "max_nodes": 15, "draft_tokens": 
 
 
 class TreeEngine(VirtualEngine):
-    """A virtual engine whose draft guesses the best child right with probability ``honest``, each
-    other with 15% of the rest; its own probabilities are the true ones.
+    """A virtual engine whose drafts guess the best child right with probability ``honest``, each
+    other with 15% of the rest; their own probabilities are the true ones.
 
     Args:
         model: true and believed step times without drafting.
-        honest: chance of the best child of each node.
-        pass_s: seconds of one pass of the draft.
+        honest: chance of the best child of each node; of each draft, where there are several.
+        pass_s: seconds of one pass of the draft; of each.
+        agree: (drafter, verifier) -> how often the second would say what the first guesses.
     """
 
     def __init__(
         self,
         model: StepTimeModel,
         *,
-        honest: float = 0.7,
-        pass_s: float = 0.002,
+        honest: float | tuple[float, ...] = 0.7,
+        pass_s: float | tuple[float, ...] = 0.002,
+        agree: Mapping[tuple[int, int], float] | None = None,
         shape: EngineShape | None = None,
         slo_config: dict[str, Any] | None = None,
         speculation: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        said = {**SPECULATION, **(speculation or {}), "draft_model": str(tiny.path("draft"))}
+        self.honest = honest if isinstance(honest, tuple) else (honest,)
+        self.pass_s = pass_s if isinstance(pass_s, tuple) else (pass_s,)
+        self.agree = dict(agree or {})
+        pool = [str(tiny.path("draft")), *(f"draft{i}" for i in range(1, len(self.honest)))]
+        said = {**SPECULATION, **(speculation or {}), "draft_model": pool}
         super().__init__(
             Scheduler,
             tiny.path("target"),
-            lambda shape: model.predict_s(shape.tokens, shape.context_tokens) + self.drafting_s(),
+            lambda shape: model.predict_s(shape.tokens, shape.context_tokens) + self._drafting_s(),
             shape or EngineShape(max_model_len=512, max_num_seqs=64, block_size=32),
             believed=model,
             slo_config={**(slo_config or {}), "speculation": said},
@@ -56,15 +65,52 @@ class TreeEngine(VirtualEngine):
                 "num_speculative_tokens": said["max_nodes"],
             },
         )
-        self.honest = honest
-        self.pass_s = pass_s
         self.seen_trees: list[tuple[SchedulerOutput, trees.StepTrees]] = []
         self.accepted: list[int] = []
+        self.fail: dict[int, str] = {}
+        """Models that are to fail in the next step, and why."""
+        self._report = trees.DraftingReport()
         self._next_token = 100
 
-    def drafting_s(self) -> float:
-        """Of the step just scheduled."""
-        return trees.of(self.history[-1]).depth * self.pass_s
+    def _drafting_s(self) -> float:
+        """Of the step just scheduled, whose drafting takes place here."""
+        self._report = self._work(self.history[-1])
+        return self._report.seconds
+
+    def _work(self, output: SchedulerOutput) -> trees.DraftingReport:
+        """The passes of the models in a step."""
+        report = trees.DraftingReport(dropped=dict(self.fail))
+        plan, n = trees.of(output).plan, len(output.num_scheduled_tokens)
+        if plan.depth and len(plan.chain) == 1:
+            report.passes = [
+                (plan.chain[0], n * plan.width, self.pass_s[plan.chain[0]])
+            ] * plan.depth
+        elif plan.depth:
+            left = [plan.depth] * n
+            while any(left):
+                left = self._round(plan, left, report)
+        report.seconds = sum(seconds for _, _, seconds in report.passes)
+        return report
+
+    def _round(self, plan: Plan, left: list[int], report: trees.DraftingReport) -> list[int]:
+        """One round of a chain; what each request lacks after it."""
+        top, chain = len(plan.chain) - 1, plan.chain
+        own = [min(max(lacking - top, 0), plan.window) for lacking in left]
+        for step in range(max(own)):
+            report.passes.append((chain[0], sum(o > step for o in own), self.pass_s[chain[0]]))
+        for drafter, verifier in pairwise(chain):
+            chance, kept = self.agree[drafter, verifier], []
+            for guesses in own:
+                hits = 0
+                while hits < guesses and self._rng.random() < chance:
+                    hits += 1
+                kept.append(hits)
+            tried = sum(min(k + 1, o) for k, o in zip(kept, own, strict=True))
+            report.edges.append(trees.EdgeTrials(drafter, verifier, tried, sum(kept)))
+            tokens = sum(o + 1 for o, lacking in zip(own, left, strict=True) if lacking)
+            report.passes.append((verifier, tokens, self.pass_s[verifier]))
+            own = [k + 1 if lacking else 0 for k, lacking in zip(kept, left, strict=True)]
+        return [max(lacking - o, 0) for lacking, o in zip(left, own, strict=True)]
 
     def step(self) -> SchedulerOutput:
         output = super().step()
@@ -74,26 +120,35 @@ class TreeEngine(VirtualEngine):
 
     def _draft(self, output: SchedulerOutput) -> trees.DraftTrees:
         step = trees.of(output)
-        if not step.depth:
-            return trees.DraftTrees.none()
+        plan = step.plan
+        failed, self.fail = self.fail, {}
         names: list[str] = []
         rows = []
-        for name in output.num_scheduled_tokens:
+        for name in output.num_scheduled_tokens if plan.depth and not failed else ():
             request = self.scheduler.requests.get(name)
             if request is None or request.is_prefill_chunk or name in step.silent:
                 continue
             names.append(name)
-            rows.append(self._candidates(step.depth, step.width))
+            rows.append(self._candidates(self.honest[plan.chain[-1]], plan.depth, plan.width))
         if not names:
             return trees.DraftTrees.none()
-        tokens, parents, said = zip(*rows, strict=True)
+        tokens, parents, said = (np.concatenate(part) for part in zip(*rows, strict=True))
         return trees.DraftTrees(
-            names, [], np.asarray(tokens), np.asarray(parents, dtype=np.int32), np.asarray(said)
+            names,
+            [],
+            [len(row[0]) for row in rows],
+            tokens,
+            parents.astype(np.int32),
+            said,
+            plan.width,
+            plan.chain[-1],
         )
 
-    def _candidates(self, depth: int, width: int) -> tuple[list[int], list[int], list[float]]:
+    def _candidates(
+        self, honest: float, depth: int, width: int
+    ) -> tuple[list[int], list[int], list[float]]:
         """A beam search where each node's children have the chances of the class."""
-        children = [self.honest, *[0.15 * (1.0 - self.honest)] * (width - 1)]
+        children = [honest, *[0.15 * (1.0 - honest)] * (width - 1)]
         parents: list[int] = []
         said: list[float] = []
         beams = [(1.0, -1)]
@@ -118,7 +173,7 @@ class TreeEngine(VirtualEngine):
             req_id_to_index={name: place for place, name in enumerate(names)},
             sampled_token_ids=[self._given(output, n) if n in chosen else [] for n in names],
         )
-        trees.note_drafting(done, self.drafting_s())
+        trees.note_drafting(done, self._report)
         return done
 
     def _given(self, output: SchedulerOutput, name: str) -> list[int]:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_slo.core.types import Backup, RoutingPolicy
 from vllm_slo.errors import ConfigError, InvalidSLOError
@@ -23,13 +23,18 @@ __all__ = [
     "RoutingConfig",
     "SLOConfig",
     "SpeculationConfig",
+    "pool_value",
 ]
 
 CONFIG_KEY: Final = "slo_config"
 """Key of vLLM's `--additional-config` that holds a path to a YAML file, or the mapping itself."""
 
 DRAFT_KEY: Final = "draft_model"
-"""Key of vLLM's `--additional-config` that names the draft model; wins over the YAML file."""
+"""Key of vLLM's `--additional-config` that names the draft model, or lists several; wins over the
+YAML file."""
+
+MAX_POOL: Final = 4
+"""Most draft models of one server."""
 
 _MAPPABLE_TIERS: Final = ("flex", "priority")
 
@@ -151,16 +156,41 @@ class RoutingConfig(BaseModel):
         return self
 
 
+def pool_value(pool: Sequence[str]) -> str | list[str]:
+    """Draft models as `DRAFT_KEY` holds them."""
+    return pool[0] if len(pool) == 1 else list(pool)
+
+
+def check_pool(given: Any) -> None:
+    """Refuse what is not one draft model or a list of different ones.
+
+    Raises:
+        ValueError: one line that names the field.
+    """
+    if given is None:
+        return
+    pool = list(given) if isinstance(given, list | tuple) else [given]
+    for name in pool:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"draft_model: expected a name or a folder, got {name!r}")
+        if pool.count(name) > 1:
+            raise ValueError(f"draft_model: {name!r} is named twice; name each model once")
+    if not 1 <= len(pool) <= MAX_POOL:
+        raise ValueError(f"draft_model: {len(pool)} models listed; list 1 to {MAX_POOL}")
+
+
 class SpeculationConfig(BaseModel):
-    """Token trees drafted by a small model and verified by the served one; see AdaServe."""
+    """Token trees drafted by small models and verified by the served one; see AdaServe and, for
+    several models, SpecRouter."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    draft_model: str | None = Field(
+    draft_model: str | list[str] | None = Field(
         default=None,
-        min_length=1,
-        description="Name or folder of the draft model, of the same vocabulary as the served one; "
-        "unset: no trees. Scope: server. A draft that guesses badly costs time and gains nothing.",
+        description="Name or folder of the draft model, of the same vocabulary as the served one, "
+        "or a list of up to 4, the smallest first, of which the fastest chain is chosen all the "
+        "time; unset: no trees. Scope: server. A draft that guesses badly costs time and gains "
+        "nothing, and each costs memory.",
     )
     max_depth: int = Field(
         default=5,
@@ -204,6 +234,19 @@ class SpeculationConfig(BaseModel):
         description="Tokens that one pass of the draft may hold (B2), 1 to 4096; also the extra "
         "paths one step verifies. Scope: server. Each costs one or two KV blocks of memory.",
     )
+
+    @property
+    def pool(self) -> tuple[str, ...]:
+        """The draft models, the smallest first; empty: no trees."""
+        if self.draft_model is None:
+            return ()
+        return (self.draft_model,) if isinstance(self.draft_model, str) else (*self.draft_model,)
+
+    @field_validator("draft_model")
+    @classmethod
+    def _check_pool(cls, given: str | list[str] | None) -> str | list[str] | None:
+        check_pool(given)
+        return given
 
     @model_validator(mode="after")
     def _check_bounds(self) -> SpeculationConfig:
@@ -369,7 +412,8 @@ class SLOConfig(BaseModel):
 
         Args:
             additional_config: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
-                YAML file or the mapping itself, ``draft_model`` a draft model's name or folder.
+                YAML file or the mapping itself, ``draft_model`` a draft model's name or folder, or
+                a list of them.
                 Anything without these keys gives the defaults.
 
         Raises:
@@ -387,14 +431,16 @@ class SLOConfig(BaseModel):
             return cls.load(given)
         return cls._from_data(given, CONFIG_KEY, None)
 
-    def with_draft(self, draft_model: str) -> SLOConfig:
-        """The same configuration with another draft model.
+    def with_draft(self, draft_model: str | list[str]) -> SLOConfig:
+        """The same configuration with another draft model, or others.
 
         Raises:
-            ConfigError: it is not a name.
+            ConfigError: it is not a name, or not a list of different ones.
         """
-        if not isinstance(draft_model, str) or not draft_model:
-            raise ConfigError(f"draft_model: expected a name or a folder, got {draft_model!r}")
+        try:
+            check_pool(draft_model)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         speculation = self.speculation.model_copy(update={"draft_model": draft_model})
         return self.model_copy(update={"speculation": speculation})
 

@@ -17,10 +17,11 @@ from typing import Any, Final
 import yaml
 
 from vllm_slo import tiny
-from vllm_slo.config import DRAFT_KEY, SLOConfig, SpeculationConfig
+from vllm_slo.config import DRAFT_KEY, SLOConfig, SpeculationConfig, pool_value
 from vllm_slo.errors import ConfigError
 
 __all__ = [
+    "BUILT_IN_DRAFTS",
     "MIDDLEWARE",
     "SCHEDULER",
     "TINY",
@@ -42,6 +43,8 @@ TREE_WORKER: Final = "vllm_slo.engine.worker.TreeWorker"
 TREE_PROPOSER: Final = "vllm_slo.engine.proposers.TreeProposer"
 TINY: Final = "tiny"
 """Name of the built-in model, and of its draft, wherever a model is named."""
+BUILT_IN_DRAFTS: Final[Mapping[str, str]] = {TINY: "draft", f"{TINY}-middle": "middle"}
+"""Names of built-in draft models."""
 
 _REFUSED_WITH_DRAFT: Final = (
     *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
@@ -103,12 +106,12 @@ def tree_arguments(
     Raises:
         ConfigError: the user gave one that trees need for themselves.
     """
-    if speculation.draft_model is None:
+    if not speculation.pool:
         return {}
     for name in _REFUSED_WITH_DRAFT:
         if name in given:
             raise ConfigError(
-                f"{spelled('draft_model')} {speculation.draft_model}: cannot be combined with "
+                f"{spelled('draft_model')} {' '.join(speculation.pool)}: cannot be combined with "
                 f"{spelled(name)}, which a draft model sets; remove one of the two"
             )
     spec = {"method": "custom_class", "model": TREE_PROPOSER}
@@ -156,7 +159,7 @@ def with_draft(
     model: str,
     tokenizer: str | None = None,
 ) -> dict[str, Any]:
-    """vLLM's ``additional_config`` with the draft model by a name that the engine can load.
+    """vLLM's ``additional_config`` with the draft models by names that the engine can load.
 
     Args:
         additional: as given.
@@ -167,12 +170,15 @@ def with_draft(
     Raises:
         ConfigError: as `check_draft_folder`.
     """
-    draft = speculation.draft_model
-    if draft is None:
+    pool = [
+        str(tiny.path(BUILT_IN_DRAFTS[name])) if name in BUILT_IN_DRAFTS else name
+        for name in speculation.pool
+    ]
+    for draft in pool:
+        check_draft_folder(draft, model, tokenizer or model)
+    if not pool:
         return dict(additional)
-    draft = str(tiny.path("draft")) if draft == TINY else draft
-    check_draft_folder(draft, model, tokenizer or model)
-    return {**additional, DRAFT_KEY: draft}
+    return {**additional, DRAFT_KEY: pool_value(pool)}
 
 
 def check_draft_folder(draft: str, model: str, tokenizer: str) -> None:

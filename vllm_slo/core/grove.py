@@ -199,6 +199,7 @@ class StepNodes(NamedTuple):
     hoped: float
 
 
+EPS_S = 1e-9
 ENOUGH = 0.98
 """Of what TPOTs ask, from which on a step that gives more tokens is better than a shorter one."""
 LEVELS = 8
@@ -238,10 +239,10 @@ def nodes_of_step(
         soonest = promise.time_to_tokens(load.deadline_s, load.context) - step.used
         bound = min(room, max(soonest, within, 0) if step.limits else max(within, 0))
     most = step.rounded(min(most, bound), bound)
-    if step.served(most) >= ENOUGH * step.asked:
+    if step.served(most) >= ENOUGH * step.asked and step.broken(most) <= step.broken(0):
         return StepNodes(step.marks(most), hoped)
     levels = {step.rounded(most * part // LEVELS, most) for part in range(LEVELS + 1)}
-    best = max(sorted(levels, reverse=True), key=step.served)
+    best = max(sorted(levels, reverse=True), key=lambda n: (-step.broken(n), step.served(n)))
     return StepNodes(step.marks(best), hoped)
 
 
@@ -293,14 +294,26 @@ class _Step:
         """Shares of what each TPOT asks that such a step gives, summed; at most ``asked``."""
         if not self.asked:
             return 0.0
-        taken = self.marks(nodes) > 0
-        tokens = self.used + int(np.count_nonzero(taken))
-        gains, context = self.grove.gains(taken), self.load.context
-        step_s = self.expected.predict_s(tokens, context)
+        gains, step_s = self._outcome(nodes)
         hurries = self._hurries
         paces = (1.0 + gains[hurries]) * self.grove.pace_s[hurries] / step_s
+        shares = self._allowed_s(gains) / step_s
+        return float(np.minimum(paces, 1.0).sum() + np.minimum(shares, 1.0).sum())
+
+    def broken(self, nodes: int) -> int:
+        """Promised TPOTs that such a step does not keep."""
+        gains, step_s = self._outcome(nodes)
+        return int(np.count_nonzero(self._allowed_s(gains) < step_s - EPS_S))
+
+    def _outcome(self, nodes: int) -> tuple[Floats, float]:
+        """What such a step yields of each request besides a token, and the seconds it takes."""
+        taken = self.marks(nodes) > 0
+        tokens = self.used + int(np.count_nonzero(taken))
+        return self.grove.gains(taken), self.expected.predict_s(tokens, self.load.context)
+
+    def _allowed_s(self, gains: Floats) -> Floats:
+        """Longest step that each promised request allows."""
         limits_s, tpots_s, places = self._limits
         # Place -1, of those without candidates, is the zero that is appended.
-        more = np.append(gains, 0.0)[places]
-        shares = (limits_s + more * tpots_s) / step_s
-        return float(np.minimum(paces, 1.0).sum() + np.minimum(shares, 1.0).sum())
+        allowed: Floats = limits_s + np.append(gains, 0.0)[places] * tpots_s
+        return allowed

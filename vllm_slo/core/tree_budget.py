@@ -22,6 +22,7 @@ from vllm_slo.core.jit import jit
 from vllm_slo.core.step_time import StepTimeModel
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 FIRST_GUESS = 0.6
 """Chance of the best guess at each depth before any tree was drafted."""
@@ -91,39 +92,156 @@ def _likeliest(known: Floats, count: int, more: Floats) -> int:
     return count
 
 
+class Verifying(NamedTuple):
+    """The step that is to verify trees, as compiled code takes it.
+
+    Attributes:
+        active: requests that decode in it.
+        behind: how many of them have trees.
+        reading_s: seconds that reading their KV tokens takes.
+        use: share of the nodes that would pay which there is room for.
+        path_tokens: what another path of a tree costs besides its nodes, in tokens.
+    """
+
+    active: int
+    behind: int
+    reading_s: float
+    use: float
+    path_tokens: float
+
+
 @jit
-def _fastest_depth(
-    chances: Floats,
-    use: float,
-    active: int,
-    behind: int,
-    reading_s: float,
-    pass_s: float,
+def _add_layer(likely: Floats, paths: Floats, count: int, layer: Floats, width: int) -> int:
+    """Merge the best of a layer into the ``count`` descending values of ``likely``, noting in
+    ``paths`` whether each is on a path of its own; how many it then has."""
+    for rank in range(width):
+        place = count
+        while place > 0 and likely[place - 1] < layer[rank]:
+            likely[place], paths[place] = likely[place - 1], paths[place - 1]
+            place -= 1
+        likely[place], paths[place] = layer[rank], 1.0 if rank else 0.0
+        count += 1
+    return count
+
+
+@jit
+def _verify(
+    likely: Floats,
+    paths: Floats,
+    count: int,
+    step: Verifying,
     lines: Lines,
-    path_tokens: float,
-) -> tuple[float, int]:
-    """(tokens per second, depth) at best, of typical ``chances`` (depths, width)."""
-    deepest, width = chances.shape
-    best, found = 0.0, 0
-    likely, paths, count = np.empty(deepest * width), np.empty(deepest * width), 0
-    for depth in range(deepest):
-        for rank in range(width):
-            place = count
-            while place > 0 and likely[place - 1] < chances[depth, rank]:
-                likely[place], paths[place] = likely[place - 1], paths[place - 1]
-                place -= 1
-            likely[place], paths[place] = chances[depth, rank], 1.0 if rank else 0.0
-            count += 1
-        drafting_s = reading_s + (depth + 1) * pass_s
-        hoped, extra = 1.0, 0.0
-        for node in range(count):
-            hoped += use * likely[node]
-            extra += 1.0 + path_tokens * paths[node]
-            took_s = _time_s(lines, active + behind * extra) + drafting_s
-            rate = hoped / max(took_s, SHORTEST_S)
-            if rate > best:
-                best, found = rate, depth + 1
-    return best, found
+    hoped: Floats,
+    took_s: Floats,
+) -> None:
+    """Tokens ``hoped`` for of a tree of the 1, 2, .. ``count`` likeliest nodes, and the seconds
+    that the step with such trees takes."""
+    tokens, extra = 1.0, 0.0
+    for node in range(count):
+        tokens += step.use * likely[node]
+        extra += 1.0 + step.path_tokens * paths[node]
+        hoped[node] = tokens
+        took_s[node] = _time_s(lines, step.active + step.behind * extra) + step.reading_s
+
+
+@jit
+def fastest_shapes(
+    chances: Floats,
+    owner: Ints,
+    widths: Ints,
+    drafting_s: Floats,
+    least: int,
+    step: Verifying,
+    lines: Lines,
+) -> Floats:
+    """The depth and width at which most tokens come out per second, for each way to draft.
+
+    Args:
+        chances: (models, depths, width) typical path probabilities of what each model guesses.
+        owner: (W,) whose guesses each way to draft yields.
+        widths: (w,) widths to choose from, ascending.
+        drafting_s: (W, w, deepest) seconds until trees of each width are 1, 2, .. deep.
+        least: shallowest depth allowed.
+        step: the step that verifies them.
+        lines: its time.
+
+    Returns:
+        (W, 4) depth, width, tokens of a request with a tree, seconds of the step with the drafting.
+    """
+    result, best = np.zeros((len(owner), 4)), np.zeros(len(owner))
+    deepest = min(drafting_s.shape[2], chances.shape[1])
+    most = deepest * chances.shape[2]
+    likely, paths = np.empty(most), np.empty(most)
+    hoped, took_s = np.empty(most), np.empty(most)
+    for model in range(len(chances)):
+        for w in range(len(widths)):
+            count = 0
+            for depth in range(deepest):
+                count = _add_layer(likely, paths, count, chances[model, depth], widths[w])
+                if depth + 1 < least:
+                    continue
+                _verify(likely, paths, count, step, lines, hoped, took_s)
+                for way in range(len(owner)):
+                    draft_s = drafting_s[way, w, depth]
+                    if owner[way] != model or (
+                        hoped[count - 1] <= best[way] * (took_s[0] + draft_s)
+                    ):
+                        continue
+                    for node in range(count):
+                        seconds = max(took_s[node] + draft_s, SHORTEST_S)
+                        if hoped[node] > best[way] * seconds:
+                            best[way] = hoped[node] / seconds
+                            result[way, 0], result[way, 1] = depth + 1, widths[w]
+                            result[way, 2], result[way, 3] = hoped[node], seconds
+    return result
+
+
+@jit
+def _learn_layers(
+    typical: Floats,
+    weights: Floats,
+    guessed: Floats,
+    memory: float,
+    chances: Floats,
+    depths: Ints,
+    offsets: Ints,
+) -> int:
+    """Take trees into the ``typical`` (depths, width) path probabilities, the trees that each
+    counts for and the share (depths,) of the first guess in the best; how deep they were. Further
+    arguments as in `DraftShape.observe_nodes`."""
+    most, width = typical.shape
+    sums, trees = np.zeros((most, width)), np.zeros(most)
+    ranks = np.zeros(most, dtype=np.int64)  # the widest layer of each depth
+    layer, filled = np.zeros((most, width)), np.zeros(most, dtype=np.int64)
+    for r in range(len(offsets) - 1):
+        filled[:] = 0
+        for node in range(offsets[r], offsets[r + 1]):
+            depth, place = depths[node] - 1, 0
+            if not 0 <= depth < most:
+                continue
+            count = filled[depth]
+            for rank in range(count):
+                place += layer[depth, rank] >= chances[node]
+            for rank in range(min(count, width - 1), place, -1):
+                layer[depth, rank] = layer[depth, rank - 1]
+            if place < width:
+                layer[depth, place] = chances[node]
+                filled[depth] = min(count + 1, width)
+        for depth in range(most):
+            trees[depth] += filled[depth] > 0
+            ranks[depth] = max(ranks[depth], filled[depth])
+            for rank in range(filled[depth]):
+                sums[depth, rank] += layer[depth, rank]
+    deepest = 0
+    for depth in range(most):
+        for rank in range(ranks[depth]):
+            deepest = depth + 1
+            total = weights[depth, rank] + trees[depth]
+            if rank == 0:
+                guessed[depth] *= weights[depth, rank] / total
+            known = typical[depth, rank] * weights[depth, rank] + sums[depth, rank]
+            typical[depth, rank], weights[depth, rank] = known / total, min(total, memory)
+    return deepest
 
 
 @jit
@@ -222,7 +340,7 @@ class Shape(NamedTuple):
 class DraftShape:
     """Chooses how far ahead to draft and how many candidates, from what trees have been like.
 
-    Depths that were never drafted are taken to continue those above by ``FIRST_GUESS``; from time
+    Depths that were never drafted are taken to continue those above as the last ones did; from time
     to time a deeper or a wider tree is tried, so that what is believed of it does not stay wrong.
 
     Args:
@@ -233,6 +351,12 @@ class DraftShape:
 
     PRIOR = 16.0
     """Trees that the first guess counts for."""
+    LEAST = 8.0
+    """Trees that what is long past counts for."""
+    NEGLIGIBLE = 0.02
+    """Share of the first guess in what is typical from which on it is left alone."""
+    HARDLY = 0.003
+    """Difference between chances that makes none."""
     USE_SHARE = 0.05
     RECOVERY = 0.004
     """Of the use, in each step that drafts nothing."""
@@ -244,32 +368,80 @@ class DraftShape:
         self, max_depth: int, max_width: int, path_tokens: float = 0.0, memory: float = 200.0
     ) -> None:
         self._chances = np.zeros((max_depth, max_width))
-        self._chances[:, 0] = FIRST_GUESS ** np.arange(1, max_depth + 1)
+        self._weights = np.full((max_depth, max_width), self.PRIOR)
+        self._assumed = 0.0
+        self._guess: Floats = np.zeros(max_depth)
+        self._guessed = np.ones(max_depth)
         self._path_tokens = path_tokens
         self._memory = memory
-        self._seen = np.zeros(max_depth)
+        self._deepest = 0
         self._chosen = 0
         self._use = 1.0
+        self.assume(FIRST_GUESS)
 
     @property
     def typical(self) -> Floats:
         """(depths, width) mean path probabilities of what is drafted now, by depth and rank."""
         return self._chances
 
+    @property
+    def depth_seen(self) -> int:
+        """Of the deepest tree so far; 0 before any."""
+        return self._deepest
+
+    def assume(self, chance: float) -> None:
+        """Let the first guess be that the best guess at each depth is accepted so often, wherever
+        it still counts for something. A guess that is hardly another changes nothing."""
+        if abs(chance - self._assumed) < self.HARDLY:
+            return
+        self._assumed = chance
+        guess: Floats = np.power(chance, np.arange(1.0, len(self._chances) + 1.0))
+        self._chances[:, 0] += self._guessed * (guess - self._guess)
+        self._guess = guess
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the first guess still counts for something."""
+        return bool(self._guessed[0] > self.NEGLIGIBLE)
+
     def observe(self, chances: Floats, depth: int, width: int) -> None:
         """Take in candidates: (n, depth * width) path probabilities, layer by layer."""
-        count = len(chances)
-        if not count:
-            return
-        layers = -np.sort(-chances.reshape(count, depth, width), axis=2)
-        self._seen[:depth] += count
-        first = count / (self._seen[:depth] + self.PRIOR)
-        share = np.maximum(1.0 - np.exp(-count / self._memory), first)
-        known = self._chances[:depth, :width]
-        known += share[:, None] * (layers.mean(axis=0) - known)
-        for below in range(depth, len(self._chances)):
-            if not self._seen[below]:
-                self._chances[below] = FIRST_GUESS * self._chances[below - 1]
+        count, size = len(chances), depth * width
+        depths = np.tile(np.repeat(np.arange(1, depth + 1), width), count)
+        self.observe_nodes(chances.ravel(), depths, np.arange(0, count * size + 1, size))
+
+    def observe_nodes(self, chances: Floats, depths: Ints, offsets: Ints) -> None:
+        """Take in candidates of any form.
+
+        Of each depth it is the mean over the trees that are so deep, the nodes of a depth ranked by
+        what they are worth; a rank that some of these trees lack counts as nothing.
+
+        Args:
+            chances: (N,) path probabilities.
+            depths: (N,) of the nodes, 1 for a child of the root.
+            offsets: (n+1,) where each tree's nodes begin.
+        """
+        deepest = _learn_layers(
+            self._chances,
+            self._weights,
+            self._guessed,
+            self._memory,
+            chances,
+            depths,
+            offsets,
+        )
+        self._deepest = max(self._deepest, deepest)
+        if 0 < self._deepest < len(self._chances):
+            self._guessed[self._deepest :] = 0.0
+            last = self._chances[self._deepest - 1]
+            above = self._chances[self._deepest - 2, 0] if self._deepest > 1 else 1.0
+            goes_on = min(last[0] / max(above, SHORTEST_S), 1.0)
+            beyond = np.arange(1, len(self._chances) - self._deepest + 1)
+            self._chances[self._deepest :] = last * goes_on ** beyond[:, None]
+
+    def age(self, share: float) -> None:
+        """Let what was seen count for ``share`` of what it did."""
+        np.maximum(self._weights * share, self.LEAST, out=self._weights)
 
     def used(self, share: float) -> None:
         """Tell what share of the nodes that would have paid a step had room for: objectives may
@@ -287,17 +459,21 @@ class DraftShape:
     ) -> Shape:
         """The trees with which each of the ``behind`` requests gets its tokens soonest, where only
         they have trees. Arguments as in ``choose``."""
-        reading_s, lines = model.kv_s * context, Lines.of(model)
-        best = 1.0 / max(model.predict_s(active, context), SHORTEST_S)
-        found = Shape(0, min(passes_s))
-        for width, pass_s in sorted(passes_s.items()):
-            chances = np.ascontiguousarray(self._chances[:deepest, :width])
-            rate, depth = _fastest_depth(
-                chances, self._use, active, behind, reading_s, pass_s, lines, self._path_tokens
-            )
-            if rate > best:
-                best, found = rate, Shape(depth, width)
-        return found
+        widths = sorted(passes_s)
+        drafting_s = np.asarray([_one_by_one(passes_s[width], deepest) for width in widths])
+        reading_s = model.kv_s * context
+        depth, width, tokens, seconds = fastest_shapes(
+            self._chances[None],
+            np.zeros(1, dtype=np.int64),
+            np.asarray(widths),
+            drafting_s[None],
+            1,
+            Verifying(active, behind, reading_s, self._use, self._path_tokens),
+            Lines.of(model),
+        )[0].tolist()
+        if not tokens * model.predict_s(active, context) > seconds:
+            return Shape(0, widths[0])
+        return Shape(int(depth), int(width))
 
     def choose(
         self,

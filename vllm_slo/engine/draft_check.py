@@ -48,12 +48,13 @@ _TOKENIZER_FILES: Final = (
 def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
     """Refuse an engine, or a draft model, with which trees would fail or be wrong.
 
-    Needs no weights; reads the configuration and the tokenizer of the draft model. Data
+    One of several that cannot be reached or read is not refused: it will not be loaded. Needs no
+    weights; reads the configuration and the tokenizer of each draft model. Data
     parallelism, tensor parallelism, LoRA and structured output are fine.
 
     Args:
         vllm_config: of the engine, complete.
-        config: names the draft model.
+        config: names the draft models.
 
     Raises:
         ConfigError: one line: the field or flag, what is wrong, what to do.
@@ -62,9 +63,21 @@ def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
     _check_engine(vllm_config)
     target = vllm_config.model_config
     _check_model(target, "the served model", _WITHOUT)
-    draft = _read_draft(vllm_config, str(config.draft_model))
-    _check_model(draft, f"the draft model {draft.model!r}", "use another draft")
-    _check_vocabulary(target, draft)
+    unread = []
+    for name in config.pool:
+        try:
+            draft = _read_draft(vllm_config, name)
+        except _UnreadDraftError as error:
+            unread.append(error)
+            continue
+        _check_model(draft, f"the draft model {draft.model!r}", "use another draft")
+        _check_vocabulary(target, draft)
+    if len(unread) == len(config.pool):
+        raise unread[0]
+
+
+class _UnreadDraftError(ConfigError):
+    """A draft model of which nothing can be known: beside others it is left out."""
 
 
 # --- flags ---------------------------------------------------------------------------------------
@@ -76,7 +89,7 @@ def check_flags(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
     Raises:
         ConfigError: names the flag that is missing or of another value, and its value.
     """
-    if config.draft_model is None:
+    if not config.pool:
         raise ConfigError(f"{_FIELD}: not set; name one with --draft-model or in the YAML file")
     spec = vllm_config.speculative_config
     if spec is None or spec.method != "custom_class" or spec.model != TREE_PROPOSER:
@@ -206,7 +219,7 @@ def _read_draft(vllm_config: VllmConfig, name: str) -> ModelConfig:
     try:
         return draft_model_config(vllm_config, name)
     except Exception as error:
-        raise ConfigError(f"{_FIELD}: cannot read {name!r}: {_one_line(error)}") from error
+        raise _UnreadDraftError(f"{_FIELD}: cannot read {name!r}: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

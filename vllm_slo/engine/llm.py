@@ -11,7 +11,7 @@ import vllm
 from vllm import RequestOutput, SamplingParams
 
 from vllm_slo import profiles, tiny
-from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig
+from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig, pool_value
 from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
@@ -27,7 +27,8 @@ class LLM(vllm.LLM):
     Args:
         model: as for ``vllm.LLM``; ``"tiny"`` is the built-in model.
         draft_model: name or folder of a small model of the same vocabulary that drafts token trees,
-            which ``model`` verifies; ``"tiny"`` is the built-in one. Answers stay what they are.
+            which ``model`` verifies; ``"tiny"`` is the built-in one. Answers stay what they are. Of
+            a list of them, the smallest first, the fastest chain is chosen all the time.
             Sets ``worker_cls`` and ``speculative_config``, and on CPU ``block_size``, on CUDA
             ``attention_backend`` and ``compilation_config`` where these are not given.
         slo_config: a YAML file, or its contents as a mapping.
@@ -47,7 +48,7 @@ class LLM(vllm.LLM):
         self,
         model: str,
         *,
-        draft_model: str | Path | None = None,
+        draft_model: str | Path | Sequence[str | Path] | None = None,
         slo_config: str | Path | dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -60,7 +61,8 @@ class LLM(vllm.LLM):
             inline = isinstance(slo_config, dict)
             additional[CONFIG_KEY] = slo_config if inline else str(slo_config)
         if draft_model is not None:
-            additional[DRAFT_KEY] = str(draft_model)
+            pool = [draft_model] if isinstance(draft_model, str | Path) else draft_model
+            additional[DRAFT_KEY] = pool_value([str(name) for name in pool])
         config = SLOConfig.from_additional_config(additional)
         if config.profile is not None:
             profiles.load(config.profile)  # whether it is of this engine is known there alone

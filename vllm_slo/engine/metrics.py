@@ -16,6 +16,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -58,6 +59,7 @@ class SchedulerMetrics:
         self._folder_was_made = False
         self._engine = str(engine)
         self._trees: _TreeSeries | None = None
+        self._drafts: _DraftSeries | None = None
         self._lengths: _LengthSeries | None = None
         self._admissions = Counter(
             "vllm_slo:admissions",
@@ -211,13 +213,49 @@ class SchedulerMetrics:
         series.draft.inc(draft_s)
         series.selection.inc(selection_s)
 
+    def drafting(
+        self,
+        chain: str,
+        passes: Iterable[tuple[str, float]],
+        edges: Iterable[tuple[str, str, int, int]],
+        similarities: Iterable[tuple[str, str, float]],
+    ) -> None:
+        """Count how one step drafted.
+
+        Args:
+            chain: the models at work, joined by ``>``.
+            passes: (model, seconds) of each of their forward passes.
+            edges: (drafter, verifier, guesses looked at, guesses accepted).
+            similarities: (model, other model, SimScore), smoothed.
+        """
+        series = self._draft_series()
+        series.chains.of(chain).inc()
+        for model, seconds in passes:
+            series.passes.of(model).inc()
+            series.pass_seconds.of(model).inc(seconds)
+        for drafter, verifier, tried, accepted in edges:
+            series.tried.of(drafter, verifier).inc(tried)
+            series.accepted.of(drafter, verifier).inc(accepted)
+        for one, other, score in similarities:
+            series.similarity.of(one, other).set(score)
+
+    def draft_model_up(self, model: str, *, up: bool) -> None:
+        """Whether a draft model can be put to work: when it is loaded, and when it has failed."""
+        self._draft_series().up.of(model).set(up)
+        self.publish_soon()
+
     def draft_lengths(self, slo_class: str, *, tokens: float, acceptance: float) -> None:
         """Note how many drafts a step verified of a request of this class on average, and how
         likely each is accepted."""
         if self._lengths is None:
-            self._lengths = _LengthSeries(self.registry)
-        self._lengths.tokens.labels(self._engine, slo_class).set(tokens)
-        self._lengths.acceptance.labels(self._engine, slo_class).set(acceptance)
+            self._lengths = _LengthSeries(self._engine, self.registry)
+        self._lengths.tokens.of(slo_class).set(tokens)
+        self._lengths.acceptance.of(slo_class).set(acceptance)
+
+    def _draft_series(self) -> _DraftSeries:
+        if self._drafts is None:
+            self._drafts = _DraftSeries(self._engine, self.registry)
+        return self._drafts
 
     def _tree_series(self) -> _TreeSeries:
         if self._trees is None:
@@ -272,39 +310,83 @@ class SchedulerMetrics:
                 self._path = None
 
 
-class _Children:
-    """Counters of one series by its second label; looking one up costs more than counting."""
+_Series = TypeVar("_Series", Counter, Gauge)
 
-    def __init__(self, series: Counter, engine: str) -> None:
-        self._series = series
+
+class _Children(Generic[_Series]):
+    """Members of one series by its further labels; looking one up costs more than counting."""
+
+    def __init__(self, series: _Series, engine: str) -> None:
+        self._series: _Series = series
         self._engine = engine
-        self._known: dict[str, Counter] = {}
+        self._known: dict[tuple[str, ...], _Series] = {}
 
-    def of(self, label: str) -> Counter:
-        """The counter with this label."""
-        found = self._known.get(label)
+    def of(self, *labels: str) -> _Series:
+        """The member with these labels."""
+        found = self._known.get(labels)
         if found is None:
-            found = self._known[label] = self._series.labels(self._engine, label)
+            found = self._known[labels] = self._series.labels(self._engine, *labels)
         return found
+
+
+class _DraftSeries:
+    """The series of draft models, which an engine without any does not have."""
+
+    def __init__(self, engine: str, registry: CollectorRegistry) -> None:
+        def counters(name: str, text: str, *labels: str) -> _Children[Counter]:
+            name = f"vllm_slo:draft_{name}"
+            return _Children(Counter(name, text, ["engine", *labels], registry=registry), engine)
+
+        def gauges(name: str, text: str, *labels: str) -> _Children[Gauge]:
+            series = Gauge(
+                f"vllm_slo:draft_{name}",
+                text,
+                ["engine", *labels],
+                multiprocess_mode="mostrecent",
+                registry=registry,
+            )
+            return _Children(series, engine)
+
+        edge = "drafter", "verifier"
+        self.chains = counters(
+            "chain_steps", "Steps by the chain of draft models that worked in them.", "chain"
+        )
+        self.passes = counters("passes", "Forward passes of a draft model.", "model")
+        self.pass_seconds = counters(
+            "pass_seconds", "Step time in which a draft model ran; over passes: its T_i.", "model"
+        )
+        self.tried = counters(
+            "tried_tokens", "Guesses of one model that another one of its chain looked at.", *edge
+        )
+        self.accepted = counters(
+            "accepted_tokens", "Guesses that the other model would have said itself.", *edge
+        )
+        self.similarity = gauges(
+            "similarity_ratio",
+            "SimScore: 1 less the total variation distance of what two models would say next.",
+            *edge,
+        )
+        self.up = gauges("model_up", "1 while a draft model can be put to work.", "model")
 
 
 class _LengthSeries:
     """The series of chains of drafts by vLLM's own methods, whose lengths are chosen by class."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(
+    def __init__(self, engine: str, registry: CollectorRegistry) -> None:
+        def gauges(name: str, text: str) -> _Children[Gauge]:
+            series = Gauge(
                 f"vllm_slo:draft_{name}",
                 text,
                 ["engine", "slo_class"],
                 multiprocess_mode="mostrecent",
                 registry=registry,
             )
+            return _Children(series, engine)
 
-        self.tokens = gauge(
+        self.tokens = gauges(
             "length_tokens", "Draft tokens verified of a request in the last step, on average."
         )
-        self.acceptance = gauge(
+        self.acceptance = gauges(
             "acceptance_ratio", "Chance that a draft is accepted, those before it being accepted."
         )
 
@@ -316,7 +398,7 @@ class _TreeSeries:
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, ["engine"], registry=registry).labels(engine)
 
-        def counters(name: str, text: str, label: str) -> _Children:
+        def counters(name: str, text: str, label: str) -> _Children[Counter]:
             return _Children(Counter(name, text, ["engine", label], registry=registry), engine)
 
         self.tokens = Histogram(

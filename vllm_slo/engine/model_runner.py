@@ -9,7 +9,6 @@ the sampled token draws from the model's own distribution, whatever the sampling
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -44,8 +42,6 @@ from vllm_slo.engine.tree_attention.plan import (
     plan_rows,
 )
 
-logger = init_logger(__name__)
-
 Ints = NDArray[np.int64]
 
 _GROUP = 0  # Trees need one KV cache group; checked when it is there.
@@ -63,8 +59,6 @@ class TreeRunner(GPUModelRunner):
         self._verify: VerifyRows | MaskRows | None = None
         self._kept: dict[int, int] = {}
         self._drafts: trees.DraftTrees | None = None
-        self._drafting_s = 0.0
-        self._failure: str | None = None
 
     # What the proposer reads.
 
@@ -95,7 +89,7 @@ class TreeRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self.drafter.bind(self)
         layers = self.compilation_config.static_forward_context
-        drafts = set(self.drafter.draft.layer_names)
+        drafts = self.drafter.layer_names
         names = self.kv_cache_config.kv_cache_groups[_GROUP].layer_names
         self._layers = {name: layers[name] for name in names if name not in drafts}
 
@@ -103,7 +97,7 @@ class TreeRunner(GPUModelRunner):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
     ) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.drafter.coverage.begin_step(scheduler_output, _GROUP)
+        self.drafter.begin_step(scheduler_output, _GROUP)
         self._slots = self._find_slots(trees.of(scheduler_output))
         for slot in self._slots:
             nodes = slice(slot.first + 1, slot.first + 1 + len(slot.parents))
@@ -174,6 +168,8 @@ class TreeRunner(GPUModelRunner):
         return torch.tensor(loose, dtype=torch.int64, device=self.device)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        if logits is not None:
+            self.drafter.compare_with_target(logits, self._root_rows())
         if logits is None or spec_decode_metadata is None:
             return super()._sample(logits, spec_decode_metadata)
         self.input_batch.update_async_output_token_ids()
@@ -188,6 +184,13 @@ class TreeRunner(GPUModelRunner):
         if self._verify is not None:
             self._compact(accepted)
         return output
+
+    def _root_rows(self) -> dict[str, int]:
+        """Where among a step's logits those are of each request's last token."""
+        nodes = {slot.index: len(slot.parents) for slot in self._slots}
+        sizes = [1 + nodes.get(i, 0) for i in range(self.input_batch.num_reqs)]
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        return dict(zip(self.input_batch.req_ids, starts, strict=True))
 
     def _compact(self, accepted: list[list[int]]) -> None:
         """Give the accepted nodes the slots in which a plain decode would have put them."""
@@ -239,28 +242,17 @@ class TreeRunner(GPUModelRunner):
     def propose_draft_token_ids(
         self, scheduler_output: SchedulerOutput, sampled_token_ids: Any, *_: Any
     ) -> list[list[int]]:
-        self._drafts = None
-        if self._failure is None:
-            began_s = time.perf_counter()
-            try:
-                self._drafts = self.drafter.propose(scheduler_output, sampled_token_ids)
-                self._drafting_s = time.perf_counter() - began_s
-            except Exception as error:  # serving goes on without the draft
-                self._failure = f"{type(error).__name__}: {error}"
-                logger.exception("vllm-slo: the draft model failed; serving without speculation")
+        self._drafts = self.drafter.propose(scheduler_output, sampled_token_ids)
         return [[] for _ in self.input_batch.req_ids]
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        self._drafting_s = 0.0
         done = super().sample_tokens(grammar_output)
         if isinstance(done, ModelRunnerOutput):
-            trees.note_drafting(done, self._drafting_s)
+            trees.note_drafting(done, self.drafter.take_report())
         return done
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts, self._drafts = self._drafts, None
-        if self._failure is not None:
-            return trees.DraftTrees.none(self._failure)
         return drafts
 
 

@@ -36,7 +36,7 @@ from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.speculation import Speculation
 from vllm_slo.engine.steering import Steering
 from vllm_slo.engine.step_planner import Nudge
-from vllm_slo.engine.trees import DraftTrees, drafting_s, speculation_of, without_scratch
+from vllm_slo.engine.trees import DraftTrees, drafting_of, speculation_of, without_scratch
 from vllm_slo.errors import VllmSLOError
 
 logger = init_logger(__name__)
@@ -221,10 +221,10 @@ class Scheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        seconds = drafting_s(model_runner_output)
+        drafting_s = drafting_of(model_runner_output).seconds
         if self._lengths is not None:
-            seconds += self._lengths.drafting_s(scheduler_output)
-        self._steering.on_output(scheduler_output, seconds)
+            drafting_s += self._lengths.drafting_s(scheduler_output)
+        self._steering.on_output(scheduler_output, drafting_s)
         if self._speculation is not None:
             self._speculation.observe(scheduler_output, model_runner_output)
         if self._lengths is not None:

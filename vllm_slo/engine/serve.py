@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_slo.config import CONFIG_KEY, DRAFT_KEY
+from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, pool_value
 from vllm_slo.engine import cpu_alias
 from vllm_slo.engine.plugin import check_vllm
 from vllm_slo.errors import ConfigError
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-model",
         "--draft_model",
-        help="name or folder of a small model that drafts token trees; 'tiny' is the built-in one",
+        action="append",
+        help="name or folder of a small model that drafts token trees; 'tiny' is the built-in one. "
+        "Given several times, the smallest first: the fastest chain of them is chosen all the time",
     )
     parser.add_argument(
         "--additional-config",
@@ -50,7 +52,8 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         raise ConfigError(f"--additional-config: not JSON ({error})") from None
     if not isinstance(additional, dict):
         raise ConfigError("--additional-config: not a JSON object")
-    for key, value in ((CONFIG_KEY, args.slo_config), (DRAFT_KEY, args.draft_model)):
+    draft_model = args.draft_model and pool_value(args.draft_model)
+    for key, value in ((CONFIG_KEY, args.slo_config), (DRAFT_KEY, draft_model)):
         if value is not None:
             additional[key] = value
     return ["vllm", "serve", *serve_arguments(args.model, rest, additional)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,10 +37,10 @@ from vllm_slo.core.grove import (
     nodes_of_step,
     tpot_needs,
 )
+from vllm_slo.core.model_chain import DraftLoad, ModelChains
+from vllm_slo.core.speculation_length import counted_tokens
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.tree_budget import (
-    DraftShape,
-    DraftTimes,
     MeasuredTrees,
     sustained_trees,
     worthwhile_nodes,
@@ -56,6 +56,7 @@ from vllm_slo.core.tree_selection import (
 )
 from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine import tree_grammar, trees, views
+from vllm_slo.engine.drafting import Candidate, Drafting
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.engine.trees import DraftTrees, StepTrees
 from vllm_slo.engine.views import Tracked
@@ -69,8 +70,12 @@ logger = init_logger(__name__)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+EPS = 1e-9
+SURE = 1.1
 PROMISED_WINDOW = 16
 """Most tokens over which promises average what trees yield."""
+TARGET = "target"
+"""The served model's name among those of the drafts, in metrics."""
 WIDTHS = 1, 2
 """Widths of trees to choose from beside the widest."""
 PATH_TOKENS = 1.0
@@ -82,27 +87,12 @@ CPU_MULTIPLE = 4
 through its kernels, the odd ones one by one."""
 
 
-@dataclass(slots=True)
-class Candidate:
-    """What the draft guesses of one request.
-
-    Attributes:
-        at: tokens of the request when it was drafted; of another length, it is out of date.
-        tokens, parents: the nodes.
-        probabilities: the draft's, of each node given its path.
-    """
-
-    at: int
-    tokens: NDArray[np.int64]
-    parents: NDArray[np.int32]
-    probabilities: Floats
-
-
 class Planted(NamedTuple):
     """The trees that a step verifies, as flat arrays of (K,) nodes, request by request.
 
     Attributes:
         starts: request -> where its nodes begin.
+        models: whose guesses they are.
         tokens: of the nodes.
         parents: by index within the tree, -1 for the root.
         probabilities: the draft's, of each node given its path.
@@ -111,6 +101,7 @@ class Planted(NamedTuple):
     """
 
     starts: dict[str, int]
+    models: Ints
     tokens: Ints
     parents: NDArray[np.int32]
     probabilities: Floats
@@ -121,7 +112,7 @@ class Planted(NamedTuple):
     def none(cls) -> Planted:
         """No trees."""
         tokens, floats = np.empty(0, dtype=np.int64), np.empty(0)
-        return cls({}, tokens, tokens.astype(np.int32), floats, floats > 0.0, floats)
+        return cls({}, tokens, tokens, tokens.astype(np.int32), floats, floats > 0.0, floats)
 
 
 class Speculation:
@@ -133,26 +124,21 @@ class Speculation:
         config: how deep and wide.
 
     Attributes:
-        calibration: what the draft's probabilities are worth.
-        failed: whether the draft has stopped for good.
+        drafting: which draft models work, and what their guesses are worth.
     """
 
     def __init__(self, scheduler: Scheduler, steering: Steering, config: SpeculationConfig) -> None:
         self.scheduler = scheduler
         self.steering = steering
         self.config = config
-        self.calibration = DraftCalibration(config.max_depth)
-        self.failed = False
         on_cpu = scheduler.vllm_config.device_config.device_type == "cpu"
         self._path_tokens = PATH_TOKENS if on_cpu else 0.0
         self._multiple = CPU_MULTIPLE if on_cpu else 1
-        self._shapes = DraftShape(config.max_depth, config.max_width, self._path_tokens)
-        self._times = DraftTimes()
+        self.drafting = Drafting(steering, config, self._path_tokens)
         self._measured = MeasuredTrees(
             min(steering.config.tpot_window_tokens, PROMISED_WINDOW),
             steering.config.margin_quantile,
         )
-        self._shape = 0, 1
         self._candidates: dict[str, Candidate] = {}
         self._planted = Planted.none()
         self._requests: list[Request] = []
@@ -166,6 +152,8 @@ class Speculation:
         self._prompt_tokens = 0
         self._selection_s = 0.0
         steering.speculation = self._promisable
+        self._ahead_s: Floats | None = None
+        self._dear_s = 0.0
         self._bears: dict[float, tuple[float, Speculated]] = {}
         steering.bearable = self._bearable
         _warm_up(config.max_depth)
@@ -178,6 +166,7 @@ class Speculation:
         be drafted after it."""
         began_s = time.perf_counter()
         self._bears.clear()
+        self._ahead_s = None
         self._views.clear()
         self._found_limits = [], []
         self._planted = Planted.none()
@@ -188,25 +177,25 @@ class Speculation:
         self._grove = None if barred else self._gather()
         if self._grove is not None:
             self._require(self._grove)
-        self._decide_shape(barred)
+        self._decide(barred)
         if self._grove is not None and any(t.promised for t in self.steering.tracked.values()):
             self._plant_promised(self._grove)
         self._selection_s = time.perf_counter() - began_s
 
     def _gather(self) -> Grove | None:
-        """The candidates of this step; ``self._requests`` are whose they are."""
+        """The candidates of this step; ``self._requests`` are whose they are, those of one draft
+        model side by side."""
+        mine = self._candidates
         self._requests = [r for r in self.scheduler.running if self._may_grow(r)]
+        self._requests.sort(key=lambda r: mine[r.request_id].model)
         if not self._requests:
             return None
-        found = [self._candidates[r.request_id] for r in self._requests]
+        found = [mine[r.request_id] for r in self._requests]
         offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
         parents = np.concatenate([c.parents for c in found])
         self._tokens = np.concatenate([c.tokens for c in found])
         self._said = np.concatenate([c.probabilities for c in found])
-        chances, self._best = self.calibration.path_probabilities(offsets, parents, self._said)
-        depth, width = self._shape
-        if depth and len(chances) == len(found) * depth * width:
-            self._shapes.observe(chances.reshape(len(found), -1), depth, width)
+        chances, self._best = self.drafting.chances(found, offsets, parents, self._said)
         limits = np.asarray(self._node_limits())
         worths = node_worths(offsets, chances, parents, self._best, self._path_tokens)
         return Grove(offsets, parents, chances, worths, limits)
@@ -296,39 +285,34 @@ class Speculation:
 
     def _ahead(self) -> float:
         """Tokens that a step yields at best, of a typical tree."""
-        return 1.0 + float(self._shapes.typical[:, 0].sum())
+        return 1.0 + float(self.drafting.typical[:, 0].sum())
 
-    def _decide_shape(self, barred: bool) -> None:
-        """Depth and width of what is drafted after this step: equations 8 and 9, and what pays.
+    def _decide(self, barred: bool) -> None:
+        """What is drafted after this step: the chain, equations 8 and 9, and what pays.
 
         Where first tokens come too late, nothing is drafted that no objective needs: the time is
         the prompts'.
         """
         active = len(self.scheduler.running)
-        steps = self.steering.steps
         behind = self._behind()
         late = self.steering.pressure.first_tokens_late(self.steering.now_s)
         idle = late and not behind and not self.config.min_depth
-        if self.failed or barred or not active or idle:
-            self._shape = 0, 1
-            steps.drafting(0.0, 0.0)
+        if barred or not active or idle:
+            self.drafting.nothing()
             return
         deepest, widest = depth_and_width(active, self._control())
         least = min(self.config.min_width, widest)
-        passes_s = {w: self._pass_s(w) for w in (*WIDTHS, widest) if least <= w <= widest}
-        model, context = steps.verifying_model, self._context()
-        depth, width = self._shapes.choose(active, context, deepest, passes_s, model)
-        if behind:
-            fastest = self._shapes.fastest(active, behind, context, deepest, passes_s, model)
-            depth, width = max(depth, fastest.depth), max(width, fastest.width)
-        depth = max(depth, self.config.min_depth)
-        self._shape = depth, width
-        steps.drafting(depth * passes_s[width], self._times.token_s if depth else 0.0)
+        widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
+        load = DraftLoad(active, self._context(), deepest, widths, behind, self.config.min_depth)
+        self.drafting.decide(load)
+        self._dear_s = max(0.8 * self._dear_s, self.drafting.plan.drafting_s)
 
-    def _pass_s(self, width: int) -> float:
-        """Seconds of one pass of the draft over the beams of all who run."""
-        beams = max(len(self.scheduler.running), 1) * width
-        return self._times.pass_s(min(beams, self.config.draft_tokens))
+    def _drafting_s(self) -> Floats:
+        """(depths,) seconds of drafting for all who run, by how far ahead; asked several times in a
+        step, so answered once."""
+        if self._ahead_s is None:
+            self._ahead_s = self.drafting.ahead_s(len(self.scheduler.running))
+        return self._ahead_s
 
     def _behind(self) -> int:
         """Requests whose TPOT may need nodes in the step after this one: they ask for more than a
@@ -345,18 +329,26 @@ class Speculation:
         """How many requests keep a TPOT together, by typical step times, and with what trees; asked
         for every request that waits, so answered once a step."""
         if tpot_s not in self._bears:
-            model, pass_s = self.steering.steps.verifying_model, self._pass_s(1)
-            trees, _, most = sustained_trees(self._shapes.typical, 1.0, tpot_s, model, pass_s)
+            trees, _, most = sustained_trees(
+                self.drafting.typical,
+                1.0,
+                tpot_s,
+                self.steering.steps.verifying_model,
+                drafting_s=self._drafting_s(),
+            )
             self._bears[tpot_s] = most, trees
         return self._bears[tpot_s]
 
     def _promisable(self, tpot_s: float) -> WayToDecode | None:
         """Decoding with trees that keeps a TPOT, for promises to count on."""
         steps, share = self.steering.steps, self._measured.share()
-        pass_s = self._pass_s(self.config.max_width) * steps.margin
         plain = steps.plain_promise_model
         speculated, drafting_s, _ = sustained_trees(
-            self._shapes.typical, share, tpot_s, plain, pass_s
+            self.drafting.typical,
+            share,
+            tpot_s,
+            plain,
+            drafting_s=self._drafting_s() * steps.margin,
         )
         return None if speculated == PLAIN else (plain.besides(drafting_s), speculated)
 
@@ -391,7 +383,7 @@ class Speculation:
             tracked = steering.tracked.get(request.request_id)
             if count and tracked is not None and (tracked.promised or tracked.in_good_faith):
                 request.spec_token_ids = tokens[end - count : end]
-                gain = _evened_out(self._view(tracked)) * gains[place]
+                gain = self._counted_share(self._view(tracked)) * gains[place]
                 steering.expected[request.request_id] = 1.0 + gain
 
     # When a step is planned.
@@ -412,7 +404,7 @@ class Speculation:
         step = self._choose(grove, self._load(nudge))
         self._plant(grove, step.marks)
         taken = float(grove.gains(step.marks > 0).sum())
-        self._shapes.used(taken / step.hoped if step.hoped else 1.0)
+        self.drafting.chains.used(taken / step.hoped if step.hoped else 1.0)
         if nudge is not None:
             for request in itertools.compress(self._requests, granted):
                 nudge.token_budget += len(request.spec_token_ids)
@@ -478,9 +470,21 @@ class Speculation:
             view = self._view(tracked)
             if view.window_end_s > start_s:  # else it is lost, and hurries nobody
                 limit_s = decode_limit_s(start_s, view, 0.0)
-                tpot_s = tracked.tpot_s * _evened_out(view)
+                tpot_s = tracked.tpot_s * self._counted_share(view)
                 found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found
+
+    def _counted_share(self, view: DecodeView) -> float:
+        """Share of a tree's gain that a step may be stretched for."""
+        hoped = max(self._ahead(), 1.0 + EPS)
+        counted = counted_tokens(self._start_s(), view, hoped, self._sure_s())
+        return (counted - 1.0) / (hoped - 1.0)
+
+    def _sure_s(self) -> float:
+        """Seconds of a step of all who decode without trees."""
+        model = self.steering.steps.plain_promise_model
+        plain_s = model.predict_s(max(len(self.scheduler.running), 1), self._context())
+        return SURE * (plain_s + self._dear_s)
 
     def _plant(self, grove: Grove, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""
@@ -505,7 +509,13 @@ class Speculation:
                 starts[request.request_id] = end
                 end += count
         self._planted = Planted(
-            starts, found, parents, self._said[where], self._best[where], grove.chances[where]
+            starts,
+            np.repeat([self._candidates[r.request_id].model for r in self._requests], counts),
+            found,
+            parents,
+            self._said[where],
+            self._best[where],
+            grove.chances[where],
         )
         phases = np.bincount(chosen[where], minlength=FOR_THROUGHPUT + 1).tolist()
         self._chosen = phases[FOR_SLO], phases[FOR_THROUGHPUT]
@@ -540,7 +550,7 @@ class Speculation:
             self._candidates.pop(name, None)
             if scheduled > 1 + len(drafts.get(name, ())):
                 self._prompt_tokens += scheduled
-        trees.attach(output, StepTrees(parents, *self._shape, silent))
+        trees.attach(output, StepTrees(parents, self.drafting.plan, silent))
 
     def grammar_output(self, output: SchedulerOutput) -> GrammarOutput | None:
         """The bit masks of a step: one row for each node of a structured request's tree."""
@@ -571,11 +581,9 @@ class Speculation:
 
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         """Learn from a step: what was accepted of its trees, and what drafting took."""
-        step = trees.of(output)
-        drafting_s = trees.drafting_s(done)
-        beams = min(len(output.num_scheduled_tokens) * step.width, self.config.draft_tokens)
-        self._times.observe(step.depth, beams, self._prompt_tokens, drafting_s)
-        self.steering.metrics.tree_times(draft_s=drafting_s, selection_s=self._selection_s)
+        step, report = trees.of(output), trees.drafting_of(done)
+        self.drafting.learn(step.plan, report, done, quiet=not self._prompt_tokens)
+        self.steering.metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
         names, given = [], []
         for name in step.parents:
             index = done.req_id_to_index.get(name)
@@ -605,8 +613,9 @@ class Speculation:
         for name, hope, length in zip(names, hoped, lengths, strict=True):
             self._measured.observe(name, hope, length)
         seen, hit = fates > 0, fates == ACCEPTED_NODE
-        self.calibration.observe(
-            depths[seen], planted.probabilities[seen], hit[seen], planted.best[seen]
+        self.drafting.accepted(
+            *(planted.models[seen], depths[seen], planted.probabilities[seen]),
+            *(hit[seen], planted.best[seen]),
         )
         self.steering.metrics.tree_step(
             accepted=[length - 1 for length in lengths],
@@ -618,31 +627,24 @@ class Speculation:
 
     def offer(self, drafts: DraftTrees) -> None:
         """Take the candidates that the worker drafted after the last step."""
-        if drafts.failure is not None and not self.failed:
-            self.failed = True
-            self.steering.without_trees()
-            self.steering.metrics.speculation_on(False)
-            logger.error("vllm-slo: speculation is off: %s", drafts.failure)
-        for row, name in enumerate(drafts.req_ids):
+        end = 0
+        for name, count in zip(drafts.req_ids, drafts.counts, strict=True):
+            own = slice(end, end := end + count)
             request = self.scheduler.requests.get(name)
-            if request is not None and not request.is_finished():
+            if count and request is not None and not request.is_finished():
                 self._candidates[name] = Candidate(
                     request.num_tokens,
-                    drafts.tokens[row],
-                    drafts.parents[row],
-                    drafts.probabilities[row],
+                    drafts.model,
+                    drafts.width,
+                    drafts.tokens[own],
+                    drafts.parents[own],
+                    drafts.probabilities[own],
                 )
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._candidates.pop(request_id, None)
         self._measured.forget(request_id)
-
-
-def _evened_out(view: DecodeView) -> float:
-    """Share of what a tree may be counted on for that does so for the rest of a TPOT's window: a
-    single step may accept nothing, many make up for each other."""
-    return min((view.window_left - 1.0) / PROMISED_WINDOW, 1.0)
 
 
 def _is_granted(nudge: Nudge | None, request: Request) -> bool:
@@ -663,7 +665,10 @@ def _warm_up(max_depth: int) -> None:
         offsets, chances, parents, np.ones(1), np.ones(1), budget=2, most=np.ones(1)
     )
     arrange_trees(offsets, chances, parents, chosen, np.ones(1, dtype=np.int64), 1)
-    shapes, model = DraftShape(max_depth, 1), StepTimeModel.prior()
-    shapes.choose(1, 0, max_depth, {1: 0.001}, model)
-    sustained_trees(shapes.typical, 1.0, 0.1, model, 0.001)
+    model, chains = StepTimeModel.prior(), ModelChains(("draft", "middle"), max_depth, 1)
+    chains.choose(DraftLoad(1, 0, max_depth), model, 0.0)
+    chains.times[0].observe(1, 0.001)
+    chains.shapes[0].observe_nodes(np.ones(1), one + 1, np.array([0, 1]))
+    drafting_s = chains.drafting_s((0, 1), 1, 1)
+    sustained_trees(chains.shapes[0].typical, 1.0, 0.1, model, drafting_s=drafting_s)
     worthwhile_nodes(chances, 1, 0, 0, model, 1)

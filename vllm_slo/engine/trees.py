@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +19,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_slo.config import SLOConfig, SpeculationConfig
+from vllm_slo.core.model_chain import Plan
 from vllm_slo.engine.draft_check import check_flags
 from vllm_slo.engine.tree_attention.plan import scratch_blocks_per_row
 from vllm_slo.errors import ConfigError
 from vllm_slo.serve_args import TREE_PROPOSER
 
 _ATTRIBUTE = "vllm_slo_trees"
-_SECONDS = "vllm_slo_drafting_s"
+_REPORT = "vllm_slo_drafting"
+
+
+NO_DRAFT = Plan()
 
 
 @dataclass(slots=True)
@@ -33,14 +38,12 @@ class StepTrees:
 
     Attributes:
         parents: request id -> parent of each of its draft tokens of this step, -1 for the root.
-        depth: how many tokens ahead the draft is to guess after this step; 0: not at all.
-        width: candidates for each of them.
+        plan: what is to be drafted after it.
         silent: requests that are not drafted for.
     """
 
     parents: dict[str, Sequence[int]] = field(default_factory=dict)
-    depth: int = 0
-    width: int = 1
+    plan: Plan = NO_DRAFT
     silent: frozenset[str] = frozenset()
 
 
@@ -57,35 +60,75 @@ def of(output: SchedulerOutput) -> StepTrees:
 
 @dataclass
 class DraftTrees(DraftTokenIds):
-    """Worker -> scheduler, after a step: candidates of the requests in ``req_ids``, as many nodes
-    for each.
+    """Worker -> scheduler, after a step: candidates of the requests in ``req_ids``, one request
+    after the other, each layer by layer, ``width`` nodes in a layer.
 
     Attributes:
-        tokens: of each candidate, [requests, nodes].
-        parents: of each candidate within its request, -1 for the root, [requests, nodes].
-        probabilities: the draft's, of each candidate given its path, [requests, nodes].
-        failure: why the draft has stopped for good, or None.
+        counts: nodes of each request.
+        tokens: of each candidate, [nodes].
+        parents: of each candidate within its request, -1 for the root, [nodes].
+        probabilities: the draft's, of each candidate given its path, [nodes].
+        width: nodes of a layer.
+        model: whose candidates they are, by its place in the pool.
     """
 
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
-    parents: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
-    probabilities: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
-    failure: str | None = None
+    counts: list[int] = field(default_factory=list)
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    parents: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    probabilities: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    width: int = 1
+    model: int = 0
 
     @classmethod
-    def none(cls, failure: str | None = None) -> DraftTrees:
+    def none(cls) -> DraftTrees:
         """Nothing was drafted."""
-        return cls([], [], failure=failure)
+        return cls([], [])
 
 
-def note_drafting(done: ModelRunnerOutput, seconds: float) -> None:
-    """Tell the scheduler, with a step's output, how long drafting took."""
-    setattr(done, _SECONDS, seconds)
+class EdgeTrials(NamedTuple):
+    """How one model of a chain took what another had guessed.
+
+    Attributes:
+        drafter, verifier: by their places in the pool.
+        tried: guesses that were looked at: none behind one that was turned down.
+        accepted: how many of them were what the verifier itself would have said.
+    """
+
+    drafter: int
+    verifier: int
+    tried: int
+    accepted: int
 
 
-def drafting_s(done: ModelRunnerOutput) -> float:
-    """Seconds of a step that went into drafting."""
-    return float(getattr(done, _SECONDS, 0.0))
+@dataclass(slots=True)
+class DraftingReport:
+    """Worker -> scheduler, with a step's output: what drafting was like.
+
+    Attributes:
+        seconds: of the step that went into it.
+        passes: (model, tokens, seconds) of each forward pass of a draft model.
+        edges: what was accepted within the chain.
+        similarities: (model, model, 1 - total variation distance of what both would say next); the
+            served model's place is behind the last of the pool.
+        dropped: models that have failed for good, and why.
+    """
+
+    seconds: float = 0.0
+    passes: list[tuple[int, int, float]] = field(default_factory=list)
+    edges: list[EdgeTrials] = field(default_factory=list)
+    similarities: list[tuple[int, int, float]] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+
+
+def note_drafting(done: ModelRunnerOutput, report: DraftingReport) -> None:
+    """Tell the scheduler, with a step's output, what drafting was like."""
+    setattr(done, _REPORT, report)
+
+
+def drafting_of(done: ModelRunnerOutput) -> DraftingReport:
+    """What drafting was like in a step; nothing where there was none."""
+    found: DraftingReport | None = getattr(done, _REPORT, None)
+    return found or DraftingReport()
 
 
 def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:
@@ -97,7 +140,7 @@ def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:
     config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
     spec = vllm_config.speculative_config
     asked = spec is not None and spec.model == TREE_PROPOSER
-    if config.draft_model is None and not asked:
+    if not config.pool and not asked:
         return None
     check_flags(vllm_config, config)
     return config

@@ -20,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig
+from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig, pool_value
 from vllm_slo.errors import ConfigError
-from vllm_slo.serve_args import TINY, Flags, flag_of, tree_arguments
+from vllm_slo.serve_args import BUILT_IN_DRAFTS, Flags, flag_of, tree_arguments
 
 __all__ = ["AppArgs", "Flags", "api_key_digest", "api_keys_in", "embedded_config", "resources"]
 
@@ -276,11 +276,11 @@ class AppArgs(BaseModel):
 
 
 def embedded_config(
-    slo_config: Any, additional_json: str | None, draft_model: str | None = None
+    slo_config: Any, additional_json: str | None, draft_model: list[str] | None = None
 ) -> dict[str, Any]:
     """vLLM's additional_config for processes that may run where our files are not.
 
-    A profile and a draft model that are here get their whole path.
+    A profile and draft models that are here get their whole path.
 
     Raises:
         ConfigError: the JSON or the SLO configuration cannot be used.
@@ -291,19 +291,26 @@ def embedded_config(
         raise ConfigError(f"--additional-config: not JSON ({error})") from None
     if not isinstance(additional, dict):
         raise ConfigError("--additional-config: not a JSON object")
-    for key, value in ((CONFIG_KEY, slo_config), (DRAFT_KEY, draft_model)):
+    draft = draft_model and pool_value(draft_model)
+    for key, value in ((CONFIG_KEY, slo_config), (DRAFT_KEY, draft)):
         if value is not None:
             additional[key] = value
     config = SLOConfig.from_additional_config(additional)
-    draft = config.speculation.draft_model
-    if draft is not None and draft != TINY and Path(draft).is_dir():
-        additional[DRAFT_KEY] = str(Path(draft).resolve())
+    pool = [_whole_path(name) for name in config.speculation.pool]
+    if pool != [*config.speculation.pool]:
+        additional[DRAFT_KEY] = pool_value(pool)
     if additional.get(CONFIG_KEY) is None:
         return additional
     said = config.model_dump(exclude_unset=True)
     if said.get("profile") and Path(said["profile"]).exists():
         said["profile"] = str(Path(said["profile"]).resolve())
     return {**additional, CONFIG_KEY: said}
+
+
+def _whole_path(model: str) -> str:
+    """A model's folder from the root, if it is one here; else its name."""
+    here = model not in BUILT_IN_DRAFTS and Path(model).is_dir()
+    return str(Path(model).resolve()) if here else model
 
 
 def api_keys_in(environment: Mapping[str, str], variable: str) -> list[str]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where draft tokens come from."""
 
-from vllm_slo.engine.proposers.beam import TreeProposer
+from vllm_slo.engine.proposers.pool import TreeProposer
 
 __all__ = ["TreeProposer"]

@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_slo.engine.tree_attention.path_rows import ROWS, Rows
 
 Ints = NDArray[np.int64]
+_NOTHING: Ints = np.empty(0, dtype=np.int64)
 
 
 def draft_model_config(vllm_config: VllmConfig, model: str) -> ModelConfig:
@@ -103,17 +104,32 @@ class DraftModel:
         self._groups: list[AttentionGroup] = []
 
     def load(self) -> None:
-        """Load the weights; the layers register themselves with the engine."""
-        before = set(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        """Load the weights; the layers register themselves with the engine.
+
+        Where that fails, the engine forgets them again.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        known = dict(layers)
         config = replace(
             self.vllm_config,
             model_config=self.config,
             quant_config=None,
         )
-        with set_model_tag(self.prefix):
-            self.model = get_model(vllm_config=config, prefix=self.prefix)
+        try:
+            with set_model_tag(self.prefix):
+                self.model = get_model(vllm_config=config, prefix=self.prefix)
+        except Exception:
+            layers.clear()
+            layers.update(known)
+            raise
         after = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        self.layer_names = [name for name in after if name not in before]
+        self.layer_names = [name for name in after if name not in known]
+
+    @property
+    def parameters(self) -> int:
+        """How many the loaded model has on this device."""
+        assert self.model is not None
+        return sum(weights.numel() for weights in self.model.parameters())
 
     def bind(self, groups: Sequence[AttentionGroup]) -> None:
         """Take the attention groups of its layers, once the KV cache is there."""
@@ -170,13 +186,13 @@ class DraftCoverage:
         self._block_size = block_size
         self._trust_hits = trust_hits
         self._tokens: dict[str, int] = {}
+        self._guesses: dict[str, tuple[int, Ints]] = {}
 
     def begin_step(self, output: SchedulerOutput, group: int = 0) -> None:
         """Follow what the scheduler allocated and freed."""
-        for request_id in output.finished_req_ids:
+        for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             self._tokens.pop(request_id, None)
-        for request_id in output.preempted_req_ids or ():
-            self._tokens.pop(request_id, None)
+            self._guesses.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             self._start(new.req_id, new.block_ids[group], new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -192,6 +208,7 @@ class DraftCoverage:
 
     def _start(self, request_id: str, blocks: list[int], computed: int) -> None:
         """A request that (re)starts with ``computed`` tokens found in the prefix cache."""
+        self._guesses.pop(request_id, None)
         hits = computed // self._block_size if self._trust_hits else 0
         self._filled[blocks[hits:]] = 0
         tokens = 0
@@ -212,3 +229,26 @@ class DraftCoverage:
         self._filled[blocks[first:last]] = size
         self._filled[blocks[last]] = max(end - last * size, int(self._filled[blocks[last]]))
         self._tokens[request_id] = end
+
+    def guess(self, request_id: str, tokens: Ints) -> None:
+        """Behind what the draft has computed of a request, its blocks hold keys and values of
+        ``tokens`` that are only guessed; until `confirm` nobody counts on them."""
+        if len(tokens):
+            self._guesses[request_id] = self.tokens(request_id), tokens
+
+    def confirm(self, request_id: str, committed: Ints, blocks: Ints) -> None:
+        """Count on guesses that have become true, and forget the others.
+
+        Args:
+            request_id: whose.
+            committed: its tokens, [tokens].
+            blocks: its blocks.
+        """
+        start, guessed = self._guesses.pop(request_id, (0, _NOTHING))
+        if not len(guessed) or start != self.tokens(request_id):
+            return
+        known = committed[start : start + len(guessed)]
+        wrong = np.flatnonzero(known != guessed[: len(known)])
+        right = int(wrong[0]) if len(wrong) else len(known)
+        if right:
+            self.advance(request_id, start + right, blocks)

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of models chosen all the time against every fixed one, on the real CPU engine.
+
+Twins of the built-in models, whose passes cost about what those of a model of 68M, one of 1.1B and
+one of 7B do to each other, serve prompts of HumanEval, GSM8K and Spec-Bench. In one engine, by
+turns: plain decoding, each draft model alone with 2, 4 and 7 tokens, the chain of both with 4 and
+8, and the chooser, which knows what it has seen in turns of its own and nothing else. A fixed chain
+verifies all that it drafts. First batches of one kind each; then a shift of domain and a step of
+load, in which a fixed chain stays what it is. Only steps in which all requests of a batch decode
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import adaserve_engine
+from adaserve_systems import child_environment, say, twin
+from common import markdown, write_result
+
+from vllm_slo import profiles, tiny
+from vllm_slo.bench import traces
+from vllm_slo.serve_args import SCHEDULER, TREE_PROPOSER, TREE_WORKER
+
+OURS: Final = "chooser"
+PLAIN: Final = "plain"
+STATIC: Final = {
+    "draft, 2": ((0,), 2, 1, 2),
+    "draft, 4": ((0,), 4, 1, 4),
+    "draft, 7": ((0,), 7, 1, 7),
+    "middle, 2": ((1,), 2, 1, 2),
+    "middle, 4": ((1,), 4, 1, 4),
+    "middle, 7": ((1,), 7, 1, 7),
+    "draft > middle, 4": ((0, 1), 4, 1, 4),
+    "draft > middle, 8": ((0, 1), 8, 1, 4),
+}
+"""Name -> chain, depth, width, window."""
+MODES: Final = (PLAIN, *STATIC, OURS)
+COLLECTIONS: Final = ("HumanEval", "GSM8K", "Spec-Bench")
+PROMPT: Final = 128
+"""Most tokens of a prompt."""
+ANSWER: Final = 64
+MAX_DEPTH: Final = 8
+PHASES: Final = (
+    ("HumanEval", 4, 4),
+    ("GSM8K", 4, 4),
+    ("HumanEval", 1, 3),
+    ("HumanEval", 16, 2),
+)
+"""(collection, batch, waves of requests) of the run that changes."""
+
+
+class Wave(NamedTuple):
+    """Requests that come at once."""
+
+    collection: str
+    batch: int
+
+
+# --- in an engine's own process -------------------------------------------------------------------
+
+
+def texts(collection: str) -> Iterator[str]:
+    """Prompts of a public collection, again and again."""
+    folder = traces.data_folder()
+    if folder is None:
+        raise SystemExit("the public prompts are not at hand; see the README's section on data")
+    if collection == "HumanEval":
+        with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
+            found = [json.loads(line)["prompt"] for line in lines]
+    elif collection == "GSM8K":
+        with (folder / "gsm8k_test.jsonl").open(encoding="utf-8") as lines:
+            found = [json.loads(line)["question"] for line in itertools.islice(lines, 300)]
+    else:
+        with (folder / "spec_bench.jsonl").open(encoding="utf-8") as lines:
+            found = [json.loads(line)["turns"][0] for line in lines][::3]
+    return itertools.cycle(found)
+
+
+class Chosen:
+    """The engine's chains: those of the chooser, or a fixed one.
+
+    Attributes:
+        plans: chain, depth, width and batch of each step in which something decoded.
+    """
+
+    def __init__(self, server: adaserve_engine.Server) -> None:
+        from vllm_slo.core import grove
+        from vllm_slo.core.model_chain import ModelChains, Plan
+
+        self.plans: list[tuple[tuple[int, ...], int, int]] = []
+        self._drafting = server.steps.scheduler._speculation.drafting
+        self._grove: Any = grove
+        self._paying = self._grove.worthwhile_nodes
+        self._plan, self._ours = Plan, self._drafting.chains
+        self._aside: Any = ModelChains(self._drafting.pool, MAX_DEPTH, 1)
+        choose = self._ours.choose
+
+        def noting(load: Any, *args: Any) -> Any:
+            plan = choose(load, *args)
+            self.plans.append((plan.chain, plan.depth, load.active))
+            return plan
+
+        self._ours.choose = noting
+
+    def use(self, mode: str) -> None:
+        """From now on."""
+        fixed = mode != OURS
+        self._drafting.chains = self._aside if fixed else self._ours
+        plan = self._plan(*STATIC[mode]) if mode in STATIC else self._plan()
+        self._aside.choose = lambda *_: plan
+        self._grove.worthwhile_nodes = (lambda chances, *_: len(chances)) if fixed else self._paying
+
+
+class Bench:
+    """Serves waves of requests in each mode."""
+
+    def __init__(self, ask: dict[str, Any]) -> None:
+        from tokenizers import Tokenizer
+
+        self.server = adaserve_engine.Server(ask["run"])
+        self.chosen = Chosen(self.server)
+        self.server.warm_up(turns=1)
+        self._tokenizer = Tokenizer.from_file(str(tiny.path("target") / "tokenizer.json"))
+        self._texts = {name: texts(name) for name in COLLECTIONS}
+        self._limit_s = ask["run"]["limit_s"]
+        self._count = itertools.count()
+
+    def prompts(self, wave: Wave) -> list[list[int]]:
+        """The next prompts of a collection."""
+        source = self._texts[wave.collection]
+        return [self._tokenizer.encode(next(source)).ids[:PROMPT] for _ in range(wave.batch)]
+
+    def serve(self, mode: str, prompts: Sequence[list[int]]) -> dict[str, Any]:
+        """Serve prompts to their end; tokens and seconds of the steps in which all decode."""
+        self.chosen.use(mode)
+        turn, server, batch = next(self._count), self.server, len(prompts)
+        asked = [
+            adaserve_engine.Asked(
+                request_id=f"r{turn}-{n}", category="", arrival_s=0.0, prompt=ids,
+                output_tokens=ANSWER, tpot_slo_s=1.0,
+            )
+            for n, ids in enumerate(prompts)
+        ]  # fmt: skip
+        server.steps.rows.clear()
+        server.engine.reset_prefix_cache()
+        server.serve(asked, self._limit_s)
+        rows = [row for row in server.steps.rows if row["decodes"] == batch][1:]
+        return {
+            "mode": mode,
+            "batch": batch,
+            "tokens": sum(row["given"] for row in rows),
+            "seconds": sum(row["took_s"] for row in rows),
+            "steps": len(rows),
+        }
+
+
+def measure(ask: dict[str, Any]) -> dict[str, Any]:
+    """All that is asked for of one engine."""
+    bench = Bench(ask)
+    found: dict[str, Any] = {"batches": [], "shift": [], "passes": {}}
+    for batch, turn in itertools.product(ask["batches"], range(ask["rounds"])):
+        for collection in COLLECTIONS:
+            prompts = bench.prompts(Wave(collection, batch))
+            order = MODES if turn % 2 == 0 else MODES[::-1]
+            for mode in order:
+                one = bench.serve(mode, prompts)
+                found["batches"].append({**one, "collection": collection, "turn": turn})
+        known = bench.chosen._ours
+        found["passes"][batch] = [times.pass_s(batch) for times in known.times]
+    found["shift"] = shifting(bench, ask["shifts"])
+    return found
+
+
+def shifting(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+    """A run that changes, in every mode; of the chooser also what it chose in each step."""
+    found = []
+    for turn in range(rounds):
+        waves = [Wave(name, batch) for name, batch, count in PHASES for _ in range(count)]
+        prompts = [bench.prompts(wave) for wave in waves]
+        phase_of = [p for p, (_, _, count) in enumerate(PHASES) for _ in range(count)]
+        for mode in MODES if turn % 2 == 0 else MODES[::-1]:
+            for wave, given, phase in zip(waves, prompts, phase_of, strict=True):
+                bench.chosen.plans.clear()
+                one = bench.serve(mode, given)
+                plans = [plan[:2] for plan in bench.chosen.plans if plan[2] == wave.batch]
+                found.append(
+                    {**one, "phase": phase, "turn": turn, "plans": plans if mode == OURS else []}
+                )
+    return found
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def ask_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the engine's process is to do."""
+    draft = twin("draft", 0.0, args.models)
+    middle = twin("middle", args.middle, args.models)
+    most = max([*args.batches, *(batch for _, batch, _ in PHASES)])
+    engine = {
+        "model": str(twin("target", args.parameters, args.models)),
+        "dtype": args.dtype,
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": 1024,
+        "block_size": 32,
+        "scheduler_cls": SCHEDULER,
+        "worker_cls": TREE_WORKER,
+        "speculative_config": {
+            "method": "custom_class", "model": TREE_PROPOSER, "num_speculative_tokens": 24,
+        },
+        "additional_config": {
+            "draft_model": [str(draft), str(middle)],
+            "slo_config": {
+                "speculation": {"max_depth": MAX_DEPTH, "draft_tokens": max(64, most * 4)}
+            },
+        },
+    }  # fmt: skip
+    run = {
+        "engine": engine, "requests": [{"tpot_slo_s": 1.0}], "send_slo": False,
+        "by_priority": False, "without": "", "alone": False, "temperature": 0.0, "limit_s": 900.0,
+    }  # fmt: skip
+    return {"run": run, "batches": args.batches, "rounds": args.rounds, "shifts": args.shifts}
+
+
+def in_own_process(ask: dict[str, Any]) -> dict[str, Any]:
+    """Run ``measure``; SystemExit with what it said where it fails."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(ask, file)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, __file__, "--ask", file.name],
+            env=child_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise SystemExit(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def rate(runs: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second: median over runs."""
+    return float(median(run["tokens"] / run["seconds"] for run in runs))
+
+
+def batch_table(runs: Sequence[dict[str, Any]], passes: dict[str, list[float]]) -> str:
+    """Speed of each mode over plain decoding, by batch and collection."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run["batch"], run["collection"], run["mode"]].append(run)
+    rows = []
+    for batch, collection in sorted({(r["batch"], r["collection"]) for r in runs}):
+        speed = {mode: rate(groups[batch, collection, mode]) for mode in MODES}
+        best = max((mode for mode in MODES if mode != OURS), key=speed.__getitem__)
+        plain_s = batch / speed[PLAIN]
+        costs = " : ".join(f"{plain_s / s:.0f}" for s in passes[str(batch)])
+        rows.append(
+            [
+                *(batch, collection),
+                *(f"{speed[mode] / speed[PLAIN]:.2f}" for mode in MODES[1:]),
+                *(best, f"{speed[OURS] / speed[best]:.2f}", costs),
+            ]
+        )
+    head = ["batch", "prompts", *MODES[1:], "best fixed", "chooser / best fixed"]
+    return markdown([*head, "plain step / pass of draft : middle"], rows)
+
+
+def shift_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Seconds for the whole of a run that changes, and its parts, over those of plain decoding."""
+    modes = {mode: [run for run in runs if run["mode"] == mode] for mode in MODES}
+
+    def seconds(mode: str, phase: int | None) -> float:
+        """For as many tokens as everybody gets, by rate."""
+        parts = [r for r in modes[mode] if phase is None or r["phase"] == phase]
+        return float(sum(r["batch"] * ANSWER * r["seconds"] / r["tokens"] for r in parts))
+
+    rows = []
+    labels = [f"{name}, batch {batch}" for name, batch, _ in PHASES]
+    for phase, label in [*enumerate(labels), (None, "all of it")]:
+        took = {mode: seconds(mode, phase) for mode in MODES}
+        best = min((mode for mode in MODES if mode != OURS), key=took.__getitem__)
+        rows.append(
+            [
+                label,
+                *(f"{took[PLAIN] / took[mode]:.2f}" for mode in MODES[1:]),
+                *(best, f"{took[best] / took[OURS]:.2f}"),
+            ]
+        )
+    return markdown(["phase", *MODES[1:], "best fixed", "chooser / best fixed"], rows)
+
+
+def change_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Which chains the chooser took in each phase, and when the one it ends with took over."""
+    rows = []
+    ours = [run for run in runs if run["mode"] == OURS]
+    for turn in sorted({run["turn"] for run in ours}):
+        for phase, (name, batch, _) in enumerate(PHASES):
+            parts = [r for r in ours if r["turn"] == turn and r["phase"] == phase]
+            chains = [tuple(plan[0]) for run in parts for plan in run["plans"]]
+            if not chains:
+                continue
+            counts = Counter(chains)
+            last = Counter(chains[-len(chains) // 3 :]).most_common(1)[0][0]
+            settled = next(
+                (i for i in range(len(chains)) if chains[i : i + 8].count(last) >= 7), len(chains)
+            )
+            share = ", ".join(
+                f"{label_of(chain)} {100 * n / len(chains):.0f}%"
+                for chain, n in counts.most_common(3)
+            )
+            rows.append([turn + 1, f"{name}, batch {batch}", len(chains), share, settled])
+    return markdown(["round", "phase", "steps", "chains", "steps until the last one rules"], rows)
+
+
+def label_of(chain: tuple[int, ...]) -> str:
+    """A chain by the names of its models."""
+    return " > ".join(("draft", "middle")[model] for model in chain) or PLAIN
+
+
+NOTE: Final = """
+Speed is tokens per second over those of plain decoding in the same turn, medians over turns; the
+last columns compare with whichever fixed chain was fastest there, known only afterwards. *plain
+step / pass* is how many passes of each draft model, over one token of each request, a plain step of
+the target takes as long as.
+"""
+
+
+def main() -> None:
+    """The engine's turns, then the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="shows that it runs; writes nothing")
+    add("--rounds", type=int, default=2)
+    add("--shifts", type=int, default=2)
+    add("--parameters", type=float, default=300e6, help="of the target's twin; 0: itself")
+    add("--middle", type=float, default=50e6, help="of the middle model's; 0: itself")
+    add("--dtype", default="bfloat16")
+    add("--batches", type=lambda t: [int(n) for n in t.split(",")], default=[1, 16, 64])
+    add("--models", type=Path, default=profiles.cache_dir() / "models")
+    add("--ask", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.ask:
+        sys.stdout.write("\n" + json.dumps(measure(json.loads(args.ask.read_text()))) + "\n")
+        return
+    if args.quick:
+        args.parameters, args.middle, args.rounds, args.shifts, args.batches = 0.0, 0.0, 1, 1, [2]
+    say("one engine, all modes by turns")
+    found = in_own_process(ask_of(args))
+    tables = [batch_table(found["batches"], found["passes"])]
+    if found["shift"]:
+        tables += [
+            "A run that changes, the whole of it by each mode:", shift_table(found["shift"]),
+            "What the chooser did in it:", change_table(found["shift"]),
+        ]  # fmt: skip
+    if args.quick:
+        print("\n\n".join(tables))
+        return
+    write_result("model_chains", __doc__ or "", "\n\n".join(tables), note=NOTE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of models change the speed of an answer and nothing else: real engines in fp32.
+
+Which models work, and how far ahead they guess, changes every few steps, in the middle of every
+request; beside that prompts come in chunks, prefixes are cached and requests are preempted. See
+``tree_engine.py`` for the workload.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from test_tree_lossless import FEWER, differing, run
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+POOL = ("draft", "middle")
+
+
+def test_chains_of_two_and_three_models_say_what_the_target_says() -> None:
+    """Two: a draft and the target. Three: a draft, a model between them and the target."""
+    chained, plain = run(trees=True, pool=POOL, rotate=5), run(trees=False)
+    assert len(chained["said"]) >= 200
+    assert differing(chained, plain) == []
+    assert {"0", "1", "0-1", ""} == {*chained["chains"]}
+    assert min(chained["chains"].values()) > 20, "all took turns"
+    seen = chained["seen"]
+    assert seen["tokens"] > 1.5 * seen["trees"], "guesses were accepted"
+    assert seen["branching"] > 100, "chains with alternatives beside them"
+    assert seen["preempted"] > 0
+    assert seen["cached"] > 0
+    assert seen["chunks"] > 0
+
+
+def test_each_level_says_what_it_would_say_by_itself() -> None:
+    """At every root every model says what it says after a pass over the whole request, and what a
+    chain proposes is what its last model would go on with: with one, two and three drafts."""
+    watched = run(trees=True, pool=(*POOL, "target"), rotate=3, watch=True, every=FEWER)
+    assert differing(watched, run(trees=False, every=FEWER)) == []
+    assert {"0-1", "0-1-2", "1-2"} < {*watched["chains"]}
+    assert watched["seen"]["roots"] > 1000
+    assert watched["seen"]["wrong"] == 0
+
+
+def test_guesses_taken_for_what_was_said_are_noticed() -> None:
+    broken = run(trees=True, pool=POOL, rotate=5, watch=True, every=FEWER, **{"break": "guesses"})
+    assert broken["seen"]["wrong"] > 0
+
+
+def test_models_that_fail_are_left_out_and_the_answers_stay() -> None:
+    """One cannot be loaded, one runs out of memory in mid-service; the third goes on alone."""
+    pool = ("draft", "broken", "middle")
+    found = run(trees=True, pool=pool, rotate=4, fail=(2, 30), every=FEWER)
+    assert differing(found, run(trees=False, every=FEWER)) == []
+    assert found["there"] == [0]
+    assert found["chains"]["2"] > 0, "it worked until it failed"
+    before_known = sum(steps for chain, steps in found["chains"].items() if "1" in chain)
+    assert before_known <= 1, "the first report tells that it was not loaded"
