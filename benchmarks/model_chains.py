@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains of models chosen all the time against every fixed one, on the real CPU engine.
 
-Twins of the built-in models, whose passes cost about what those of a model of 68M, one of 1.1B and
-one of 7B do to each other, serve prompts of HumanEval, GSM8K and Spec-Bench. In one engine, by
-turns: plain decoding, each draft model alone with 2, 4 and 7 tokens, the chain of both with 4 and
-8, and the chooser, which knows what it has seen in turns of its own and nothing else. A fixed chain
-verifies all that it drafts. First batches of one kind each; then a shift of domain and a step of
-load, in which a fixed chain stays what it is. Only steps in which all requests of a batch decode
-count.
+Twins of the built-in models, as far apart in cost as two cores let them resemble 68M, 1.1B and 7B,
+serve prompts of HumanEval, GSM8K and Spec-Bench. In one engine, by turns: plain decoding, the draft
+alone with 2, 4 and 7 tokens, the middle model alone with 4, the chain of both with 4 and 8, and the
+chooser, which knows what it has seen in turns of its own and nothing else. A fixed chain verifies
+all that it drafts. First batches of one kind each, of which the chooser has seen 200 steps before,
+or a minute; then a shift of domain and a step of load, in which a fixed chain stays what it is.
+Only steps in which all requests of a batch decode count.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final, NamedTuple
 
 import adaserve_engine
@@ -39,19 +40,22 @@ STATIC: Final = {
     "draft, 2": ((0,), 2, 1, 2),
     "draft, 4": ((0,), 4, 1, 4),
     "draft, 7": ((0,), 7, 1, 7),
-    "middle, 2": ((1,), 2, 1, 2),
     "middle, 4": ((1,), 4, 1, 4),
-    "middle, 7": ((1,), 7, 1, 7),
     "draft > middle, 4": ((0, 1), 4, 1, 4),
     "draft > middle, 8": ((0, 1), 8, 1, 4),
 }
 """Name -> chain, depth, width, window."""
 MODES: Final = (PLAIN, *STATIC, OURS)
+SHIFT_MODES: Final = (PLAIN, "draft, 2", "draft, 4", "draft > middle, 4", OURS)
 COLLECTIONS: Final = ("HumanEval", "GSM8K", "Spec-Bench")
-PROMPT: Final = 128
+PROMPT: Final = 64
 """Most tokens of a prompt."""
-ANSWER: Final = 64
+ANSWER: Final = 48
 MAX_DEPTH: Final = 8
+FEW, MANY = 4, 32
+"""Batches above the first take one turn, above the second of the first collection only."""
+SETTLING: Final = 200
+SETTLING_S: Final = 60.0
 PHASES: Final = (
     ("HumanEval", 4, 4),
     ("GSM8K", 4, 4),
@@ -92,7 +96,8 @@ class Chosen:
     """The engine's chains: those of the chooser, or a fixed one.
 
     Attributes:
-        plans: chain, depth, width and batch of each step in which something decoded.
+        plans: chain, depth and batch of each step in which something decoded.
+        decisions_s: what each of the chooser's decisions took.
     """
 
     def __init__(self, server: adaserve_engine.Server) -> None:
@@ -100,6 +105,7 @@ class Chosen:
         from vllm_slo.core.model_chain import ModelChains, Plan
 
         self.plans: list[tuple[tuple[int, ...], int, int]] = []
+        self.decisions_s: list[float] = []
         self._drafting = server.steps.scheduler._speculation.drafting
         self._grove: Any = grove
         self._paying = self._grove.worthwhile_nodes
@@ -108,7 +114,9 @@ class Chosen:
         choose = self._ours.choose
 
         def noting(load: Any, *args: Any) -> Any:
+            began_s = time.perf_counter()
             plan = choose(load, *args)
+            self.decisions_s.append(time.perf_counter() - began_s)
             self.plans.append((plan.chain, plan.depth, load.active))
             return plan
 
@@ -165,21 +173,31 @@ class Bench:
             "steps": len(rows),
         }
 
+    def settle(self, wave: Wave) -> None:
+        """Let the chooser see `SETTLING` steps of such requests, as far as there is time for it."""
+        until_s, steps = time.perf_counter() + SETTLING_S, 0
+        while steps < SETTLING and time.perf_counter() < until_s:
+            steps += self.serve(OURS, self.prompts(wave))["steps"]
+
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
     """All that is asked for of one engine."""
     bench = Bench(ask)
     found: dict[str, Any] = {"batches": [], "shift": [], "passes": {}}
-    for batch, turn in itertools.product(ask["batches"], range(ask["rounds"])):
-        for collection in COLLECTIONS:
+    for batch, collection in itertools.product(ask["batches"], COLLECTIONS):
+        if batch > MANY and collection != COLLECTIONS[0]:
+            continue
+        bench.settle(Wave(collection, batch))
+        for turn in range(1 if batch > FEW else ask["rounds"]):
             prompts = bench.prompts(Wave(collection, batch))
-            order = MODES if turn % 2 == 0 else MODES[::-1]
-            for mode in order:
+            for mode in MODES if turn % 2 == 0 else MODES[::-1]:
                 one = bench.serve(mode, prompts)
                 found["batches"].append({**one, "collection": collection, "turn": turn})
         known = bench.chosen._ours
         found["passes"][batch] = [times.pass_s(batch) for times in known.times]
+        print(f"batch {batch}, {collection}: done", file=sys.stderr, flush=True)
     found["shift"] = shifting(bench, ask["shifts"])
+    found["decisions_s"] = bench.chosen.decisions_s
     return found
 
 
@@ -190,7 +208,7 @@ def shifting(bench: Bench, rounds: int) -> list[dict[str, Any]]:
         waves = [Wave(name, batch) for name, batch, count in PHASES for _ in range(count)]
         prompts = [bench.prompts(wave) for wave in waves]
         phase_of = [p for p, (_, _, count) in enumerate(PHASES) for _ in range(count)]
-        for mode in MODES if turn % 2 == 0 else MODES[::-1]:
+        for mode in SHIFT_MODES if turn % 2 == 0 else SHIFT_MODES[::-1]:
             for wave, given, phase in zip(waves, prompts, phase_of, strict=True):
                 bench.chosen.plans.clear()
                 one = bench.serve(mode, given)
@@ -243,7 +261,7 @@ def in_own_process(ask: dict[str, Any]) -> dict[str, Any]:
         file.flush()
         done = subprocess.run(
             [sys.executable, __file__, "--ask", file.name],
-            env=child_environment(),
+            env={**child_environment(), "VLLM_CPU_KVCACHE_SPACE": "4"},
             stdout=subprocess.PIPE,
             text=True,
             check=False,
@@ -283,7 +301,7 @@ def batch_table(runs: Sequence[dict[str, Any]], passes: dict[str, list[float]]) 
 
 def shift_table(runs: Sequence[dict[str, Any]]) -> str:
     """Seconds for the whole of a run that changes, and its parts, over those of plain decoding."""
-    modes = {mode: [run for run in runs if run["mode"] == mode] for mode in MODES}
+    modes = {mode: [run for run in runs if run["mode"] == mode] for mode in SHIFT_MODES}
 
     def seconds(mode: str, phase: int | None) -> float:
         """For as many tokens as everybody gets, by rate."""
@@ -293,16 +311,16 @@ def shift_table(runs: Sequence[dict[str, Any]]) -> str:
     rows = []
     labels = [f"{name}, batch {batch}" for name, batch, _ in PHASES]
     for phase, label in [*enumerate(labels), (None, "all of it")]:
-        took = {mode: seconds(mode, phase) for mode in MODES}
-        best = min((mode for mode in MODES if mode != OURS), key=took.__getitem__)
+        took = {mode: seconds(mode, phase) for mode in SHIFT_MODES}
+        best = min((mode for mode in SHIFT_MODES if mode != OURS), key=took.__getitem__)
         rows.append(
             [
                 label,
-                *(f"{took[PLAIN] / took[mode]:.2f}" for mode in MODES[1:]),
+                *(f"{took[PLAIN] / took[mode]:.2f}" for mode in SHIFT_MODES[1:]),
                 *(best, f"{took[best] / took[OURS]:.2f}"),
             ]
         )
-    return markdown(["phase", *MODES[1:], "best fixed", "chooser / best fixed"], rows)
+    return markdown(["phase", *SHIFT_MODES[1:], "best fixed", "chooser / best fixed"], rows)
 
 
 def change_table(runs: Sequence[dict[str, Any]]) -> str:
@@ -328,6 +346,15 @@ def change_table(runs: Sequence[dict[str, Any]]) -> str:
     return markdown(["round", "phase", "steps", "chains", "steps until the last one rules"], rows)
 
 
+def decisions(took_s: Sequence[float]) -> str:
+    """What choosing took."""
+    *_, last = quantiles(took_s, n=100)
+    return (
+        f"The chooser's {len(took_s)} decisions took {1e6 * median(took_s):.0f} us in the median, "
+        f"{1e6 * last:.0f} us in the 99th percentile."
+    )
+
+
 def label_of(chain: tuple[int, ...]) -> str:
     """A chain by the names of its models."""
     return " > ".join(("draft", "middle")[model] for model in chain) or PLAIN
@@ -347,10 +374,10 @@ def main() -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="shows that it runs; writes nothing")
     add("--rounds", type=int, default=2)
-    add("--shifts", type=int, default=2)
+    add("--shifts", type=int, default=1)
     add("--parameters", type=float, default=300e6, help="of the target's twin; 0: itself")
-    add("--middle", type=float, default=50e6, help="of the middle model's; 0: itself")
-    add("--dtype", default="bfloat16")
+    add("--middle", type=float, default=20e6, help="of the middle model's; 0: itself")
+    add("--dtype", default="float32")
     add("--batches", type=lambda t: [int(n) for n in t.split(",")], default=[1, 16, 64])
     add("--models", type=Path, default=profiles.cache_dir() / "models")
     add("--ask", type=Path, help=argparse.SUPPRESS)
@@ -368,6 +395,7 @@ def main() -> None:
             "A run that changes, the whole of it by each mode:", shift_table(found["shift"]),
             "What the chooser did in it:", change_table(found["shift"]),
         ]  # fmt: skip
+    tables.append(decisions(found["decisions_s"]))
     if args.quick:
         print("\n\n".join(tables))
         return

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_slo.core.chain_costs import Edges, PassTimes, effective_time_s
-from vllm_slo.core.model_chain import DraftLoad, ModelChains, Plan
+from vllm_slo.core.chain_costs import Edges, PassTimes, effective_time_s, lifted
+from vllm_slo.core.model_chain import DraftLoad, ModelChains, Plan, _Mood
 from vllm_slo.core.step_time import StepTimeModel
 
 TARGET = StepTimeModel(((0.0, 0.0, 0.100), (0.0004, 0.0, 0.090)), max_tokens=8192)
@@ -118,6 +118,34 @@ def test_similarity_is_calibrated_by_edges_that_were_observed() -> None:
     assert edges.alpha(1, 2) > 0.7
 
 
+# --- how far ahead --------------------------------------------------------------------------------
+
+
+def test_other_odds_by_hand() -> None:
+    """0.5 and 0.25 of it: threefold odds make 3/4 of each best guess, and what its alternatives had
+    of the other half they have of the quarter."""
+    found = lifted(np.array([[0.5, 0.2], [0.25, 0.1]]), 3.0)
+    assert found == pytest.approx(np.array([[0.75, 0.1], [0.5625, 0.075]]))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=8),
+    st.floats(0.1, 10.0),
+)
+def test_other_odds_leave_probabilities(given_: list[tuple[float, float]], odds: float) -> None:
+    typical, above = np.zeros((len(given_), 3)), 1.0
+    for depth, (best, share) in enumerate(given_):
+        typical[depth, 0] = above * best
+        typical[depth, 1:] = above * (1.0 - best) * share / 2.0
+        above = typical[depth, 0]
+    found, same = lifted(typical, odds), lifted(typical, 1.0)
+    above = np.append(1.0, found[:-1, 0])
+    assert (found >= 0.0).all()
+    assert (found.sum(axis=1) <= above + 1e-9).all()
+    assert (np.sign(odds - 1.0) * (found - same)[:, 0] >= -1e-9).all(), "likelier by higher odds"
+    assert same == pytest.approx(typical, abs=0.09), "nothing is surer than 99%"
+
+
 # --- the choice -----------------------------------------------------------------------------------
 
 
@@ -203,10 +231,14 @@ class World:
             return
         last = plan.chain[-1]
         self.chains.edges.observe_acceptance(last, 2, tried, kept)
-        paths = np.tile(self.alphas[last, 2] ** np.arange(1.0, plan.depth + 1), self.batch)
+        paths = np.tile(self.paths(last, plan.depth), self.batch)
         depths = np.tile(np.arange(1, plan.depth + 1), self.batch)
         starts = np.arange(self.batch + 1) * plan.depth
         self.chains.shapes[last].observe_nodes(paths, depths, starts)
+
+    def paths(self, last: int, depth: int) -> np.ndarray:
+        """What a model says of its guesses: the truth."""
+        return self.alphas[last, 2] ** np.arange(1.0, depth + 1)
 
     def fixed(self) -> dict[tuple[int, ...], float]:
         """Seconds per token of each fixed chain at its best, by equation 7; batch 1."""
@@ -224,6 +256,12 @@ class World:
     def best(self) -> tuple[tuple[int, ...], float]:
         """The fastest fixed chain: which, seconds per token."""
         return min(self.fixed().items(), key=lambda way: way[1])
+
+    def as_good(self) -> list[tuple[int, ...]]:
+        """Chains that are as fast as the fastest, within the margin for a change."""
+        fixed = self.fixed()
+        limit_s = 1.03 * min(fixed.values())
+        return [chain for chain, time_s in fixed.items() if time_s < limit_s]
 
     def share(self, chain: tuple[int, ...], last: int) -> float:
         """Of the last steps, taken by a chain."""
@@ -243,10 +281,9 @@ WORLDS = {
 def test_the_best_fixed_chain_is_found_within_200_steps(name: str, seed: int) -> None:
     world = World(WORLDS[name], seed=seed)
     _, best_s = world.best()
-    as_good = [chain for chain, time_s in world.fixed().items() if time_s < 1.03 * best_s]
     world.run(200)
     late_s = world.run(600)
-    assert sum(world.share(chain, 600) for chain in as_good) > 0.85
+    assert sum(world.share(chain, 600) for chain in world.as_good()) > 0.85
     assert late_s < 1.10 * best_s
 
 
@@ -262,6 +299,42 @@ def test_a_change_of_domain_is_followed(seed: int) -> None:
     world.alphas = WORLDS["all three"]
     world.run(400)
     assert world.share((0, 1), 50) > 0.6
+
+
+class Moody(World):
+    """Phrases that every model guesses right, and between them some that none does: the models say
+    the same of both."""
+
+    PHRASE = 30
+    SAID = 0.65
+
+    def step(self) -> None:
+        sure = len(self.plans) // self.PHRASE % 2
+        self.alphas = dict.fromkeys(self.alphas, 0.97 if sure else 0.3)
+        super().step()
+
+    def paths(self, last: int, depth: int) -> np.ndarray:
+        return self.SAID ** np.arange(1.0, depth + 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_how_far_ahead_follows_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without knowing when phrases begin, as good as the depth that is best for all of it; much
+    better than by what is typical."""
+    dear = StepTimeModel(((0.0, 0.0, 0.100), (0.008, 0.0, 0.080)), max_tokens=8192)
+
+    def took_s(depth: int = 0) -> float:
+        world = Moody(WORLDS["all three"], seed=seed, target=dear)
+        if depth:
+            plan = Plan((0,), depth, 1, depth)
+            world.chains.choose = lambda *_: plan
+        world.run(300)
+        return world.run(900)
+
+    ours_s = took_s()
+    assert ours_s < 1.05 * min(took_s(depth) for depth in range(1, 9))
+    monkeypatch.setattr(_Mood, "GAIN", 0.0)
+    assert ours_s < 0.9 * took_s()
 
 
 def test_a_step_of_load_is_followed() -> None:
@@ -280,14 +353,14 @@ def test_a_step_of_load_is_followed() -> None:
 def test_measuring_what_is_not_at_work_costs_little(name: str) -> None:
     world = World(WORLDS[name], seed=5)
     world.run(300)
-    chain, best_s = world.best()
+    _, best_s = world.best()
     began_s, had, charged_s = world.now_s, world.tokens, 0.0
     for _ in range(1500):
         before_s, tokens = world.now_s, world.tokens
         world.step()
-        if world.plans[-1].chain != chain:
+        if world.plans[-1].chain not in world.as_good():
             charged_s += world.now_s - before_s - (world.tokens - tokens) * best_s
-    assert charged_s < 0.04 * (world.now_s - began_s)
+    assert charged_s < 0.03 * (world.now_s - began_s)
     assert world.tokens > had
 
 

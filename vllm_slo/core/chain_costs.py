@@ -35,7 +35,7 @@ RIDE_ALONG = 16.0
 until it was seen: what is taken for dear would never be tried."""
 OUTLIER = 4.0
 """A pass is taken for at most so many times what is known of its size."""
-LEANS_ON = 16.0
+LEANS_ON = 8.0
 """Trials that f(SimScore) counts for in an edge's acceptance."""
 FARTHEST = 0.01
 """Closest that acceptance and similarity come to 0 and 1."""
@@ -153,7 +153,7 @@ class Edges:
     """
 
     PRIOR = 0.8
-    MEMORY = 400.0
+    MEMORY = 150.0
     """Trials after which an old one counts for 1/e."""
     SHARE = 0.05
     """Of each score in its mean."""
@@ -215,6 +215,23 @@ class Edges:
 def _logit(score: float) -> float:
     kept = min(max(score, FARTHEST), 1.0 - FARTHEST)
     return math.log(kept / (1.0 - kept))
+
+
+@jit
+def lifted(typical: Floats, odds: float) -> Floats:
+    """(depths, width) path probabilities ``typical`` where the odds of each best guess, given those
+    before it, are so many times as high; its alternatives share what is left as before."""
+    result = typical.copy()
+    above, above_now = 1.0, 1.0
+    for depth in range(len(typical)):
+        best, kept = typical[depth, 0], 0.0
+        if best > 0.0:
+            kept = min(best / above, 1.0 - FARTHEST)
+        result[depth, 0] = above_now * kept * odds / (1.0 - kept + kept * odds)
+        left, left_now = above - best, above_now - result[depth, 0]
+        result[depth, 1:] *= left_now / left if left > FARTHEST else 0.0
+        above, above_now = best, result[depth, 0]
+    return result
 
 
 # --- equation 7 ---------------------------------------------------------------------------------

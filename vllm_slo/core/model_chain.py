@@ -26,6 +26,7 @@ from vllm_slo.core.chain_costs import (
     Ints,
     PassTimes,
     drafting_times,
+    lifted,
     look_ahead,
 )
 from vllm_slo.core.step_time import StepTimeModel
@@ -161,6 +162,44 @@ class _Bias:
     def _correct(self, c: int) -> None:
         factor = self._seconds[c] / self._tokens[c]
         self.factors[c] = min(max(factor, 1.0 / self.MOST), self.MOST)
+
+
+class _Mood:
+    """How much further the texts of the moment can be guessed than is typical: a phrase that
+    repeats itself is guessed right for long by every model, and what follows it by none.
+
+    Attributes:
+        odds: what those of a guess are to be multiplied by.
+    """
+
+    TREES = 8.0
+    """After which an old one counts for 1/e."""
+    MOST = 0.5
+    """That one step counts for."""
+    GAIN, RETURN = 5.0, 0.1
+    FARTHEST = 2.5
+    """Greatest logarithm of the odds, to either side."""
+    CHANCE = 0.5
+    """So much of it is taken for chance."""
+
+    def __init__(self) -> None:
+        self._lift = 0.0
+        self.odds = 1.0
+
+    def observe(self, tokens: float, expected: float, trees: int) -> None:
+        """So many tokens came of each tree, and with this mood so many were expected."""
+        rate = min(trees / self.TREES, self.MOST)
+        off = (tokens - expected) / (1.0 + expected)
+        lift = self._lift + rate * (self.GAIN * off - self.RETURN * self._lift)
+        self._set(lift)
+
+    def pass_step(self) -> None:
+        """Nothing was guessed in a step, so nothing was seen: the mood wanes."""
+        self._set(self._lift * (1.0 - self.RETURN))
+
+    def _set(self, lift: float) -> None:
+        self._lift = min(max(lift, -self.FARTHEST), self.FARTHEST)
+        self.odds = math.exp(math.copysign(max(abs(self._lift) - self.CHANCE, 0.0), self._lift))
 
 
 class _Surprise:
@@ -341,8 +380,12 @@ class ModelChains:
     """Tokens ahead at least where a chain is measured, to tell what its proposals are like."""
     TRY_EVERY = 32
     """Steps after which the chain at work drafts deeper once, or wider."""
-    HALF_LIFE = 256
-    """Steps after which what was seen counts half, if nothing more is seen."""
+    TREES = 32.0
+    """Trees after which an old one counts for 1/e in what is typical: a text that repeats itself
+    may be guessed far ahead, and the next sentence not."""
+    HALF_LIFE = 64
+    """Steps after which what was seen counts half, if nothing more is seen: how alike models are
+    tells the rest."""
     AGE_EVERY = 16
     OUT_OF_DATE = 0.1
     """What edges count for when texts turn out to be of another kind."""
@@ -365,7 +408,7 @@ class ModelChains:
             raise ValueError(f"pool: {models} models; 1 to {MAX_MODELS} can be chained")
         self.pool = tuple(pool)
         self._known = np.zeros((models, 3, OCTAVES))
-        self.shapes = [DraftShape(max_depth, max_width) for _ in pool]
+        self.shapes = [DraftShape(max_depth, max_width, memory=self.TREES) for _ in pool]
         self.times = [PassTimes(known=known) for known in self._known]
         self.edges = Edges(models)
         self._max_depth = max_depth
@@ -384,6 +427,7 @@ class ModelChains:
         self._there = [True] * models
         self._open = [True] * len(self._chains)
         self._bias = _Bias(len(self._chains))
+        self._mood = _Mood()
         self._surprise = _Surprise()
         self._probes = _Probes(self._chains)
         self._lacking = [0.0] * models
@@ -393,6 +437,7 @@ class ModelChains:
             [np.array(sorted({way, current} - {-1})) for way in range(len(drafting))]
             for current in range(-1, len(drafting))
         ]
+        self._proposing: set[int] = set()
         self._current = 0
         self._likely = 1
         self._steps = 0
@@ -460,6 +505,8 @@ class ModelChains:
             return
         c, yielded = self._index[plan.chain], tokens / plan.tokens
         off = yielded / self._bias.yielded(c) - 1.0
+        if plan.chain:
+            self._mood.observe(tokens, plan.tokens, plan.requests)
         if plan.chain and self._surprise.observe(off, plan.requests):
             self._doubt()
         self._bias.observe(c, took_s / plan.step_s, yielded, plan.requests)
@@ -472,7 +519,7 @@ class ModelChains:
         """Texts are of another kind than before: what was seen hardly counts any more."""
         self._ahead = None
         for shape in self.shapes:
-            shape.age(0.0)
+            shape.doubt()
         self.edges.age(self.OUT_OF_DATE)
         self._probes.doubt()
 
@@ -531,8 +578,9 @@ class ModelChains:
         self._steps += 1
         if self._steps % self.AGE_EVERY == 0:
             kept = 0.5 ** (self.AGE_EVERY / self.HALF_LIFE)
-            for shape in self.shapes:
-                shape.age(kept)
+            for place in {*range(len(self.shapes))} - self._proposing:
+                self.shapes[place].age(kept)
+            self._proposing.clear()
             self.edges.age(kept)
             self._bias.age(kept)
 
@@ -542,7 +590,7 @@ class ModelChains:
         for place, shape in enumerate(self.shapes):
             if shape.is_guess:
                 shape.assume(float(alphas[place, -1]))
-            self._typical[place] = shape.typical
+            self._typical[place] = lifted(shape.typical, self._mood.odds)
         return self._rated(self._look_ahead(load, alphas), load.active, load, model)
 
     def _look_ahead(self, load: DraftLoad, alphas: Floats) -> _Ahead:
@@ -694,8 +742,10 @@ class ModelChains:
         """Remember what a plan measures, what it costs the account and who falls behind by it."""
         self._probes.account_s -= max(plan.lost_s(plan.step_s, plan.tokens), 0.0)
         if plan.chain:
+            self._proposing.add(plan.chain[-1])
             self._probes.note(self._index[plan.chain])
         elif load.active:
+            self._mood.pass_step()
             self._use = min(self._use + self.RECOVERY, 1.0)
         read = max(load.context - self._context, load.active)
         for place, lacking in enumerate(self._lacking):

@@ -440,7 +440,17 @@ class DraftShape:
             self._chances[self._deepest :] = last * goes_on ** beyond[:, None]
 
     def age(self, share: float) -> None:
-        """Let what was seen count for ``share`` of what it did."""
+        """Nothing was drafted for long: let what was seen count for ``share`` of what it did, and
+        the first guess for the rest."""
+        self._chances[:, 0] += (1.0 - share) * (self._guess - self._chances[:, 0])
+        self._guessed = 1.0 - share * (1.0 - self._guessed)
+        self._forget(share)
+
+    def doubt(self) -> None:
+        """Let what was seen hardly count beside what is seen next."""
+        self._forget(0.0)
+
+    def _forget(self, share: float) -> None:
         np.maximum(self._weights * share, self.LEAST, out=self._weights)
 
     def used(self, share: float) -> None:
