@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_slo.core.chain_costs import Edges, PassTimes, effective_time_s, lifted
+from vllm_slo.core.chain_costs import Edges, PassTimes, lifted
 from vllm_slo.core.model_chain import DraftLoad, ModelChains, Plan, _Mood
 from vllm_slo.core.step_time import StepTimeModel
 
@@ -23,6 +24,38 @@ COSTS_S = 0.001, 0.016
 
 
 # --- equation 7 -----------------------------------------------------------------------------------
+
+
+def effective_time_s(
+    times_s: Sequence[float], alphas: Sequence[float], depth: int, window: int = 1
+) -> float:
+    """T_eff of one request: expected seconds per token of the target (equation 7).
+
+    Args:
+        times_s: of a pass of each model of the chain, however many tokens are in it; the target's
+            is the last. The target's alone: plain decoding.
+        alphas: how often each of the others is accepted by the next.
+        depth: tokens that are proposed to the target.
+        window: tokens that the first of several models guesses in a round.
+    """
+    *chain_s, target_s = times_s
+    if not chain_s or not depth:
+        return target_s
+    tokens = sum(alphas[-1] ** k for k in range(depth + 1))
+    if len(chain_s) == 1:
+        return (depth * chain_s[0] + target_s) / tokens
+    top = len(chain_s) - 1
+    most = [1.0] * (window + 1) + [0.0] * (depth + top)
+    for alpha in alphas[:-1]:  # chance that a model's tokens of a round are at least 0, 1, 2, ..
+        most = [1.0, *(alpha**k * most[k] for k in range(len(most) - 1))]
+    drafting_s = [0.0]
+    for left in range(1, depth + 1):
+        running = (chain_s[level] for level in range(1, top + 1) if left - top + level >= 1)
+        took_s = max(min(left - top, window), 0) * chain_s[0] + sum(running)
+        for got in range(1, left):
+            took_s += (most[got] - most[got + 1]) * drafting_s[left - got]
+        drafting_s.append(took_s)
+    return (drafting_s[depth] + target_s) / tokens
 
 
 def test_plain_decoding_takes_a_pass_for_a_token() -> None:
@@ -404,3 +437,8 @@ def test_no_prediction_is_older_than_there_are_chains() -> None:
     assert chains._ahead is found
     for way, chain in enumerate(chains._chains[1:]):
         assert found.drafting_s[way, 0] == pytest.approx(chains.drafting_s(chain, 4, 1))
+
+
+@pytest.mark.parametrize("load", [DraftLoad(0, 0, 8), DraftLoad(4, 0, 0)])
+def test_where_nothing_can_be_guessed_nothing_is_drafted(load: DraftLoad) -> None:
+    assert ModelChains(("small",), 8, 1).choose(load, TARGET, 0.0).depth == 0

@@ -13,8 +13,10 @@ from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.tree_budget import (
     TREE,
     DraftShape,
-    DraftTimes,
+    Lines,
     MeasuredTrees,
+    Verifying,
+    fastest_shapes,
     sustained_trees,
     worthwhile_nodes,
 )
@@ -25,6 +27,32 @@ FLAT = StepTimeModel(((0.0, 0.0, 0.040), (0.001, 0.0, 0.020)))
 probabilities = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=60).map(
     lambda found: np.sort(np.asarray(found))[::-1]
 )
+
+
+def passes(pass_s: float, depths: int) -> np.ndarray:
+    """Seconds until a tree is 1, 2, .. deep where each depth is a pass."""
+    return pass_s * np.arange(1.0, depths + 1.0)
+
+
+def fastest(
+    typical: np.ndarray,
+    active: int,
+    behind: int,
+    context: int,
+    deepest: int,
+    passes_s: dict[int, float],
+    model: StepTimeModel,
+    path_tokens: float = 0.0,
+) -> tuple[int, int]:
+    """Depth and width with which those behind get their tokens soonest, drafted by one model in
+    passes; depth 0 where that is no sooner than without."""
+    drafting_s = np.array([[passes(pass_s, deepest) for pass_s in passes_s.values()]])
+    step = Verifying(active, behind, model.kv_s * context, 1.0, path_tokens)
+    owner, widths = np.zeros(1, dtype=np.int64), np.array(list(passes_s))
+    found = fastest_shapes(typical[None], owner, widths, drafting_s, 1, step, Lines.of(model))
+    depth, width, tokens, seconds = found[0].tolist()
+    faster = tokens * model.predict_s(active, context) > seconds
+    return (int(depth), int(width)) if faster else (0, 1)
 
 
 def rate(nodes: int, chances: np.ndarray, roots: int, others: int, model: StepTimeModel) -> float:
@@ -93,7 +121,7 @@ typical = st.lists(
     active=st.integers(1, 64),
     share=st.floats(0.0, 1.0),
     context=st.integers(0, 10_000),
-    passes=st.lists(st.floats(0.0, 0.01), min_size=3, max_size=3),
+    each_s=st.lists(st.floats(0.0, 0.01), min_size=3, max_size=3),
     model=lines,
     path_tokens=st.sampled_from([0.0, 0.5, 3.0]),
 )
@@ -102,15 +130,13 @@ def test_no_other_depth_or_width_is_faster(
     active: int,
     share: float,
     context: int,
-    passes: list[float],
+    each_s: list[float],
     model: StepTimeModel,
     path_tokens: float,
 ) -> None:
     """Of trees of the likeliest nodes, each but the best of its layer on a path of its own."""
     behind = max(int(share * active), 1)
-    shapes = DraftShape(len(chances), 3, path_tokens)
-    shapes.typical[:] = chances
-    passes_s = dict(zip((1, 2, 3), passes, strict=True))
+    passes_s = dict(zip((1, 2, 3), each_s, strict=True))
 
     def rate(depth: int, width: int) -> float:
         if not depth:
@@ -127,7 +153,8 @@ def test_no_other_depth_or_width_is_faster(
             for n in range(1, len(order) + 1)
         )
 
-    found = shapes.fastest(active, behind, context, len(chances), passes_s, model)
+    load = active, behind, context, len(chances)
+    found = fastest(chances, *load, passes_s, model, path_tokens)
     best = max(rate(d, w) for d in range(len(chances) + 1) for w in (1, 2, 3))
     assert rate(*found) == pytest.approx(best, rel=1e-9)
 
@@ -148,7 +175,9 @@ def test_no_other_trees_sustain_more_requests(
         for nodes in range(1, len(likely) + 1):
             tokens = max(share * (1.0 + likely[:nodes].sum()), 1.0)
             most = max(most, model.time_to_tokens(tpot_s * tokens - depth * pass_s) / (1 + nodes))
-    found, drafting_s, requests = sustained_trees(chances, share, tpot_s, model, pass_s)
+    found, drafting_s, requests = sustained_trees(
+        chances, share, tpot_s, model, passes(pass_s, len(chances))
+    )
     assert requests == pytest.approx(most, abs=1.0)  # a step may hold one token less by rounding
     within = model.time_to_tokens(tpot_s * found.tokens_out - drafting_s)
     assert within / found.tokens_in == pytest.approx(requests, abs=1.0)
@@ -168,25 +197,24 @@ class TestDepth:
 
     def test_few_requests_are_drafted_deep_and_many_not_at_all(self) -> None:
         depths = self.deep()
-        chosen = [depths.choose(n, 0, 6, {2: 0.002}, FLAT).depth for n in (1, 4, 16, 64, 256)]
+        chosen = [
+            fastest(depths.typical, n, n, 0, 6, {2: 0.002}, FLAT)[0] for n in (1, 4, 16, 64, 256)
+        ]
         assert chosen == sorted(chosen, reverse=True)
         assert chosen[0] == 6
         assert chosen[-1] == 0
 
     def test_an_expensive_draft_is_not_used(self) -> None:
-        assert self.deep().choose(1, 0, 6, {2: 0.050}, FLAT).depth == 0
+        assert fastest(self.deep().typical, 1, 1, 0, 6, {2: 0.050}, FLAT)[0] == 0
 
     def test_a_bad_draft_is_not_used(self) -> None:
         depths = DraftShape(4, 2)
         for _ in range(50):
             depths.observe(np.full((100, 8), 0.01), 4, 2)
-        assert depths.choose(4, 0, 4, {2: 0.002}, FLAT).depth == 0
+        assert fastest(depths.typical, 4, 4, 0, 4, {2: 0.002}, FLAT)[0] == 0
 
     def test_equation_8_bounds_it(self) -> None:
-        assert self.deep().choose(1, 0, 2, {2: 0.002}, FLAT).depth == 2
-
-    def test_nobody_decodes(self) -> None:
-        assert self.deep().choose(0, 0, 6, {2: 0.002}, FLAT).depth == 0
+        assert fastest(self.deep().typical, 1, 1, 0, 2, {2: 0.002}, FLAT)[0] == 2
 
     def test_a_shallower_tree_leaves_what_is_known_of_the_deeper(self) -> None:
         depths = self.deep()
@@ -195,45 +223,19 @@ class TestDepth:
         assert (depths.typical[4:] == before).all()
 
 
-class TestTimes:
-    def test_a_pass_is_learnt_by_its_size(self) -> None:
-        times = DraftTimes(first_s=0.002)
-        assert times.pass_s(8) == 0.002
-        for _ in range(40):
-            times.observe(4, 8, 0, 0.020)
-            times.observe(4, 64, 0, 0.060)
-        assert times.pass_s(8) == pytest.approx(0.005)
-        assert times.pass_s(64) == pytest.approx(0.015)
-        assert times.pass_s(1) == pytest.approx(0.005), "the nearest size seen"
-
-    def test_prompts_are_told_apart(self) -> None:
-        times = DraftTimes()
-        for _ in range(80):
-            times.observe(2, 8, 0, 0.010)
-            times.observe(2, 8, 200, 0.010 + 200 * 1e-4)
-        assert times.pass_s(8) == pytest.approx(0.005, rel=0.05)
-        assert times.token_s == pytest.approx(1e-4, rel=0.05)
-
-    @pytest.mark.parametrize(("passes", "took_s"), [(0, 0.01), (3, 0.0), (3, float("nan"))])
-    def test_a_step_without_drafting_tells_nothing(self, passes: int, took_s: float) -> None:
-        times = DraftTimes(first_s=0.004)
-        times.observe(passes, 8, 0, took_s)
-        assert times.pass_s(8) == 0.004
-
-
 class TestFastest:
     def test_who_lags_alone_gets_a_deeper_tree_than_all_would(self) -> None:
         depths = DraftShape(6, 2)
         for _ in range(50):
             chances = [p for d in range(1, 7) for p in (0.8**d, 0.05)]
             depths.observe(np.tile(chances, (100, 1)), 6, 2)
-        all_of_them = depths.choose(40, 0, 6, {2: 0.001}, FLAT).depth
-        one = depths.fastest(40, 1, 0, 6, {2: 0.001}, FLAT).depth
+        all_of_them = fastest(depths.typical, 40, 40, 0, 6, {2: 0.001}, FLAT)[0]
+        one = fastest(depths.typical, 40, 1, 0, 6, {2: 0.001}, FLAT)[0]
         assert one > all_of_them
-        assert depths.fastest(40, 40, 0, 6, {2: 0.001}, FLAT).depth <= one
+        assert fastest(depths.typical, 40, 40, 0, 6, {2: 0.001}, FLAT)[0] <= one
 
     def test_a_draft_that_slows_everybody_down_is_not_used(self) -> None:
-        assert DraftShape(4, 2).fastest(8, 1, 0, 4, {2: 0.2}, FLAT).depth == 0
+        assert fastest(DraftShape(4, 2).typical, 8, 1, 0, 4, {2: 0.2}, FLAT)[0] == 0
 
 
 class TestMeasured:
@@ -277,7 +279,9 @@ def test_no_other_tree_sustains_more_requests(
     best: float, width: int, share: float, tpot_s: float, pass_s: float
 ) -> None:
     chances = np.array([[best**d * 0.3**rank for rank in range(width)] for d in range(1, 5)])
-    found, drafting_s, most = sustained_trees(chances, share, tpot_s, FLAT, pass_s)
+    found, drafting_s, most = sustained_trees(
+        chances, share, tpot_s, FLAT, passes(pass_s, len(chances))
+    )
 
     def requests(tokens_out: float, tokens_in: float, took_s: float) -> float:
         return FLAT.time_to_tokens(tpot_s * tokens_out - took_s) / tokens_in
@@ -297,7 +301,9 @@ def test_trees_that_sustain_most_by_hand() -> None:
     """A lone chain of 0.9 each: two tokens more for two nodes; steps of 20 ms and 1 ms a token."""
     line = StepTimeModel(((0.0, 0.0, 0.0), (0.001, 0.0, 0.020)))
     chances = np.array([[0.9], [0.8]])
-    found, drafting_s, most = sustained_trees(chances, 1.0, 0.030, line, 0.002)
+    found, drafting_s, most = sustained_trees(
+        chances, 1.0, 0.030, line, passes(0.002, len(chances))
+    )
     assert found.tokens_out == pytest.approx(2.7)
     assert found.tokens_in == 3.0
     assert drafting_s == pytest.approx(0.004)

@@ -13,7 +13,6 @@ end with its slowest request, so the same chain costs more rounds in a large bat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -235,38 +234,6 @@ def lifted(typical: Floats, odds: float) -> Floats:
 
 
 # --- equation 7 ---------------------------------------------------------------------------------
-
-
-def effective_time_s(
-    times_s: Sequence[float], alphas: Sequence[float], depth: int, window: int = 1
-) -> float:
-    """T_eff of one request: expected seconds per token of the target (equation 7).
-
-    Args:
-        times_s: of a pass of each model of the chain, however many tokens are in it; the target's
-            is the last. The target's alone: plain decoding.
-        alphas: how often each of the others is accepted by the next.
-        depth: tokens that are proposed to the target.
-        window: tokens that the first of several models guesses in a round.
-    """
-    *chain_s, target_s = times_s
-    if not chain_s or not depth:
-        return target_s
-    tokens = sum(alphas[-1] ** k for k in range(depth + 1))
-    if len(chain_s) == 1:
-        return (depth * chain_s[0] + target_s) / tokens
-    top = len(chain_s) - 1
-    most = [1.0] * (window + 1) + [0.0] * (depth + top)
-    for alpha in alphas[:-1]:  # chance that a model's tokens of a round are at least 0, 1, 2, ..
-        most = [1.0, *(alpha**k * most[k] for k in range(len(most) - 1))]
-    drafting_s = [0.0]
-    for left in range(1, depth + 1):
-        running = (chain_s[level] for level in range(1, top + 1) if left - top + level >= 1)
-        took_s = max(min(left - top, window), 0) * chain_s[0] + sum(running)
-        for got in range(1, left):
-            took_s += (most[got] - most[got + 1]) * drafting_s[left - got]
-        drafting_s.append(took_s)
-    return (drafting_s[depth] + target_s) / tokens
 
 
 @jit

@@ -11,7 +11,6 @@ counted. Where nothing pays, nothing is drafted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -292,60 +291,13 @@ def worthwhile_nodes(
     return _most_per_second(chances, room, roots, others, roots_s, Lines.of(model))
 
 
-class DraftTimes:
-    """What drafting costs: seconds of a pass, by how many beams are in it, and of a prompt's token.
-
-    Args:
-        first_s: guess at a pass before any was measured.
-    """
-
-    SHARE = 0.1
-    """Of each observation."""
-    MANY = 64
-    """Prompt tokens from which on a step tells what one costs."""
-
-    def __init__(self, first_s: float = 0.002) -> None:
-        self._first_s = first_s
-        self._passes: dict[int, float] = {}
-        self.token_s = 0.0
-
-    def pass_s(self, beams: int) -> float:
-        """Seconds of one pass; sizes never seen cost what the nearest seen one does."""
-        if not self._passes:
-            return self._first_s
-        octave = max(beams, 1).bit_length()
-        return self._passes[min(self._passes, key=lambda seen: (abs(seen - octave), -seen))]
-
-    def observe(self, passes: int, beams: int, prompt_tokens: int, took_s: float) -> None:
-        """Take in one step's drafting."""
-        if passes < 1 or not took_s > 0.0:
-            return
-        if prompt_tokens >= self.MANY:
-            cost_s = max(took_s - passes * self.pass_s(beams), 0.0) / prompt_tokens
-            self.token_s += self.SHARE * (cost_s - self.token_s) if self.token_s else cost_s
-            return
-        took_s = max(took_s - prompt_tokens * self.token_s, 0.0) / passes
-        octave = max(beams, 1).bit_length()
-        known = self._passes.setdefault(octave, took_s)
-        self._passes[octave] = known + self.SHARE * (took_s - known)
-
-
-class Shape(NamedTuple):
-    """What is drafted for each request: so many tokens ahead, so many candidates for each."""
-
-    depth: int
-    width: int
-
-
 class DraftShape:
-    """Chooses how far ahead to draft and how many candidates, from what trees have been like.
+    """What a model's trees have been like: the path probabilities of their nodes, typically.
 
-    Depths that were never drafted are taken to continue those above as the last ones did; from time
-    to time a deeper or a wider tree is tried, so that what is believed of it does not stay wrong.
+    Depths that were never drafted are taken to continue those above as the last ones did.
 
     Args:
         max_depth, max_width: the largest tree there is.
-        path_tokens: what another path of a tree costs the step besides its nodes, in tokens.
         memory: trees after which an old one counts for 1/e.
     """
 
@@ -357,37 +309,21 @@ class DraftShape:
     """Share of the first guess in what is typical from which on it is left alone."""
     HARDLY = 0.003
     """Difference between chances that makes none."""
-    USE_SHARE = 0.05
-    RECOVERY = 0.004
-    """Of the use, in each step that drafts nothing."""
-    TRY_EVERY = 32
-    TRY_AGAIN = 256
-    """Steps until a draft that does not pay is tried: it first has to catch up."""
 
-    def __init__(
-        self, max_depth: int, max_width: int, path_tokens: float = 0.0, memory: float = 200.0
-    ) -> None:
+    def __init__(self, max_depth: int, max_width: int, memory: float = 200.0) -> None:
         self._chances = np.zeros((max_depth, max_width))
         self._weights = np.full((max_depth, max_width), self.PRIOR)
         self._assumed = 0.0
         self._guess: Floats = np.zeros(max_depth)
         self._guessed = np.ones(max_depth)
-        self._path_tokens = path_tokens
         self._memory = memory
         self._deepest = 0
-        self._chosen = 0
-        self._use = 1.0
         self.assume(FIRST_GUESS)
 
     @property
     def typical(self) -> Floats:
         """(depths, width) mean path probabilities of what is drafted now, by depth and rank."""
         return self._chances
-
-    @property
-    def depth_seen(self) -> int:
-        """Of the deepest tree so far; 0 before any."""
-        return self._deepest
 
     def assume(self, chance: float) -> None:
         """Let the first guess be that the best guess at each depth is accepted so often, wherever
@@ -452,68 +388,6 @@ class DraftShape:
 
     def _forget(self, share: float) -> None:
         np.maximum(self._weights * share, self.LEAST, out=self._weights)
-
-    def used(self, share: float) -> None:
-        """Tell what share of the nodes that would have paid a step had room for: objectives may
-        leave less, and what is not verified is drafted in vain."""
-        self._use += self.USE_SHARE * (min(share, 1.0) - self._use)
-
-    def fastest(
-        self,
-        active: int,
-        behind: int,
-        context: int,
-        deepest: int,
-        passes_s: Mapping[int, float],
-        model: StepTimeModel,
-    ) -> Shape:
-        """The trees with which each of the ``behind`` requests gets its tokens soonest, where only
-        they have trees. Arguments as in ``choose``."""
-        widths = sorted(passes_s)
-        drafting_s = np.asarray([_one_by_one(passes_s[width], deepest) for width in widths])
-        reading_s = model.kv_s * context
-        depth, width, tokens, seconds = fastest_shapes(
-            self._chances[None],
-            np.zeros(1, dtype=np.int64),
-            np.asarray(widths),
-            drafting_s[None],
-            1,
-            Verifying(active, behind, reading_s, self._use, self._path_tokens),
-            Lines.of(model),
-        )[0].tolist()
-        if not tokens * model.predict_s(active, context) > seconds:
-            return Shape(0, widths[0])
-        return Shape(int(depth), int(width))
-
-    def choose(
-        self,
-        active: int,
-        context: int,
-        deepest: int,
-        passes_s: Mapping[int, float],
-        model: StepTimeModel,
-    ) -> Shape:
-        """The depth, 0 to ``deepest``, and the width at which most tokens come out per second.
-
-        Args:
-            active: requests that decode.
-            context: KV tokens that they read.
-            deepest: where equation 8 ends.
-            passes_s: seconds of one pass of the draft, for each width to choose from.
-            model: expected step times without drafting.
-        """
-        if not active or not deepest:
-            return Shape(0, min(passes_s))
-        depth, width = self.fastest(active, active, context, deepest, passes_s, model)
-        self._chosen += 1
-        if not depth:
-            self._use = min(self._use + self.RECOVERY, 1.0)
-        every = self.TRY_EVERY if depth else self.TRY_AGAIN
-        if self._chosen % every == 0 and depth < deepest:
-            return Shape(depth + 1, width)
-        if depth and self._chosen % every == every // 2:
-            return Shape(depth, max(passes_s))
-        return Shape(depth, width)
 
 
 def node_floor(behind: int, tokens: int, model: StepTimeModel, step_s: float) -> float:
@@ -583,9 +457,7 @@ def sustained_trees(
     share: float,
     tpot_s: float,
     model: StepTimeModel,
-    pass_s: float = 0.0,
-    *,
-    drafting_s: Floats | None = None,
+    drafting_s: Floats,
 ) -> tuple[Speculated, float, float]:
     """The trees with which most requests keep a TPOT together.
 
@@ -594,24 +466,15 @@ def sustained_trees(
         share: of what these promise, what to count on.
         tpot_s: the objective.
         model: step times without drafting.
-        pass_s: seconds of one pass of a draft that needs a pass for each depth.
-        drafting_s: (depths,) seconds until a tree is 1, 2, .. deep, however it is drafted; instead
-            of ``pass_s``.
+        drafting_s: (depths,) seconds until a tree is 1, 2, .. deep.
 
     Returns:
         What decoding is like with them, the seconds a step then drafts, and how many requests keep
         the TPOT; plain decoding where no tree is better.
     """
-    if drafting_s is None:
-        drafting_s = _one_by_one(pass_s, len(chances))
     most, depth, nodes, tokens = _sustained(
         np.ascontiguousarray(chances), share, tpot_s, Lines.of(model), model.max_tokens, drafting_s
     )
     if not nodes:
         return PLAIN, 0.0, most
     return Speculated(tokens, 1.0 + nodes), float(drafting_s[depth - 1]), most
-
-
-def _one_by_one(pass_s: float, depths: int) -> Floats:
-    """Seconds until a tree is 1, 2, .. deep where each depth is a pass."""
-    return np.array([pass_s * depth for depth in range(1, depths + 1)])
