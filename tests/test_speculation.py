@@ -16,6 +16,7 @@ from virtual_trees import TreeEngine
 
 from vllm_slo import SLO
 from vllm_slo.core.attainment import worst_window_tpot_s
+from vllm_slo.core.model_chain import Plan
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.sim.harness import EngineShape
 
@@ -198,6 +199,25 @@ def test_no_tree_is_deeper_than_what_is_still_to_come() -> None:
     made = len(engine.outcomes["r"].token_ids)
     assert made == 7
     assert len(last) < 15
+
+
+def test_the_end_of_an_answer_is_not_taken_for_bad_guesses() -> None:
+    """Each answer's last tree is cut to what is left; what whole ones yield is what is learnt."""
+    engine = TreeEngine(FLAT, honest=1.0)
+    chains = engine.scheduler._speculation.drafting.chains
+    seen, observe_step = [], chains.observe_step
+
+    def observing(plan: Plan, took_s: float, tokens: float) -> None:
+        seen.append((plan.depth, tokens))
+        observe_step(plan, took_s, tokens)
+
+    chains.observe_step = observing
+    for number in range(12):
+        engine.add(f"r{number}", 16, 7)
+        engine.run()
+    whole = [(depth, tokens) for depth, tokens in seen if depth]
+    assert whole
+    assert all(tokens == depth + 1 for depth, tokens in whole), whole
 
 
 def test_a_thinking_budget_pauses_the_trees() -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from vllm.logger import init_logger
-from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_slo.config import SpeculationConfig
 from vllm_slo.core.draft_calibration import DraftCalibration
@@ -176,17 +175,17 @@ class Drafting:
     # What steps were like.
 
     def learn(
-        self, plan: Plan, report: DraftingReport, done: ModelRunnerOutput, *, quiet: bool
+        self, plan: Plan, report: DraftingReport, given: Sequence[tuple[int, int]], *, quiet: bool
     ) -> None:
         """Take in a step.
 
         Args:
             plan: what was drafted after it.
             report: what that was like.
-            done: what the step yielded.
+            given: of each request how many tokens it got, and how many it lacked to its longest.
             quiet: whether there were no prompts in it.
         """
-        self._learn_step(plan, report.seconds, done, quiet)
+        self._learn_step(plan, report.seconds, given, quiet)
         edges = self.chains.edges
         for model, tokens, seconds in report.passes:
             self.chains.times[model].observe(tokens, seconds)
@@ -199,14 +198,16 @@ class Drafting:
         if plan.depth:
             self._count(plan, report)
 
-    def _learn_step(self, plan: Plan, seconds: float, done: ModelRunnerOutput, quiet: bool) -> None:
-        """Hold what drafting and verifying with a plan took against what was expected of it."""
-        drafted = self._drafted
-        lengths = [len(tokens) for tokens in done.sampled_token_ids if tokens]
-        if drafted.quiet and quiet and lengths:
+    def _learn_step(
+        self, plan: Plan, seconds: float, given: Sequence[tuple[int, int]], quiet: bool
+    ) -> None:
+        """Hold what drafting and verifying with a plan took against what was expected of it. That
+        is of whole trees: a request that is about to end has less of one, and tells nothing."""
+        drafted, self._drafted = self._drafted, _Drafted(plan, seconds, quiet)
+        lengths = [tokens for tokens, lacked in given if lacked > drafted.plan.depth]
+        if drafted.quiet and quiet and 2 * len(lengths) > drafted.plan.requests:
             took_s = drafted.seconds + self.steering.steps.verified_s
             self.chains.observe_step(drafted.plan, took_s, sum(lengths) / len(lengths))
-        self._drafted = _Drafted(plan, seconds, quiet)
 
     def _count(self, plan: Plan, report: DraftingReport) -> None:
         names, edges = self.names, self.chains.edges

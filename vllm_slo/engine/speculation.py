@@ -196,6 +196,11 @@ class Speculation:
         self._tokens = np.concatenate([c.tokens for c in found])
         self._said = np.concatenate([c.probabilities for c in found])
         chances, self._best = self.drafting.chances(found, offsets, parents, self._said)
+        sizes = np.diff(offsets)
+        lacked = [(r.max_tokens - r.num_output_tokens - 1) for r in self._requests]
+        useful = np.asarray(lacked) * [c.width for c in found]
+        place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+        chances[place >= np.repeat(useful, sizes)] = 0.0  # too deep for what a request lacks
         limits = np.asarray(self._node_limits())
         worths = node_worths(offsets, chances, parents, self._best, self._path_tokens)
         return Grove(offsets, parents, chances, worths, limits)
@@ -582,7 +587,7 @@ class Speculation:
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         """Learn from a step: what was accepted of its trees, and what drafting took."""
         step, report = trees.of(output), trees.drafting_of(done)
-        self.drafting.learn(step.plan, report, done, quiet=not self._prompt_tokens)
+        self.drafting.learn(step.plan, report, self._given(done), quiet=not self._prompt_tokens)
         self.steering.metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
         names, given = [], []
         for name in step.parents:
@@ -594,6 +599,15 @@ class Speculation:
         if names:
             counts = [len(step.parents[name]) for name in names]
             self._learn(names, np.asarray(counts, dtype=np.int64), given)
+
+    def _given(self, done: ModelRunnerOutput) -> list[tuple[int, int]]:
+        """Of each request that got tokens how many, and how many it lacked to its longest."""
+        requests, sampled = self.scheduler.requests, done.sampled_token_ids
+        return [
+            (len(sampled[index]), request.max_tokens - request.num_output_tokens)
+            for name, index in done.req_id_to_index.items()
+            if index < len(sampled) and sampled[index] and (request := requests.get(name))
+        ]
 
     def _learn(self, names: Sequence[str], counts: Ints, given: Sequence[list[int]]) -> None:
         """Learn from the tokens that came ``given`` out of trees of ``counts`` nodes."""
