@@ -53,7 +53,7 @@ PROMPT: Final = 64
 ANSWER: Final = 48
 MAX_DEPTH: Final = 8
 FEW, MANY = 4, 32
-"""Batches above the first take one turn, above the second of the first collection only."""
+"""Batches above the first take half the turns, above the second one of the first collection."""
 SETTLING: Final = 200
 SETTLING_S: Final = 60.0
 PHASES: Final = (
@@ -188,7 +188,8 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
         if batch > MANY and collection != COLLECTIONS[0]:
             continue
         bench.settle(Wave(collection, batch))
-        for turn in range(1 if batch > FEW else ask["rounds"]):
+        rounds = ask["rounds"] if batch <= FEW else -(-ask["rounds"] // 2)
+        for turn in range(rounds if batch <= MANY else 1):
             prompts = bench.prompts(Wave(collection, batch))
             for mode in MODES if turn % 2 == 0 else MODES[::-1]:
                 one = bench.serve(mode, prompts)
@@ -272,31 +273,32 @@ def in_own_process(ask: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rate(runs: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second: median over runs."""
-    return float(median(run["tokens"] / run["seconds"] for run in runs))
-
-
 def batch_table(runs: Sequence[dict[str, Any]], passes: dict[str, list[float]]) -> str:
-    """Speed of each mode over plain decoding, by batch and collection."""
-    groups = defaultdict(list)
-    for run in runs:
-        groups[run["batch"], run["collection"], run["mode"]].append(run)
+    """Speed of each mode over plain decoding of the same prompts, by batch and collection."""
+    speeds: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in sorted(runs, key=lambda run: run["turn"]):
+        speed = run["tokens"] / run["seconds"]
+        speeds[run["batch"], run["collection"]][run["mode"]].append(speed)
     rows = []
-    for batch, collection in sorted({(r["batch"], r["collection"]) for r in runs}):
-        speed = {mode: rate(groups[batch, collection, mode]) for mode in MODES}
-        best = max((mode for mode in MODES if mode != OURS), key=speed.__getitem__)
-        plain_s = batch / speed[PLAIN]
+    for (batch, collection), found in sorted(speeds.items()):
+        over = {mode: over_turns(found[mode], found[PLAIN]) for mode in MODES}
+        best = max((mode for mode in MODES if mode != OURS), key=over.__getitem__)
+        plain_s = batch / median(found[PLAIN])
         costs = " : ".join(f"{plain_s / s:.0f}" for s in passes[str(batch)])
         rows.append(
             [
-                *(batch, collection),
-                *(f"{speed[mode] / speed[PLAIN]:.2f}" for mode in MODES[1:]),
-                *(best, f"{speed[OURS] / speed[best]:.2f}", costs),
+                *(batch, collection, len(found[PLAIN])),
+                *(f"{over[mode]:.2f}" for mode in MODES[1:]),
+                *(best, f"{over_turns(found[OURS], found[best]):.2f}", costs),
             ]
         )
-    head = ["batch", "prompts", *MODES[1:], "best fixed", "chooser / best fixed"]
+    head = ["batch", "prompts", "turns", *MODES[1:], "best fixed", "chooser / best fixed"]
     return markdown([*head, "plain step / pass of draft : middle"], rows)
+
+
+def over_turns(speeds: Sequence[float], others: Sequence[float]) -> float:
+    """How many times as fast, turn by turn; the median."""
+    return float(median(one / other for one, other in zip(speeds, others, strict=True)))
 
 
 def shift_table(runs: Sequence[dict[str, Any]]) -> str:

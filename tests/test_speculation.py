@@ -323,7 +323,7 @@ def test_more_requests_keep_a_tpot_with_trees_than_without() -> None:
         sum(name.startswith("r") for name in output.num_scheduled_tokens)
         for output, _ in engine.seen_trees
     ]
-    assert max(together) > 6
+    assert max(together) > 5
 
 
 def test_requests_that_lag_get_what_they_need_by_what_the_step_takes() -> None:

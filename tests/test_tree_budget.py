@@ -216,11 +216,19 @@ class TestDepth:
     def test_equation_8_bounds_it(self) -> None:
         assert fastest(self.deep().typical, 1, 1, 0, 2, {2: 0.002}, FLAT)[0] == 2
 
-    def test_a_shallower_tree_leaves_what_is_known_of_the_deeper(self) -> None:
+    def test_a_shallower_tree_leaves_how_the_deeper_go_on(self) -> None:
         depths = self.deep()
-        before = depths.typical[4:].copy()
+        before = depths.typical[1:].copy()
         depths.observe(np.full((10, 4), 0.5), 2, 2)
-        assert (depths.typical[4:] == before).all()
+        after = depths.typical[1:]
+        assert after[0, 0] < before[0, 0]
+        assert after[1:] / after[0, 0] == pytest.approx(before[1:] / before[0, 0])
+
+    def test_a_tree_of_which_nothing_is_hoped_does_not_lift_the_deeper(self) -> None:
+        depths = DraftShape(4, 1)
+        depths.observe(np.full((1000, 4), 0.001), 4, 1)
+        depths.observe(np.full((1000, 2), 0.9), 2, 1)
+        assert (depths.typical[2:] < 0.02).all()
 
 
 class TestFastest:

@@ -51,6 +51,7 @@ class DraftLoad(NamedTuple):
         widths: candidates for each token to choose from, ascending.
         behind: how many of them need more tokens than others to keep an objective.
         min_depth: tokens ahead at least, where there is a model to guess them.
+        begun: how many of them are drafted for for the first time.
     """
 
     active: int
@@ -59,6 +60,7 @@ class DraftLoad(NamedTuple):
     widths: tuple[int, ...] = (1,)
     behind: int = 0
     min_depth: int = 0
+    begun: int = 0
 
 
 class Plan(NamedTuple):
@@ -123,44 +125,57 @@ class _Outlook(NamedTuple):
 
 
 class _Bias:
-    """How steps with each chain turned out, against what was predicted of them.
+    """How steps with each chain turned out, against what was predicted of them. What steps of all
+    chains take longer is the machine's, not the chain's at work.
 
     Args:
         chains: how many there are.
     """
 
     SHARE = 1 / 16
-    """Of each step in the mean of what it took of its time; the most that it counts in the mean of
-    what it yielded."""
+    """Of each step in the mean of what it took of its time."""
+    TRUST = 32.0
+    """Trees that it counts for in the mean of what they yielded that they yield what is
+    predicted."""
     TREES = 256.0
-    """Trees after which an old one counts for 1/e in that."""
+    """Trees that those seen count for in that at most."""
+    STEP_TREES = 4
+    """Trees that those of one step count for at most: they have much in common."""
     MOST = 1.5
 
     def __init__(self, chains: int) -> None:
+        self._usual = 1.0
         self._seconds = [1.0] * chains
-        self._tokens = [1.0] * chains
+        self._trees = [0.0] * chains
+        self._tokens = [0.0] * chains
         self.factors = [1.0] * chains
         """What T_eff of each chain is to be multiplied by."""
 
     def observe(self, c: int, seconds: float, tokens: float, trees: int) -> None:
         """A step of ``trees`` requests took, and yielded, so many times what was predicted."""
-        self._seconds[c] += self.SHARE * (min(seconds, LONGEST) - self._seconds[c])
-        self._tokens[c] += min(trees / self.TREES, self.SHARE) * (tokens - self._tokens[c])
+        seconds = min(max(seconds, 1.0 / self.MOST), self.MOST)
+        self._seconds[c] += self.SHARE * (seconds / self._usual - self._seconds[c])
+        self._usual += self.SHARE * (seconds - self._usual)
+        trees = min(trees, self.STEP_TREES)
+        kept = min(self.TREES / (self._trees[c] + trees), 1.0)
+        self._trees[c] = kept * (self._trees[c] + trees)
+        self._tokens[c] = kept * (self._tokens[c] + trees * tokens)
         self._correct(c)
 
     def yielded(self, c: int) -> float:
         """Tokens that steps yield, over those predicted."""
-        return self._tokens[c]
+        return (self.TRUST + self._tokens[c]) / (self.TRUST + self._trees[c])
 
     def age(self, share: float) -> None:
         """Let what was seen count for ``share`` of what it did."""
         for c in range(len(self.factors)):
             self._seconds[c] = 1.0 + share * (self._seconds[c] - 1.0)
-            self._tokens[c] = 1.0 + share * (self._tokens[c] - 1.0)
+            self._trees[c] *= share
+            self._tokens[c] *= share
             self._correct(c)
 
     def _correct(self, c: int) -> None:
-        factor = self._seconds[c] / self._tokens[c]
+        factor = self._seconds[c] / self.yielded(c)
         self.factors[c] = min(max(factor, 1.0 / self.MOST), self.MOST)
 
 
@@ -196,6 +211,10 @@ class _Mood:
     def pass_step(self) -> None:
         """Nothing was guessed in a step, so nothing was seen: the mood wanes."""
         self._set(self._lift * (1.0 - self.RETURN))
+
+    def renew(self, share: float) -> None:
+        """Such a share of the texts has only begun: nothing is known of them."""
+        self._set(self._lift * (1.0 - share))
 
     def _set(self, lift: float) -> None:
         self._lift = min(max(lift, -self.FARTHEST), self.FARTHEST)
@@ -250,9 +269,9 @@ class _Probes:
     """Of the time, for the account."""
     SAVED_STEPS = 64
     """Steps whose time the account holds at most."""
-    STALE = 64
+    STALE = 32
     """Steps until a chain at rest is to be measured anew."""
-    PAUSE = 32
+    PAUSE = 16
     """Least steps between two chains that are."""
     LOOK_EVERY = 4
     """Steps after which it is looked again who waits."""
@@ -261,9 +280,9 @@ class _Probes:
     MOST_PATIENCE = 6
     PROMISING = 1.25
     """One that takes at most so many times longer, and was never measured, is so at once."""
-    FIRST_TREES, FIRST_STEPS = 16, 6
+    FIRST_TREES, FIRST_STEPS = 16, 12
     """Trees by which something is measured for the first time, and the most steps that takes."""
-    TREES, STEPS = 8, 3
+    TREES, STEPS = 8, 8
     """The same of later times; two steps are the least."""
 
     def __init__(self, chains: Sequence[Chain]) -> None:
@@ -551,6 +570,8 @@ class ModelChains:
             now_s: monotonic.
         """
         self._pass_time(now_s)
+        if load.begun:
+            self._mood.renew(min(load.begun / load.active, 1.0))
         if not load.active or not load.deepest or not any(self._there):
             plan = Plan(width=load.widths[0], requests=load.active)
         else:

@@ -294,7 +294,8 @@ def worthwhile_nodes(
 class DraftShape:
     """What a model's trees have been like: the path probabilities of their nodes, typically.
 
-    Depths that were never drafted are taken to continue those above as the last ones did.
+    Depths that were never drafted are taken to continue those above as the last ones did; those
+    that are not drafted now, as they did when they were.
 
     Args:
         max_depth, max_width: the largest tree there is.
@@ -357,6 +358,7 @@ class DraftShape:
             depths: (N,) of the nodes, 1 for a child of the root.
             offsets: (n+1,) where each tree's nodes begin.
         """
+        before = self._chances[:, 0].copy()
         deepest = _learn_layers(
             self._chances,
             self._weights,
@@ -366,6 +368,8 @@ class DraftShape:
             depths,
             offsets,
         )
+        if 0 < deepest < self._deepest and before[deepest - 1] > self.NEGLIGIBLE:
+            self._chances[deepest:] *= self._chances[deepest - 1, 0] / before[deepest - 1]
         self._deepest = max(self._deepest, deepest)
         if 0 < self._deepest < len(self._chances):
             self._guessed[self._deepest :] = 0.0

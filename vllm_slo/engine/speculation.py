@@ -308,7 +308,9 @@ class Speculation:
         deepest, widest = depth_and_width(active, self._control())
         least = min(self.config.min_width, widest)
         widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
-        load = DraftLoad(active, self._context(), deepest, widths, behind, self.config.min_depth)
+        beginning = sum(request.num_output_tokens == 1 for request in self.scheduler.running)
+        least = self.config.min_depth
+        load = DraftLoad(active, self._context(), deepest, widths, behind, least, beginning)
         self.drafting.decide(load)
         self._dear_s = max(0.8 * self._dear_s, self.drafting.plan.drafting_s)
 
