@@ -375,7 +375,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="shows that it runs; writes nothing")
-    add("--rounds", type=int, default=2)
+    add("--rounds", type=int, default=5)
     add("--shifts", type=int, default=1)
     add("--parameters", type=float, default=300e6, help="of the target's twin; 0: itself")
     add("--middle", type=float, default=20e6, help="of the middle model's; 0: itself")
