@@ -13,7 +13,6 @@ Only steps in which all requests of a batch decode count.
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
 import subprocess
@@ -77,19 +76,10 @@ class Wave(NamedTuple):
 
 def texts(collection: str) -> Iterator[str]:
     """Prompts of a public collection, again and again."""
-    folder = traces.data_folder()
-    if folder is None:
+    found = traces.public_prompts(collection)
+    if not found:
         raise SystemExit("the public prompts are not at hand; see the README's section on data")
-    if collection == "HumanEval":
-        with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
-            found = [json.loads(line)["prompt"] for line in lines]
-    elif collection == "GSM8K":
-        with (folder / "gsm8k_test.jsonl").open(encoding="utf-8") as lines:
-            found = [json.loads(line)["question"] for line in itertools.islice(lines, 300)]
-    else:
-        with (folder / "spec_bench.jsonl").open(encoding="utf-8") as lines:
-            found = [json.loads(line)["turns"][0] for line in lines][::3]
-    return itertools.cycle(found)
+    return itertools.cycle(found[::3] if collection == "Spec-Bench" else found[:300])
 
 
 class Chosen:

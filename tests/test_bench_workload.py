@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from dataclasses import replace
@@ -241,6 +242,19 @@ def from_file(path: Path, workload: str, **changes: Any) -> Workload:
         workload=workload, duration_s=1.0, rate=1.0, workload_file=path, **changes
     )
     return build_workload(options, ZERO)
+
+
+def test_public_prompts_are_read_packed_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "data_folder", lambda: tmp_path)
+    assert traces.public_prompts("GSM8K") == []
+    packed = gzip.compress(json.dumps({"prompt": "def é():"}).encode() + b"\n")
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(packed)
+    turns = [{"turns": ["first", "second"]}, {"turns": ["other"]}]
+    (tmp_path / "spec_bench.jsonl").write_text("\n".join(map(json.dumps, turns)) + "\n")
+    assert traces.public_prompts("HumanEval") == ["def é():"]
+    assert traces.public_prompts("Spec-Bench") == ["first", "other"]
 
 
 @pytest.mark.parametrize(

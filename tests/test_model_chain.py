@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_slo.core.chain_costs import Edges, PassTimes, lifted
-from vllm_slo.core.model_chain import DraftLoad, ModelChains, Plan, _Mood
+from vllm_slo.core.chain_learning import Bias, Mood
+from vllm_slo.core.model_chain import DraftLoad, ModelChains, Plan
 from vllm_slo.core.step_time import StepTimeModel
 
 TARGET = StepTimeModel(((0.0, 0.0, 0.100), (0.0004, 0.0, 0.090)), max_tokens=8192)
@@ -366,7 +367,7 @@ def test_how_far_ahead_follows_the_text(seed: int, monkeypatch: pytest.MonkeyPat
 
     ours_s = took_s()
     assert ours_s < 1.05 * min(took_s(depth) for depth in range(1, 9))
-    monkeypatch.setattr(_Mood, "GAIN", 0.0)
+    monkeypatch.setattr(Mood, "GAIN", 0.0)
     assert ours_s < 0.9 * took_s()
 
 
@@ -442,3 +443,52 @@ def test_no_prediction_is_older_than_there_are_chains() -> None:
 @pytest.mark.parametrize("load", [DraftLoad(0, 0, 8), DraftLoad(4, 0, 0)])
 def test_where_nothing_can_be_guessed_nothing_is_drafted(load: DraftLoad) -> None:
     assert ModelChains(("small",), 8, 1).choose(load, TARGET, 0.0).depth == 0
+
+
+def test_of_a_text_that_begins_is_expected_what_is_typical() -> None:
+    chains = ModelChains(("small",), 8, 1)
+    chains.times[0].observe(1, 0.001)
+    for _ in range(50):
+        chains.shapes[0].observe(0.7 ** np.arange(1.0, 9.0)[None], 8, 1)
+    load = DraftLoad(1, 0, 8, min_depth=8)
+    typical = chains.choose(load, TARGET, 0.0).tokens
+    for step in range(6):
+        plan = chains.choose(load, TARGET, 0.1 * step)
+        chains.observe_step(plan, plan.step_s, 9.0)
+    assert chains.choose(load, TARGET, 0.7).tokens > 1.2 * typical
+    assert chains.choose(load._replace(begun=1), TARGET, 0.8).tokens == pytest.approx(typical)
+
+
+class TestBias:
+    def test_what_steps_of_all_chains_take_longer_is_no_chains_fault(self) -> None:
+        bias = Bias(3)
+        for _ in range(40):
+            bias.observe(1, 1.3, 1.0, 1)
+        for _ in range(8):
+            bias.observe(2, 1.3, 1.0, 1)
+        assert bias.factors[2] == pytest.approx(1.0, abs=0.05)
+
+    def test_what_one_takes_longer_is(self) -> None:
+        bias = Bias(3)
+        for _ in range(100):
+            bias.observe(1, 1.0, 1.0, 1)
+            bias.observe(2, 1.3, 1.0, 1)
+        assert bias.factors[2] / bias.factors[1] == pytest.approx(1.3, rel=0.03)
+
+    def test_a_step_that_stalls_says_little(self) -> None:
+        bias = Bias(2)
+        bias.observe(1, 60.0, 1.0, 1)
+        assert bias.factors[1] < 1.05
+
+    def test_the_more_trees_yield_more_the_more_it_is_believed(self) -> None:
+        bias, found = Bias(2), []
+        for _ in range(3):
+            for _ in range(16):
+                bias.observe(1, 1.0, 1.3, 1)
+            found.append(bias.yielded(1))
+        assert 1.0 < found[0] < found[1] < found[2] < 1.3
+
+    def test_one_step_of_many_trees_is_not_believed_at_once(self) -> None:
+        bias = Bias(2)
+        bias.observe(1, 1.0, 0.5, 160)
+        assert bias.yielded(1) > 0.9

@@ -9,7 +9,6 @@ numba is loaded, so each engine has its process.
 from __future__ import annotations
 
 import atexit
-import gzip
 import json
 import os
 import shutil
@@ -92,25 +91,14 @@ OBJECT = {
 def prompts() -> list[str]:
     """Problems of three public collections, some of them twice so that prefixes are cached; where
     the collections are not at hand, the library sources of this Python."""
-    folder = traces.data_folder()
-    if folder is None:
+    code, maths, mixed = map(traces.public_prompts, traces.PROMPTS)
+    texts = [*code[:80], *maths[:60], *mixed[::7]]
+    if not (code and maths and mixed):
         library = sorted(Path(os.__file__).parent.glob("*.py"))
         texts = [path.read_text(encoding="utf-8", errors="ignore")[200:600] for path in library]
-    else:
-        texts = _collections(folder)
     texts = [text[:420] for text in texts if len(text) > 80][: PROMPTS - 24]
     # Beside each other, so that the second finds the first's blocks before they are needed.
     return [text for i, text in enumerate(texts) for _ in range(2 if i % 7 == 0 and i < 168 else 1)]
-
-
-def _collections(folder: Path) -> list[str]:
-    with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
-        code = [json.loads(line)["prompt"] for line in lines]
-    with (folder / "gsm8k_test.jsonl").open(encoding="utf-8") as lines:
-        maths = [json.loads(line)["question"] for line in islice(lines, 60)]
-    with (folder / "spec_bench.jsonl").open(encoding="utf-8") as lines:
-        mixed = [json.loads(line)["turns"][0] for line in islice(lines, 0, None, 7)]
-    return [*code[:80], *maths, *mixed]
 
 
 def parameters(*, seeded: bool) -> list[SamplingParams]:

@@ -10,6 +10,7 @@ is made and named as such in ``Workload.source``.
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import os
@@ -80,6 +81,27 @@ def data_folder() -> Path | None:
     named = os.environ.get("VLLM_SLO_DATA")
     candidates = [beside, *([Path(named)] if named else [])]
     return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+PROMPTS: Final[Mapping[str, tuple[str, str]]] = {
+    "HumanEval": ("HumanEval.jsonl.gz", "prompt"),
+    "GSM8K": ("gsm8k_test.jsonl", "question"),
+    "Spec-Bench": ("spec_bench.jsonl", "turns"),
+}
+"""Public collections of prompts: file, and field of each of its lines."""
+
+
+def public_prompts(collection: str) -> list[str]:
+    """Prompts of one of `PROMPTS`, of a conversation its first turn; none where it is not at
+    hand."""
+    name, field = PROMPTS[collection]
+    path = _find(name)
+    if path is None:
+        return []
+    found = path.read_bytes()
+    text = (gzip.decompress(found) if path.suffix == ".gz" else found).decode()
+    said = [json.loads(line)[field] for line in text.splitlines() if line.strip()]
+    return [one if isinstance(one, str) else one[0] for one in said]
 
 
 def _find(name: str) -> Path | None:
