@@ -228,9 +228,14 @@ def in_theory(acceptance: float) -> str:
                 context = int(share * beside.kv_tokens)
                 one, other = (
                     plan_lengths(
-                        tiers, each.step_time, longest, prompts=True, context_tokens=context
+                        tiers,
+                        each.step_time,
+                        1 + drafts,
+                        prompts=True,
+                        context_tokens=context,
+                        least_passes=min(drafts, 1),
                     )
-                    for each, longest in ((hardware, 1), (beside, 1 + DRAFTED[OURS].drafts))
+                    for each, drafts in ((hardware, 0), (beside, DRAFTED[OURS].drafts))
                 )
                 row += [other.lengths[0], fold(other.per_second / one.per_second)]
             rows.append(row)

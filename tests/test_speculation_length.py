@@ -46,6 +46,7 @@ class Instance:
     longest: int
     context: int = 0
     draft_step_s: float = 0.0
+    least_passes: int = 0
     most_s: float = INF
 
     def plan(self, *, prompts: bool) -> LengthPlan:
@@ -56,11 +57,16 @@ class Instance:
             prompts=prompts,
             context_tokens=self.context,
             draft_step_s=self.draft_step_s,
+            least_passes=self.least_passes,
             most_s=self.most_s,
         )
 
     def vectors(self) -> list[tuple[int, ...]]:
         return list(itertools.product(range(1, self.longest + 1), repeat=len(self.tiers)))
+
+    def passes(self, lengths: tuple[int, ...]) -> int:
+        """Of the draft in a step."""
+        return max(max(lengths) - 1, self.least_passes)
 
     def time_s(self, tokens: float, passes: int) -> float:
         pairs = tokens * self.context / sum(tier.requests for tier in self.tiers)
@@ -86,12 +92,12 @@ class Instance:
     def overrun(self, lengths: tuple[int, ...]) -> float:
         """How many times longer than T the step is that T is to last for."""
         tokens = self.drawn(lengths)
-        took_s = self.time_s(tokens, max(lengths) - 1)
+        took_s = self.time_s(tokens, self.passes(lengths))
         return max(took_s / self.span_s(lengths), tokens / self.model.max_tokens)
 
     def prompt_rate(self, lengths: tuple[int, ...]) -> float | None:
         """Prompt tokens per second, None if a TPOT is missed."""
-        step_s, passes = self.span_s(lengths), max(lengths) - 1
+        step_s, passes = self.span_s(lengths), self.passes(lengths)
         tokens, requests = float(self.model.max_tokens), sum(t.requests for t in self.tiers)
         for k, c, b in self.model.terms:
             slope = k + self.model.pair_s * self.context / requests
@@ -104,7 +110,7 @@ class Instance:
     def token_rate(self, lengths: tuple[int, ...]) -> float | None:
         """Output tokens per second of a step of everybody, None if a TPOT is missed."""
         tokens = sum(t.requests * n for t, n in zip(self.tiers, lengths, strict=True))
-        took_s = self.time_s(tokens, max(lengths) - 1)
+        took_s = self.time_s(tokens, self.passes(lengths))
         if took_s > self.span_s(lengths) * (1 + 1e-12) or tokens > self.model.max_tokens:
             return None
         gives = sum(
@@ -137,6 +143,7 @@ instances = st.builds(
     st.integers(1, 6),
     st.sampled_from([0, 3000]),
     st.sampled_from([0.0, 0.004]),
+    st.integers(0, 2),
 )
 roomy = instances.filter(lambda instance: instance.model.terms[1][0] > 1e-5).map(
     lambda instance: replace(instance, model=replace(instance.model, max_tokens=1_000_000))
@@ -409,6 +416,8 @@ def test_the_fastest_pace_is_that_of_the_best_length() -> None:
     paces = [(0.020 + 0.001 * (9 + n)) / expected_tokens(0.7, n) for n in range(1, 7)]
     assert fastest_pace_s(0.7, 10, SLOPED, 6) == pytest.approx(min(paces))
     assert fastest_pace_s(0.7, 10, SLOPED, 1) == pytest.approx(0.030)
+    fixed = {"draft_step_s": 0.004, "least_passes": 2}
+    assert fastest_pace_s(0.7, 10, SLOPED, 1, **fixed) == pytest.approx(0.038)
 
 
 paces = st.lists(st.tuples(seconds | st.just(INF), st.floats(0.02, 0.98)), max_size=40)

@@ -89,11 +89,16 @@ class LengthPlan:
 
 
 def _engine(
-    model: StepTimeModel, requests: int, context_tokens: int, draft_step_s: float, most: float
+    model: StepTimeModel,
+    requests: int,
+    context_tokens: int,
+    draft_step_s: float,
+    most: float,
+    least_passes: int,
 ) -> Floats:
-    """(7,) step times as compiled code takes them, for ``requests`` that read ``context_tokens``
+    """(8,) step times as compiled code takes them, for ``requests`` that read ``context_tokens``
     together: the higher of two lines, each of seconds per token, per pass of the draft and
-    besides, and the tokens of the largest step.
+    besides, the tokens of the largest step, and the passes that every step makes.
 
     Each token is charged the query-key pairs of a request of average length.
     """
@@ -105,6 +110,7 @@ def _engine(
             *(k1 + pairs_s, c1 + draft_step_s, b1 + reading_s),
             *(k2 + pairs_s, c2 + draft_step_s, b2 + reading_s),
             min(most, model.max_tokens),
+            least_passes,
         ]
     )
 
@@ -118,18 +124,19 @@ def expected_tokens(acceptance: float, length: float) -> float:
 
 @jit
 def _time_s(engine: Floats, tokens: float, passes: float) -> float:
-    """Seconds of a step of so many tokens that drafts in so many passes."""
-    low = engine[0] * tokens + engine[1] * passes + engine[2]
-    high = engine[3] * tokens + engine[4] * passes + engine[5]
+    """Seconds of a step of so many tokens for which so many passes of the draft are made."""
+    made = max(passes, engine[7])
+    low = engine[0] * tokens + engine[1] * made + engine[2]
+    high = engine[3] * tokens + engine[4] * made + engine[5]
     return float(max(low, high, SHORTEST_S))
 
 
 @jit
 def _tokens_within(engine: Floats, time_s: float, passes: float) -> float:
     """Time2BS, not rounded: tokens of the largest step within ``time_s``; 0 if there is none."""
-    tokens = engine[6]
+    tokens, made = engine[6], max(passes, engine[7])
     for line in (0, 3):
-        left = time_s - engine[line + 1] * passes - engine[line + 2]
+        left = time_s - engine[line + 1] * made - engine[line + 2]
         if left < engine[line] * tokens:
             tokens = left / engine[line] if engine[line] > 0.0 else 0.0
     return float(max(tokens, 0.0))
@@ -262,7 +269,7 @@ def _cross(engine: Floats, passes: int, most: float) -> float:
     """Tokens, at most ``most``, at which the higher of the two lines changes; 0 if it does not."""
     if engine[0] == engine[3]:
         return 0.0
-    offset_s = (engine[4] - engine[1]) * passes + engine[5] - engine[2]
+    offset_s = (engine[4] - engine[1]) * max(passes, engine[7]) + engine[5] - engine[2]
     return float(min(max(offset_s / (engine[0] - engine[3]), 0.0), most))
 
 
@@ -447,6 +454,7 @@ def plan_lengths(
     prompts: bool,
     context_tokens: int = 0,
     draft_step_s: float = 0.0,
+    least_passes: int = 0,
     most_tokens: int = 1 << 30,
     most_s: float = INFINITY,
 ) -> LengthPlan:
@@ -462,6 +470,8 @@ def plan_lengths(
             take part in as few steps as they can, as beside prompts.
         context_tokens: KV tokens that these requests read in a step.
         draft_step_s: seconds of one pass of the draft that are not in ``model``.
+        least_passes: passes that are made even where nothing is drafted: the draft reads what the
+            target has read.
         most_tokens: tokens of the largest step.
         most_s: seconds of the longest step that prompts may cause, whatever TPOTs allow; a step
             that decodes make longer ignores it.
@@ -477,12 +487,15 @@ def plan_lengths(
             prompts=True,
             context_tokens=context_tokens,
             draft_step_s=draft_step_s,
+            least_passes=least_passes,
             most_tokens=most_tokens,
         )
         if bounded.feasible:
             return replace(bounded, lengths=bounded.lengths[:-1])
     counts = np.array([tier.requests for tier in tiers])
-    engine = _engine(model, int(counts.sum()), context_tokens, draft_step_s, most_tokens)
+    engine = _engine(
+        model, int(counts.sum()), context_tokens, draft_step_s, most_tokens, least_passes
+    )
     lengths = np.ones(len(tiers), dtype=np.int64)
     step_s, left, per_second, feasible = _plan(
         counts,
@@ -529,10 +542,11 @@ def fastest_pace_s(
     *,
     context_tokens: int = 0,
     draft_step_s: float = 0.0,
+    least_passes: int = 0,
 ) -> float:
     """Seconds per token that one of ``requests`` can be brought to by drafts of its own; the other
     arguments are those of `plan_lengths`."""
-    engine = _engine(model, requests, context_tokens, draft_step_s, model.max_tokens)
+    engine = _engine(model, requests, context_tokens, draft_step_s, model.max_tokens, least_passes)
     return _fastest_s(engine, requests - 1.0, acceptance, longest)
 
 

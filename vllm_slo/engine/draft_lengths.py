@@ -148,6 +148,7 @@ class DraftLengths:
         self._most = scheduler.num_spec_tokens
         self._may_miss = config.speculative_config.method in LOOKED_UP
         self._lowers = may_lower_depth(config)
+        self._least_passes = 1 if self._lowers else 0
         self._graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # The V1 runner finds the drafts of an asynchronous step in those of the step before it.
         self._only_of_last = (
@@ -214,6 +215,7 @@ class DraftLengths:
             prompts=prompts,
             context_tokens=context,
             draft_step_s=self._pass_s(self.steering.steps.margin),
+            least_passes=self._least_passes,
             most_tokens=self.steering.max_step_tokens,
             most_s=self._stretched_s,
         )
@@ -285,6 +287,7 @@ class DraftLengths:
                 self._most + 1,
                 context_tokens=context,
                 draft_step_s=self._pass_s(self.steering.steps.margin),
+                least_passes=self._least_passes,
             )
         return working_tpot_s(self._start_s(), view, self._fastest_s[acceptance]), acceptance
 
