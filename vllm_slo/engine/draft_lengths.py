@@ -46,7 +46,6 @@ from vllm_slo.core.speculation_length import (
     DraftPassTime,
     LengthPlan,
     Tier,
-    counted_tokens,
     expected_tokens,
     fastest_pace_s,
     gather_tiers,
@@ -58,6 +57,7 @@ from vllm_slo.core.speculation_length import (
 from vllm_slo.core.step_time import BatchShape, StepTimeModel
 from vllm_slo.core.tree_budget import MeasuredTrees, sustained_trees
 from vllm_slo.core.types import INFINITY, DecodeView
+from vllm_slo.core.window_odds import WindowOdds
 from vllm_slo.engine import views
 from vllm_slo.engine.steering import UNLABELLED, Steering, WayToDecode
 from vllm_slo.engine.views import Tracked
@@ -77,8 +77,6 @@ TRY_EVERY = 64
 STRETCHED_TPOTS = 1.0
 """Of the tightest TPOT: how long drafts may make a step though a TTFT is so tight that what arrives
 in its midst would wait too long."""
-SURE = 1.1
-"""What a step without drafts may take over what is predicted, where it is to save a window."""
 WORTH_GRAPHS = 1.1
 """Output tokens per second that lengths must promise, over those of full drafts, for a step to run
 without full CUDA graphs."""
@@ -128,6 +126,24 @@ class _Sent(NamedTuple):
     verifying_s: float
 
 
+class _Paced(NamedTuple):
+    """A decoding request that keeps a TPOT, before a step.
+
+    Attributes:
+        view: what is due of it.
+        acceptance: of its drafts.
+        fastest_s: seconds per token that it can be brought to.
+    """
+
+    view: DecodeView
+    acceptance: float
+    fastest_s: float
+
+    def can_be_saved(self, start_s: float) -> bool:
+        """Whether its window is not lost."""
+        return self.view.window_end_s - start_s >= self.view.window_left * self.fastest_s
+
+
 class DraftLengths:
     """Chooses how many of its drafts each request keeps, and how far ahead to draft.
 
@@ -148,6 +164,7 @@ class DraftLengths:
         self._most = scheduler.num_spec_tokens
         self._may_miss = config.speculative_config.method in LOOKED_UP
         self._lowers = may_lower_depth(config)
+        self._all_lengths = range(1, self._most + 2)
         self._least_passes = 1 if self._lowers else 0
         self._graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # The V1 runner finds the drafts of an asynchronous step in those of the step before it.
@@ -164,15 +181,17 @@ class DraftLengths:
         self._waiting = 0
         self._computed_prompts = False
         self._planned: dict[str, int] = {}
-        self._views: dict[str, DecodeView] = {}
+        self._paced: dict[str, _Paced] = {}
         self._fastest_s: dict[float, float] = {}
         self._bears: dict[float, tuple[float, Speculated]] = {}
-        self._sure_s = self._stretched_s = 0.0
+        self._odds = WindowOdds(np.ones(self._most + 1))
+        self._stretched_s = 0.0
         self._flight: deque[_Sent] = deque()
         steering.plain = self._plain_model
         steering.speculation = self._promisable
         steering.bearable = self._bearable
         warm_up()
+        self._odds.sure_s(0.5, 1.0)  # compiles it now instead of in the first step
 
     # Before a step is planned.
 
@@ -201,12 +220,14 @@ class DraftLengths:
         prompts = self._prompts_wait(len(decoding))
         if not decoding:
             return []
-        self._views.clear()
+        self._paced.clear()
         self._fastest_s.clear()
         context = sum(request.num_computed_tokens for request in decoding)
         model = self.steering.steps.promise_model
         self._stretched_s = self.steering.responsive_step_s(model, STRETCHED_TPOTS)
-        self._sure_s = SURE * self._plain_model().predict_s(len(decoding), context)
+        self._odds = WindowOdds(
+            np.array([self._step_s(n * len(decoding), n, context) for n in self._all_lengths])
+        )
         tiers, places = gather_tiers([self._pace(r, len(decoding), context) for r in decoding])
         plan = plan_lengths(
             tiers,
@@ -223,7 +244,6 @@ class DraftLengths:
         chosen: Sequence[int] = plan.lengths
         if self._graphs and not prompts and not self._beats_full_length(plan, tiers, context):
             chosen = [self._most + 1] * len(tiers)
-        self._draft_ahead(max(chosen) - 1 + self._trial())
         lengths = [
             1 if self._sits_out(request) else chosen[place]
             for request, place in zip(decoding, places, strict=True)
@@ -232,35 +252,45 @@ class DraftLengths:
             probed = self._steps // PROBE_EVERY % len(decoding)
             if not self._sits_out(decoding[probed]):
                 lengths[probed] = max(lengths[probed], 2)
-        return self._in_time(decoding, lengths, context)
-
-    def _in_time(self, decoding: Sequence[Request], lengths: list[int], context: int) -> list[int]:
-        """Lengths cut until a step of everybody ends in time for each that can still be saved:
-        ``plan_lengths`` knows paces, not how much of its window a request has left."""
-        start_s, model = self._start_s(), self._model(self.steering.steps.promise_model)
-        hurried = [
-            (place, view)
-            for place, view in enumerate(self._views.get(r.request_id) for r in decoding)
-            if view is not None
-            and view.window_end_s - start_s > self._sure_s / SURE * view.window_left
-        ]
-        while (longest := max(lengths)) > 1:
-            took_s = model.predict_s(sum(lengths), context)
-            if all(took_s <= self._limit_s(start_s, view, lengths[at]) for at, view in hurried):
-                break
-            lengths = [min(length, longest - 1) for length in lengths]
+        lengths = self._in_time(decoding, lengths, context)
+        self._draft_ahead(max(lengths) - 1 + self._trial())
         return lengths
 
-    def _limit_s(self, start_s: float, view: DecodeView, length: int) -> float:
-        """Longest step that a request allows of which ``length`` tokens are verified."""
-        hoped = expected_tokens(self._acceptance(self.steering.tracked[view.request_id]), length)
-        return stretched_s(start_s, view, self._counted(view, hoped))
+    def _step_s(self, tokens: int, length: int, context: int) -> float:
+        """Seconds of a step that verifies so many tokens, ``length`` of a request at most, where
+        steps go on like that."""
+        steps = self.steering.steps
+        if not self._lowers:
+            return self._model(steps.promise_model).predict_s(tokens, context)
+        model = steps.plain_promise_model
+        passes_s = max(length - 1, 1) * self._full_pass_s(model, steps.margin)
+        return model.besides(passes_s).predict_s(tokens, context)
 
-    def _counted(self, view: DecodeView, hoped: float) -> float:
-        """Tokens that a step may be stretched for: prompts that arrive in its midst wait for its
-        end."""
-        counted = counted_tokens(self._start_s(), view, hoped, self._sure_s)
-        return min(counted, max(self._stretched_s / view.tpot_s, 1.0))
+    def _in_time(self, decoding: Sequence[Request], lengths: list[int], context: int) -> list[int]:
+        """Lengths cut until a step of everybody ends in time for each whose window can be saved:
+        ``plan_lengths`` knows paces, not how much of its window a request has left."""
+        start_s = self._start_s()
+        found = ((at, self._paced.get(r.request_id)) for at, r in enumerate(decoding))
+        hurried = [(at, one) for at, one in found if one is not None and one.can_be_saved(start_s)]
+        for longest in range(max(lengths), 0, -1):
+            cut = [min(length, longest) for length in lengths]
+            took_s = self._step_s(sum(cut), longest, context)
+            if all(took_s <= self._limit_s(start_s, one, cut[at]) for at, one in hurried):
+                return cut
+        surest = max(
+            self._odds.surest_length(start_s, one.view, one.acceptance) for _, one in hurried
+        )
+        return [min(length, surest) for length in lengths]
+
+    def _limit_s(self, start_s: float, one: _Paced, length: int) -> float:
+        """Longest step that a request allows of which ``length`` tokens are verified."""
+        return stretched_s(start_s, one.view, self._counted(start_s, one, length))
+
+    def _counted(self, start_s: float, one: _Paced, length: int) -> float:
+        """Tokens that a step may be stretched for that verifies ``length`` of a request. Prompts
+        that arrive in its midst wait for its end."""
+        counted = self._odds.counted_tokens(start_s, one.view, one.acceptance, length)
+        return min(counted, max(self._stretched_s / one.view.tpot_s, 1.0))
 
     def _prompts_wait(self, decoding: int) -> bool:
         """Whether the step's time is to be the prompts' as far as possible: some are being
@@ -278,7 +308,6 @@ class DraftLengths:
         acceptance = 0.0 if self._is_silent(tracked) else self._acceptance(tracked)
         if tracked is None or not self._is_planned_for(tracked):
             return INFINITY, acceptance
-        view = self._views[request.request_id] = self._view(tracked, acceptance)
         if acceptance not in self._fastest_s:
             self._fastest_s[acceptance] = fastest_pace_s(
                 acceptance,
@@ -289,7 +318,9 @@ class DraftLengths:
                 draft_step_s=self._pass_s(self.steering.steps.margin),
                 least_passes=self._least_passes,
             )
-        return working_tpot_s(self._start_s(), view, self._fastest_s[acceptance]), acceptance
+        view, fastest_s = self._view(tracked, acceptance), self._fastest_s[acceptance]
+        self._paced[request.request_id] = _Paced(view, acceptance, fastest_s)
+        return working_tpot_s(self._start_s(), view, fastest_s), acceptance
 
     def _view(self, tracked: Tracked, acceptance: float) -> DecodeView:
         """A decoding request before the step, a token of it being expected. Of drafts in flight
@@ -337,11 +368,10 @@ class DraftLengths:
 
     def _expect(self, request: Request) -> None:
         """Say how many tokens the step is to yield of a request with an objective."""
-        view = self._views.get(request.request_id)
-        if view is not None and request.spec_token_ids:
-            acceptance = self._acceptance(self.steering.tracked[request.request_id])
-            hoped = expected_tokens(acceptance, 1 + len(request.spec_token_ids))
-            self.steering.expected[request.request_id] = self._counted(view, hoped)
+        one = self._paced.get(request.request_id)
+        if one is not None:
+            counted = self._counted(self._start_s(), one, 1 + len(request.spec_token_ids))
+            self.steering.expected[request.request_id] = counted
 
     # What drafting costs, and what promises may count on.
 
