@@ -185,7 +185,8 @@ class DraftLengths:
         self._fastest_s: dict[float, float] = {}
         self._bears: dict[float, tuple[float, Speculated]] = {}
         self._odds = WindowOdds(np.ones(self._most + 1))
-        self._stretched_s = 0.0
+        self._stretched_s = self._paid_s = 0.0
+        self._verifying = self._base
         self._flight: deque[_Sent] = deque()
         steering.plain = self._plain_model
         steering.speculation = self._promisable
@@ -223,19 +224,23 @@ class DraftLengths:
         self._paced.clear()
         self._fastest_s.clear()
         context = sum(request.num_computed_tokens for request in decoding)
-        model = self.steering.steps.promise_model
-        self._stretched_s = self.steering.responsive_step_s(model, STRETCHED_TPOTS)
+        steps = self.steering.steps
+        self._stretched_s = self.steering.responsive_step_s(steps.promise_model, STRETCHED_TPOTS)
+        self._verifying = self._model(
+            steps.plain_promise_model if self._lowers else steps.promise_model
+        )
+        self._paid_s = self._full_pass_s(steps.plain_promise_model, steps.margin)
         self._odds = WindowOdds(
             np.array([self._step_s(n * len(decoding), n, context) for n in self._all_lengths])
         )
         tiers, places = gather_tiers([self._pace(r, len(decoding), context) for r in decoding])
         plan = plan_lengths(
             tiers,
-            self._model(self.steering.steps.plain_promise_model),
+            self._model(steps.plain_promise_model),
             self._most + 1,
             prompts=prompts,
             context_tokens=context,
-            draft_step_s=self._pass_s(self.steering.steps.margin),
+            draft_step_s=self._pass_s(steps.margin),
             least_passes=self._least_passes,
             most_tokens=self.steering.max_step_tokens,
             most_s=self._stretched_s,
@@ -259,12 +264,8 @@ class DraftLengths:
     def _step_s(self, tokens: int, length: int, context: int) -> float:
         """Seconds of a step that verifies so many tokens, ``length`` of a request at most, where
         steps go on like that."""
-        steps = self.steering.steps
-        if not self._lowers:
-            return self._model(steps.promise_model).predict_s(tokens, context)
-        model = steps.plain_promise_model
-        passes_s = max(length - 1, 1) * self._full_pass_s(model, steps.margin)
-        return model.besides(passes_s).predict_s(tokens, context)
+        passes_s = max(length - 1, 1) * self._paid_s
+        return self._verifying.predict_s(tokens, context) + passes_s
 
     def _in_time(self, decoding: Sequence[Request], lengths: list[int], context: int) -> list[int]:
         """Lengths cut until a step of everybody ends in time for each whose window can be saved:
