@@ -45,7 +45,7 @@ SCENARIOS: Mapping[str, tuple[str, int]] = {
     "summarizer": ("a100-opt-13b", 150),
     "mixed": ("a100-opt-13b", 180),
     "toolllm": ("a100-toolllama-7b", 110),
-    "reasoning": ("h100-llama-8b", 100),
+    "reasoning": ("h100-llama-8b", 200),
     "adaserve": ("h100-llama-8b", 200),
 }
 """Scenario -> hardware, jobs per window."""

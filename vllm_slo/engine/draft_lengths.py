@@ -57,7 +57,7 @@ from vllm_slo.core.speculation_length import (
 from vllm_slo.core.step_time import BatchShape, StepTimeModel
 from vllm_slo.core.tree_budget import MeasuredTrees, sustained_trees
 from vllm_slo.core.types import INFINITY, DecodeView
-from vllm_slo.core.window_odds import WindowOdds
+from vllm_slo.core.window_odds import SURE, WindowOdds
 from vllm_slo.engine import views
 from vllm_slo.engine.steering import UNLABELLED, Steering, WayToDecode
 from vllm_slo.engine.views import Tracked
@@ -164,7 +164,6 @@ class DraftLengths:
         self._most = scheduler.num_spec_tokens
         self._may_miss = config.speculative_config.method in LOOKED_UP
         self._lowers = may_lower_depth(config)
-        self._all_lengths = range(1, self._most + 2)
         self._least_passes = 1 if self._lowers else 0
         self._graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # The V1 runner finds the drafts of an asynchronous step in those of the step before it.
@@ -230,9 +229,6 @@ class DraftLengths:
             steps.plain_promise_model if self._lowers else steps.promise_model
         )
         self._paid_s = self._full_pass_s(steps.plain_promise_model, steps.margin)
-        self._odds = WindowOdds(
-            np.array([self._step_s(n * len(decoding), n, context) for n in self._all_lengths])
-        )
         tiers, places = gather_tiers([self._pace(r, len(decoding), context) for r in decoding])
         plan = plan_lengths(
             tiers,
@@ -257,9 +253,30 @@ class DraftLengths:
             probed = self._steps // PROBE_EVERY % len(decoding)
             if not self._sits_out(decoding[probed]):
                 lengths[probed] = max(lengths[probed], 2)
+        self._odds = self._find_odds(decoding, lengths, context)
         lengths = self._in_time(decoding, lengths, context)
         self._draft_ahead(max(lengths) - 1 + self._trial())
         return lengths
+
+    def _find_odds(
+        self, decoding: Sequence[Request], lengths: Sequence[int], context: int
+    ) -> WindowOdds:
+        """What steps do for windows in which those verify more that cannot do without; the others
+        keep to these lengths."""
+        start_s, most_s = self._start_s(), SURE * self._step_s(len(decoding), 1, context)
+        needy = [
+            one is not None and one.view.window_end_s - start_s < most_s * one.view.window_left
+            for one in (self._paced.get(request.request_id) for request in decoding)
+        ]
+        counts = np.where(needy, self._most + 1, lengths)
+        return WindowOdds(
+            np.array(
+                [
+                    self._step_s(int(np.minimum(counts, n).sum()), n, context)
+                    for n in range(1, self._most + 2)
+                ]
+            )
+        )
 
     def _step_s(self, tokens: int, length: int, context: int) -> float:
         """Seconds of a step that verifies so many tokens, ``length`` of a request at most, where
