@@ -151,6 +151,11 @@ def test_tiny_is_a_short_name_for_the_built_in_model() -> None:
     command = command_line("tiny")
     assert command[2] == str(tiny.path("target"))
     assert value_of(command, "--served-model-name") == "tiny"
+    assert value_of(command, "--kv-cache-memory-bytes") == str(1 << 30)
+    for given in ("--gpu-memory-utilization", "--kv-cache-memory-bytes"):
+        assert command_line("tiny", given, "0.5").count("--kv-cache-memory-bytes") == (
+            given == "--kv-cache-memory-bytes"
+        )
     command = command_line("tiny", "--served-model-name", "mine")
     assert value_of(command, "--served-model-name") == "mine"
     command = command_line("tiny", "--served-model-name=mine")

@@ -450,9 +450,19 @@ def llm_arguments(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, An
     return arguments
 
 
+def test_the_built_in_model_needs_little_memory(
+    llm_arguments: Callable[..., dict[str, Any]],
+) -> None:
+    assert llm_arguments()["kv_cache_memory_bytes"] == 1 << 30
+    assert llm_arguments(kv_cache_memory_bytes=5)["kv_cache_memory_bytes"] == 5
+    assert "kv_cache_memory_bytes" not in llm_arguments(gpu_memory_utilization=0.5)
+    assert "kv_cache_memory_bytes" not in llm_arguments(TARGET)
+
+
 def test_llm_sets_every_argument(llm_arguments: Callable[..., dict[str, Any]]) -> None:
     assert llm_arguments(draft_model="tiny", dtype="float32") == {
         "model": TARGET,
+        "kv_cache_memory_bytes": 1 << 30,
         "dtype": "float32",
         "scheduler_cls": "vllm_slo.Scheduler",
         "worker_cls": TREE_WORKER,

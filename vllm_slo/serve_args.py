@@ -33,6 +33,7 @@ __all__ = [
     "flag_of",
     "runs_on_cpu",
     "serve_arguments",
+    "tiny_arguments",
     "tree_arguments",
     "with_draft",
 ]
@@ -43,6 +44,7 @@ TREE_WORKER: Final = "vllm_slo.engine.worker.TreeWorker"
 TREE_PROPOSER: Final = "vllm_slo.engine.proposers.TreeProposer"
 TINY: Final = "tiny"
 """Name of the built-in model, and of its draft, wherever a model is named."""
+TINY_KV_BYTES: Final = 1 << 30
 BUILT_IN_DRAFTS: Final[Mapping[str, str]] = {TINY: "draft", f"{TINY}-middle": "middle"}
 """Names of built-in draft models."""
 
@@ -50,6 +52,7 @@ _REFUSED_WITH_DRAFT: Final = (
     *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
     "worker_cls",
 )
+_SAY_THE_MEMORY: Final = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _CPU_DEFAULTS: Final[Mapping[str, Any]] = {"block_size": 32}
 _CUDA_DEFAULTS: Final[Mapping[str, Any]] = {
     "attention_backend": "TRITON_ATTN",
@@ -79,6 +82,8 @@ def serve_arguments(model: str, rest: Sequence[str], additional: Mapping[str, An
     if model == TINY:
         model = str(tiny.path("target"))
         names = [] if flags.mentions("--served-model-name") else ["--served-model-name", TINY]
+        memory = tiny_arguments(flags.arguments())
+        names += [word for name, value in memory.items() for word in (flag_of(name), str(value))]
     speculation = SLOConfig.from_additional_config(additional).speculation
     trees = tree_arguments(speculation, flags.arguments(), spelled=flag_of)
     additional = with_draft(additional, speculation, model, flags.last("--tokenizer"))
@@ -88,6 +93,17 @@ def serve_arguments(model: str, rest: Sequence[str], additional: Mapping[str, An
         *(["--additional-config", json.dumps(additional)] if additional else []),
         *rest,
     ]
+
+
+def tiny_arguments(given: Collection[str]) -> dict[str, Any]:
+    """The arguments of vLLM's engine that suit the built-in model: the KV cache that it needs, as
+    vLLM would set aside nine tenths of the memory, and not start where less is free.
+
+    Args:
+        given: names of the arguments that the user gave.
+    """
+    said = any(name in given for name in _SAY_THE_MEMORY)
+    return {} if said else {"kv_cache_memory_bytes": TINY_KV_BYTES}
 
 
 def tree_arguments(
@@ -335,8 +351,8 @@ class Flags:
         return any(name == flag or name.startswith(f"{flag}.") for name, _, _, _ in self._scan())
 
     def arguments(self) -> set[str]:
-        """Names of those arguments of vLLM's engine that bear on trees and are given."""
-        names = {*_REFUSED_WITH_DRAFT, *_CPU_DEFAULTS, *_CUDA_DEFAULTS}
+        """Names of those arguments of vLLM's engine that bear on what we set and are given."""
+        names = {*_REFUSED_WITH_DRAFT, *_CPU_DEFAULTS, *_CUDA_DEFAULTS, *_SAY_THE_MEMORY}
         given = {name for name in names if self.mentions(flag_of(name))}
         whole = self.last("--attention-config") or ""
         if self.mentions("--attention-config.backend") or '"backend"' in whole.replace("'", '"'):

@@ -15,7 +15,7 @@ from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig, pool_value
 from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
-from vllm_slo.serve_args import TINY, tree_arguments, with_draft
+from vllm_slo.serve_args import TINY, tiny_arguments, tree_arguments, with_draft
 from vllm_slo.slo import SLO
 
 SLOs = SLO | Sequence[SLO | None] | None
@@ -69,6 +69,8 @@ class LLM(vllm.LLM):
         self._slo_classes = config.slo_classes()
         name = str(tiny.path("target")) if model == TINY else model
         kwargs.update(tree_arguments(config.speculation, _given(kwargs)))
+        if model == TINY:
+            kwargs.update(tiny_arguments(kwargs))
         additional = with_draft(additional, config.speculation, name, kwargs.get("tokenizer"))
         super().__init__(name, additional_config=additional, **kwargs)
 
