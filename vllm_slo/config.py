@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_slo.core.types import Backup, RoutingPolicy
+from vllm_slo.core.types import Backup, BestEffortOrder, RoutingPolicy
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, OnUnattainable, Speculate, Tier
 from vllm_slo.yaml_nodes import line_of, refuse_duplicates
@@ -19,6 +19,7 @@ from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 __all__ = [
     "CONFIG_KEY",
     "DRAFT_KEY",
+    "BestEffortConfig",
     "ClassConfig",
     "RoutingConfig",
     "SLOConfig",
@@ -90,6 +91,58 @@ class ClassConfig(BaseModel):
         if slo.tier == "guaranteed" and not slo.has_objective:
             SLO(**self.model_dump())  # raises: without an objective there is nothing to guarantee
         return slo
+
+
+class BestEffortConfig(BaseModel):
+    """In which order requests without a promise are served; see LAPS-SD."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    order: BestEffortOrder = Field(
+        default="fcfs",
+        description="fcfs: as they arrive. laps_sd: shortest first, as far as that is known. las "
+        "(least attained service) and lp_sjf (shortest predicted answer) to compare with. Scope: "
+        "server. With another than fcfs requests that carry no SLO are ordered, too.",
+    )
+    queues: int = Field(
+        default=4,
+        ge=1,
+        le=32,
+        description="Queues by service (K), 1 to 32. Scope: server, laps_sd and las. Too many: "
+        "requests take each other's places, and compute their KV again.",
+    )
+    first_queue_s: float = Field(
+        default=0.25,
+        gt=0.0,
+        le=3_600.0,
+        allow_inf_nan=False,
+        description="Service of the first queue (S_1), seconds of a request's own work, above 0 to "
+        "3600. Scope: server. Too low: short requests fall behind; too high: long ones go first.",
+    )
+    queue_ratio: float = Field(
+        default=4.0,
+        gt=1.0,
+        le=1_000.0,
+        allow_inf_nan=False,
+        description="How many times the service of a queue the next one takes (M), above 1 to "
+        "1000. Scope: server. Too high: most requests share a queue.",
+    )
+    stable_rounds: int = Field(
+        default=3,
+        ge=2,
+        le=1_000,
+        description="Rounds in which a request's acceptance rate must stand still to be believed "
+        "(gamma), 2 to 1000. Scope: server. Too low: it is believed by accident; too high: it is "
+        "known too late to be of use.",
+    )
+    stable_change: float = Field(
+        default=0.2,
+        gt=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="By how much it may move in them (delta), above 0 to 1. Scope: server. Too "
+        "low: known too late; too high: believed by accident.",
+    )
 
 
 class RoutingConfig(BaseModel):
@@ -340,6 +393,10 @@ class SLOConfig(BaseModel):
         "high: planning takes longer than a step; too low: a burst is promised piecemeal.",
     )
 
+    best_effort: BestEffortConfig = Field(
+        default_factory=BestEffortConfig,
+        description="In which order requests without a promise are served.",
+    )
     routing: RoutingConfig = Field(
         default_factory=RoutingConfig,
         description="How requests are spread over replicas (vllm-slo serve --replicas).",
@@ -457,6 +514,7 @@ class SLOConfig(BaseModel):
 
 
 _SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
+    "best_effort": BestEffortConfig,
     "classes": ClassConfig,
     "routing": RoutingConfig,
     "speculation": SpeculationConfig,

@@ -107,6 +107,13 @@ class SchedulerMetrics:
             buckets=_RATIO_BUCKETS,
             registry=self.registry,
         ).labels(self._engine)
+        self._foreseen = Histogram(
+            "vllm_slo:foreseen_service_ratio",
+            "Service that a request was foreseen to need over what it needed.",
+            ["engine"],
+            buckets=_RATIO_BUCKETS,
+            registry=self.registry,
+        ).labels(self._engine)
         self._predicted = Counter(
             "vllm_slo:step_predicted_seconds",
             "Predicted step time.",
@@ -166,6 +173,10 @@ class SchedulerMetrics:
             self._step_ratio.observe(actual_s / predicted_s)
             self._predicted.inc(predicted_s)
             self._actual.inc(actual_s)
+
+    def foreseen_service(self, ratio: float) -> None:
+        """Compare what a request was foreseen to take, once that was known, with what it took."""
+        self._foreseen.observe(ratio)
 
     def speculation_on(self, on: bool) -> None:
         """Whether trees are drafted: when that begins, and when the draft has failed for good.

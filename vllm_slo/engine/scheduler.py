@@ -230,6 +230,7 @@ class Scheduler(AsyncScheduler):
         if self._lengths is not None:
             self._lengths.observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._steering.on_updated(scheduler_output)
         for request in self._steering.take_ended():
             if request.client_index not in outputs:
                 outputs[request.client_index] = EngineCoreOutputs()

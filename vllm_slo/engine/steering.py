@@ -21,6 +21,7 @@ from vllm_slo.core.room import Bearable, Pace, has_room
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel, horizon_of
 from vllm_slo.core.types import INFINITY, DecodeView, Demand, PrefillView
 from vllm_slo.engine import views
+from vllm_slo.engine.best_effort import BestEffort
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
 from vllm_slo.engine.state import INTERVAL_S, StatePublisher, state_of
@@ -65,6 +66,7 @@ class Steering:
             step times with it; None: plain decoding.
         bearable: a TPOT -> how many requests typical steps keep it for, and what decoding is then
             like.
+        best_effort: in which order requests without a promise are served; None: as they arrive.
 
     Raises:
         ConfigError, ProfileError: the configuration cannot be used.
@@ -122,6 +124,8 @@ class Steering:
         self.speculation: Callable[[float], WayToDecode | None]
         self.bearable: Bearable
         self.without_trees()
+        ordered = self.config.best_effort.order != "fcfs"
+        self.best_effort = BestEffort(self, self.config) if ordered else None
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
         if self._publisher is not None:
@@ -137,13 +141,16 @@ class Steering:
 
     @property
     def active(self) -> bool:
-        """Whether any live request carries an SLO."""
-        return bool(self.tracked) or bool(self._refused)
+        """Whether any live request carries an SLO, or there is an order for those without."""
+        ordered = self.best_effort is not None and bool(self.scheduler.requests)
+        return bool(self.tracked) or bool(self._refused) or ordered
 
     # What happens to requests.
 
     def on_arrival(self, request: Request) -> None:
         """Begin to track a request if it carries an SLO; an invalid one is refused in this step."""
+        if self.best_effort is not None:
+            self.best_effort.on_arrival(request)
         params = request.sampling_params
         if params is None:
             return
@@ -178,6 +185,8 @@ class Steering:
 
     def on_tokens(self, request: Request, count: int) -> None:
         """Record tokens of the step whose output is being processed."""
+        if self.best_effort is not None:
+            self.best_effort.on_tokens(request, count)
         tracked = self.tracked.get(request.request_id)
         if tracked is not None and count:
             first = tracked.first_token_s is None
@@ -192,6 +201,8 @@ class Steering:
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
         self._served_s.pop(request.request_id, None)
+        if self.best_effort is not None:
+            self.best_effort.on_end(request, by_itself=by_itself)
         tracked = self.tracked.pop(request.request_id, None)
         if by_itself:
             label = UNLABELLED if tracked is None else tracked.slo_class
@@ -266,6 +277,11 @@ class Steering:
         if self.metrics.due(self.now_s):
             self.metrics.publish(self.now_s, **self._gauges())
 
+    def on_updated(self, output: SchedulerOutput) -> None:
+        """The output of a step has been processed."""
+        if self.best_effort is not None:
+            self.best_effort.observe(output)
+
     def _gauges(self) -> dict[str, float]:
         waiting = [t for t in self.tracked.values() if not t.promised]
         oldest_s = min((t.arrival_s for t in waiting), default=self.now_s)
@@ -293,7 +309,7 @@ class Steering:
         model = self.steps.promise_model
         if self._should_admit():
             self._admit(start_s, model)
-        if not self.tracked:
+        if not self.tracked and not self._orders_who_waits():
             return None
         return StepPlanner(self, start_s, model).nudge()
 
@@ -315,6 +331,12 @@ class Steering:
             or scheduler._inflight_prefills
             or len(scheduler.running) != len(self.tracked)
         )
+
+    def _orders_who_waits(self) -> bool:
+        """Whether somebody waits, and not simply for their turn."""
+        scheduler = self.scheduler
+        waiting = scheduler.waiting or scheduler.kv_holding_waiting
+        return self.best_effort is not None and bool(waiting)
 
     def _settle_refused(self) -> None:
         for request in self._refused:
@@ -419,6 +441,16 @@ class Steering:
             if (t.promised or t.let_in or name in live) and not t.missed and t.tpot_s < INFINITY
         ]
         return has_room(keeping, self._pace(tracked), self.bearable)
+
+    def forecast(self, request: Request) -> tuple[int, bool]:
+        """(tokens of a request's whole answer, whether that is more than its cap)."""
+        tracked = self.tracked.get(request.request_id)
+        label = UNLABELLED if tracked is None else tracked.slo_class
+        declared = None if tracked is None else tracked.slo.expected_output_tokens
+        tokens, source = self.lengths.predict(
+            label, request.max_tokens, declared, request.num_output_tokens
+        )
+        return tokens, source != "cap"
 
     def _pace(self, tracked: Tracked) -> Pace:
         """What a request asks of steps while it runs."""
@@ -601,9 +633,13 @@ class Steering:
         return self.now_s - self.since_served_s(request) > self.config.ageing_s
 
     def served(self, request_id: str) -> None:
+        """Note that a request got tokens; one with a promise has no place among those who wait."""
+        tracked = self.tracked.get(request_id)
+        if tracked is not None and tracked.promised:
+            return
         self._served_s[request_id] = self.now_s
 
     def take_unordered(self) -> bool:
         """Whether promises came or went since the running list was last put in order."""
         unordered, self._unordered = self._unordered, False
-        return unordered
+        return unordered or self.best_effort is not None

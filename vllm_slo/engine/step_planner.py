@@ -65,6 +65,7 @@ class StepPlanner:
         self.others: list[Request] = []
         self.resuming = 0
         self.holding = False
+        self._ranks: dict[str, int] = {}
         self._sort_running()
 
     def _sort_running(self) -> None:
@@ -99,9 +100,15 @@ class StepPlanner:
             freed = sum(self._held(r) for r in preempt)
             self.steering.pressure.short_of(freed, self.steering.now_s)
             free += freed
-        out = set(preempt)
         # What starts in blocks that decodes are about to take would be preempted for them.
         spare = free - self._decode_blocks()
+        if self.steering.best_effort is not None:
+            places = self._seats(preempt) - len(starting)
+            yielding = self._order(preempt, waiting_others, places, spare)
+            freed = sum(self._held(r) for r in yielding)
+            preempt += yielding
+            free, spare = free + freed, spare + freed
+        out = set(preempt)
         others = self._welcome([r for r in self.others + waiting_others if r not in out], spare)
         self.prefills = [
             t
@@ -140,10 +147,34 @@ class StepPlanner:
                 one.let_in = one.let_in or self._finds_room(one)
                 if one.let_in:
                     starting.append(one)
-            elif len(others) < WAITING_LOOKAHEAD:
+            elif len(others) < WAITING_LOOKAHEAD or self.steering.best_effort is not None:
                 others.append(request)
         starting.sort(key=_by_deadline)
         return starting, others
+
+    def _order(
+        self, preempt: list[Request], waiting: list[Request], places: int, free_blocks: int
+    ) -> list[Request]:
+        """Put best effort in order, in place: who runs, and the first of those who wait. Returns
+        who gives up a place for them.
+
+        Args:
+            preempt: who has to already, for promises.
+            waiting: best effort that waits.
+            places: seats that nobody holds, or is about to.
+            free_blocks: KV blocks likewise.
+        """
+        order, out = self.steering.best_effort, set(preempt)
+        assert order is not None
+        by_id = {r.request_id: r for r in (*self.others, *waiting) if r not in out}
+        ranked = order.rank(by_id.values())
+        chosen = [by_id[name] for name in order.give_way(ranked, places, free_blocks)]
+        self.others = [by_id[view.request_id] for view in ranked if view.placed]
+        waiting[:] = [by_id[view.request_id] for view in ranked if not view.placed]
+        del waiting[WAITING_LOOKAHEAD:]
+        self._ranks = {view.request_id: place for place, view in enumerate(ranked)}
+        freed = self.scheduler._request_blocks_can_be_freed
+        return [request for request in chosen if freed(request)]
 
     def _finds_room(self, one: Tracked) -> bool:
         """Whether a request may begin without a promise; nobody behind one who may not."""
@@ -173,16 +204,12 @@ class StepPlanner:
             for t in promised
             if not views.is_decoding(t.request) or t.request.num_computed_tokens == 0
         )
-        seats = (
-            scheduler.max_num_active_reqs
-            - len(scheduler.running)
-            - scheduler.num_waiting_for_streaming_input
-        )
+        seats = self._seats([])
         free = pool.get_num_free_blocks()
         short = len(starting) - seats
         if needed <= free and short <= 0:
             return []
-        victims = list(reversed(self.others))
+        victims = list(reversed(self._ranked(self.others)))
         by_id = {request.request_id: request for request in victims}
         chosen = batch_plan.preemptions(
             needed, free, [(r.request_id, self._held(r)) for r in victims]
@@ -191,6 +218,20 @@ class StepPlanner:
         return [
             by_id[name] for name in names if scheduler._request_blocks_can_be_freed(by_id[name])
         ]
+
+    def _ranked(self, others: list[Request]) -> list[Request]:
+        """Best effort in serving order."""
+        order = self.steering.best_effort
+        if order is None:
+            return others
+        by_id = {request.request_id: request for request in others}
+        return [by_id[view.request_id] for view in order.rank(others)]
+
+    def _seats(self, preempt: list[Request]) -> int:
+        """Seats that nobody holds once those have gone."""
+        scheduler = self.scheduler
+        running = len(scheduler.running) - len(preempt)
+        return scheduler.max_num_active_reqs - running - scheduler.num_waiting_for_streaming_input
 
     def _decode_blocks(self) -> int:
         """KV blocks that promised decodes may be about to take."""
@@ -204,8 +245,12 @@ class StepPlanner:
             views.best_effort_view(r, steering.since_served_s(r), self._needed_blocks(r))
             for r in others
         )
+        if steering.best_effort is None:
+            ranked = batch_plan.rank_best_effort(found, now_s, ageing_s)
+        else:
+            ranked = sorted(found, key=lambda view: self._ranks[view.request_id])
         return steering.pressure.welcome(
-            batch_plan.rank_best_effort(found, now_s, ageing_s),
+            ranked,
             free_blocks,
             now_s,
             ageing_s=ageing_s,
@@ -228,7 +273,6 @@ class StepPlanner:
     def _plan(self, others: list[BestEffortView], preempt: list[Request]) -> StepPlan:
         steering, scheduler = self.steering, self.scheduler
         share = steering.kept_share()
-        running = len(scheduler.running) - len(preempt)
         limits = batch_plan.StepLimits(
             max_step_tokens=steering.max_step_tokens,
             best_effort_tokens=int(share * self._fullest_step()),
@@ -236,10 +280,7 @@ class StepPlanner:
             best_effort_prompt_s=steering.pressure.prompt_step_s(
                 steering.now_s, self.model.predict_s(1), promises=self._promises()
             ),
-            seats=scheduler.max_num_active_reqs
-            - running
-            - self.resuming
-            - scheduler.num_waiting_for_streaming_input,
+            seats=self._seats(preempt) - self.resuming,
         )
         return batch_plan.plan_step(
             self.start_s,

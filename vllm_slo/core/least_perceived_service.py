@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Best effort ordered so that requests wait little on average: LAPS-SD (algorithm 1, equation 6).
+
+What a request will still take depends on the length of its answer and on how many of its drafts
+are accepted, which is known only after some rounds. Until then it is *imperceptible*: queues by
+attained service, the newest work first, first come first served within a queue. Once its acceptance
+rate has settled it is *perceptible*: it is placed by what it will still take, the shortest first,
+ahead of the imperceptible ones in its queue.
+
+The paper schedules one request at a time. Here a batch has many *places*, and is generalised so:
+
+* A request's service is its own work: what the draft and verify passes of its tokens would take
+  if it were alone in the batch. Thresholds mean the same under any load, and in a batch of one
+  this is the paper's processing time.
+* A perceptible request is placed by its *remaining* work, in the queue whose thresholds enclose
+  it. For one that does not hold its KV this includes computing it again.
+* All who hold places run in every step. A place is taken from a request only where one in a higher
+  queue (or a perceptible one in the same) has none, and never from a perceptible one that was
+  left its place, or given one, since it became so.
+* Taking a place drops KV, which costs a prefill: a request keeps it until its rounds since it
+  began took as long as that would. So no more than half of the time goes into doing work again, and
+  everybody gets ahead who has a place.
+* Whoever has waited for longer than ``ageing_s``, and than as many times its own size, counted in
+  the first queue's, goes first. So nothing starves, and a long request does not age before short
+  ones only because it is long.
+
+Two policies to compare with: `las` (least attained service: the same queues and nothing
+perceptible) and `lp_sjf` (shortest predicted length first, no place is ever taken).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_slo.core.types import BestEffortOrder
+
+
+def execution_s(
+    tokens: float, drafts: float, acceptance: float, draft_s: float, verify_s: float
+) -> float:
+    """Seconds that ``tokens`` tokens take (equation 6).
+
+    Args:
+        tokens: of the answer, L.
+        drafts: of a round, n.
+        acceptance: share of them that is accepted, A.
+        draft_s: seconds of the small model for each draft, T_SSM.
+        verify_s: seconds of the served model for a round, T_LLM.
+    """
+    return tokens * (drafts * draft_s + verify_s) / (drafts * acceptance + 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceQueues:
+    """The thresholds of the queues (section 4.2): S_j = ratio^(j-1) S_1, the last has none.
+
+    Attributes:
+        count: queues, K.
+        first_s: seconds of service that the first one takes, S_1.
+        ratio: M.
+    """
+
+    count: int = 4
+    first_s: float = 0.25
+    ratio: float = 4.0
+
+    def level(self, service_s: float) -> int:
+        """The queue, from 0, of so much service."""
+        upper_s, level = self.first_s, 0
+        while service_s > upper_s and level < self.count - 1:
+            upper_s *= self.ratio
+            level += 1
+        return level
+
+
+class Perception:
+    """What is known of one request's work.
+
+    Args:
+        rounds: in which the acceptance rate must have stood still, gamma.
+        change: by which it may have moved in them, delta.
+
+    Attributes:
+        attained_s: service since it arrived.
+        progress_s: service in rounds since it last got a place.
+        acceptance: predicted rate A, of drafts that are verified; None: it has not settled.
+        settled: whether it has a place that is not taken from it any more.
+    """
+
+    __slots__ = (
+        "_accepted",
+        "_change",
+        "_drafted",
+        "_rates",
+        "_rounds",
+        "acceptance",
+        "attained_s",
+        "progress_s",
+        "settled",
+    )
+
+    def __init__(self, rounds: int, change: float) -> None:
+        self._change = change
+        self._rates: deque[float] = deque(maxlen=rounds)
+        self._rounds: deque[tuple[float, int]] = deque(maxlen=rounds)
+        self._drafted = self._accepted = 0
+        self.attained_s = self.progress_s = 0.0
+        self.acceptance: float | None = None
+        self.settled = False
+
+    def place(self) -> None:
+        """It got a place, and begins with nothing computed."""
+        self.progress_s = 0.0
+        self.settled = self.acceptance is not None
+
+    def read(self, seconds: float) -> None:
+        """A part of its prompt was computed."""
+        self.attained_s += seconds
+
+    def round(self, seconds: float, drafted: int, accepted: int) -> None:
+        """A round of so many seconds, its drafting included, is over (section 4.3).
+
+        The rate is that of all tokens so far, so it settles. A round without drafts says nothing of
+        it, unless there never were any.
+        """
+        self.attained_s += seconds
+        self.progress_s += seconds
+        self._rounds.append((seconds, drafted))
+        self._drafted += drafted
+        self._accepted += accepted
+        if drafted or not self._drafted:
+            self._rates.append(self._accepted / max(self._drafted, 1))
+        full = len(self._rates) == self._rates.maxlen
+        stands = full and max(self._rates) - min(self._rates) < self._change
+        if stands or self.acceptance is not None:
+            self.acceptance = sum(self._rates) / len(self._rates)
+
+    def remaining_s(self, tokens: float) -> float | None:
+        """Seconds that so many more tokens will take; None: nobody knows."""
+        if self.acceptance is None or not self._rounds:
+            return None
+        count = len(self._rounds)
+        round_s = sum(seconds for seconds, _ in self._rounds) / count
+        drafts = sum(drafted for _, drafted in self._rounds) / count
+        return execution_s(tokens, drafts, self.acceptance, 0.0, round_s)
+
+
+class ServiceView(NamedTuple):
+    """A request without a promise, for its place in the order.
+
+    Attributes:
+        request_id: its id.
+        arrival: by which first come is first served.
+        waited_s: seconds since it last had service, or arrived.
+        length: predicted tokens of its whole answer.
+        attained_s: service since it arrived.
+        remaining_s: what it will still take, KV to compute again included; None: imperceptible.
+        placed: whether it holds a place.
+        settled: whether that is not taken from it any more.
+        progress_s: service in rounds since it last got a place.
+        switch_s: what taking its place costs.
+        blocks: KV blocks that it holds, or needs to begin.
+    """
+
+    request_id: str
+    arrival: float
+    waited_s: float = 0.0
+    length: float = 0.0
+    attained_s: float = 0.0
+    remaining_s: float | None = None
+    placed: bool = False
+    settled: bool = False
+    progress_s: float = 0.0
+    switch_s: float = 0.0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOrder:
+    """Who of best effort goes first, and who gives up a place.
+
+    Attributes:
+        policy: see the module; `fcfs` keeps what arrived first in front.
+        queues: thresholds.
+        ageing_s: seconds after which waiting counts, at the least.
+    """
+
+    policy: BestEffortOrder
+    queues: ServiceQueues = ServiceQueues()
+    ageing_s: float = 30.0
+
+    def rank(self, views: Iterable[ServiceView]) -> list[ServiceView]:
+        """Serving order, the most urgent first."""
+        return sorted(views, key=self._key)
+
+    def _key(self, view: ServiceView) -> tuple[bool, float, bool, float, float, str]:
+        first, name = view.arrival, view.request_id
+        if self.is_aged(view):
+            return False, 0.0, False, 0.0, first, name
+        if self.policy == "lp_sjf":
+            return True, 0.0, False, view.length, first, name
+        if self.policy == "fcfs":
+            return True, 0.0, False, 0.0, first, name
+        unknown = view.remaining_s is None or self.policy == "las"
+        size_s = 0.0 if unknown or view.remaining_s is None else view.remaining_s
+        return True, float(self.level(view)), unknown, size_s, first, name
+
+    def level(self, view: ServiceView) -> int:
+        """The queue that a request is in, from 0."""
+        return self.queues.level(self._service_s(view))
+
+    def _service_s(self, view: ServiceView) -> float:
+        """Perceived service, or as long as there is none the attained one."""
+        if self.policy == "laps_sd" and view.remaining_s is not None:
+            return view.remaining_s
+        return view.attained_s
+
+    def is_aged(self, view: ServiceView) -> bool:
+        """Whether a request has waited long, for its size."""
+        if view.placed:
+            return False
+        size = max(self._service_s(view) / self.queues.first_s, 1.0)
+        return view.waited_s > self.ageing_s * size
+
+    def give_way(
+        self, ranked: Sequence[ServiceView], places: int, free_blocks: int
+    ) -> tuple[str, ...]:
+        """Requests whose places others are to have.
+
+        Args:
+            ranked: everybody, the most urgent first.
+            places: that nobody holds.
+            free_blocks: KV blocks that nobody holds.
+
+        Returns:
+            Their ids. Nobody's place is taken for somebody who cannot begin all the same.
+        """
+        chosen: list[str] = []
+        victims = [view for view in reversed(ranked) if self._may_give_way(view)]
+        for view in ranked:
+            if view.placed:
+                continue
+            taken: list[ServiceView] = []
+            while places < 1 or free_blocks < view.blocks:
+                victim = victims[len(taken)] if len(taken) < len(victims) else None
+                if victim is None or not self._goes_before(view, victim):
+                    return tuple(chosen)
+                taken.append(victim)
+                places += 1
+                free_blocks += victim.blocks
+            del victims[: len(taken)]
+            chosen += [victim.request_id for victim in taken]
+            places -= 1
+            free_blocks -= view.blocks
+        return tuple(chosen)
+
+    def _may_give_way(self, view: ServiceView) -> bool:
+        """Whether a request's place may be taken at all."""
+        if self.policy not in ("laps_sd", "las") or not view.placed:
+            return False
+        fixed = view.settled and self.policy == "laps_sd"
+        return not fixed and view.progress_s >= view.switch_s
+
+    def _goes_before(self, view: ServiceView, placed: ServiceView) -> bool:
+        """Whether a request is so much more urgent that it may have another's place."""
+        if self.is_aged(view):
+            return True
+        mine, theirs = self.level(view), self.level(placed)
+        if mine != theirs or self.policy == "las":
+            return mine < theirs
+        return view.remaining_s is not None and placed.remaining_s is None

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the work of every request, so that best effort can be ordered by it (LAPS-SD)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_slo.core.least_perceived_service import (
+    Perception,
+    ServiceOrder,
+    ServiceQueues,
+    ServiceView,
+)
+from vllm_slo.core.step_time import chunk_pairs
+from vllm_slo.engine import views
+
+if TYPE_CHECKING:
+    from vllm_slo.config import SLOConfig
+    from vllm_slo.engine.steering import Steering
+
+
+class _Known:
+    """A live request.
+
+    Attributes:
+        number: by arrival.
+        perception: its work so far.
+        length: predicted tokens of its answer, and whether that is more than its cap.
+        foreseen_s: what it was to take altogether when that was first known.
+        placed: whether it held a place when it was last looked at.
+    """
+
+    __slots__ = ("foreseen_s", "length", "number", "perception", "placed")
+
+    def __init__(self, number: int, perception: Perception) -> None:
+        self.number = number
+        self.perception = perception
+        self.length: tuple[int, bool] = 0, False
+        self.foreseen_s: float | None = None
+        self.placed = False
+
+
+class BestEffort:
+    """The order of requests without a promise on one engine.
+
+    Args:
+        steering: step times, predicted lengths, and who is promised.
+        config: names the policy.
+    """
+
+    def __init__(self, steering: Steering, config: SLOConfig) -> None:
+        self.steering = steering
+        chosen = config.best_effort
+        queues = ServiceQueues(chosen.queues, chosen.first_queue_s, chosen.queue_ratio)
+        self.order = ServiceOrder(chosen.order, queues, config.ageing_s)
+        self._stable = chosen.stable_rounds, chosen.stable_change
+        self._numbers = itertools.count()
+        self._known: dict[str, _Known] = {}
+        self._given: dict[str, int] = {}
+        # Nothing is drafted: how many drafts are accepted is known from the start.
+        self._plain = steering.scheduler.vllm_config.speculative_config is None
+
+    # What happens to requests.
+
+    def on_arrival(self, request: Request) -> None:
+        """Begin to follow a request."""
+        self._known[request.request_id] = _Known(next(self._numbers), Perception(*self._stable))
+
+    def on_tokens(self, request: Request, count: int) -> None:
+        """Record tokens of the step whose output is being processed."""
+        self._given[request.request_id] = count
+
+    def on_end(self, request: Request, *, by_itself: bool) -> None:
+        """Stop following a request."""
+        known = self._known.pop(request.request_id, None)
+        if by_itself and known is not None and known.foreseen_s is not None:
+            taken_s = known.perception.attained_s
+            self.steering.metrics.foreseen_service(known.foreseen_s / max(taken_s, 1e-9))
+
+    def observe(self, output: SchedulerOutput) -> None:
+        """Count the work of a step for everybody who was in it.
+
+        A request's own: what a step of it alone would take, drafting included.
+        """
+        model = self.steering.steps.expected_model
+        drafts = output.scheduled_spec_decode_tokens
+        given, self._given = self._given, {}
+        for name, tokens in output.num_scheduled_tokens.items():
+            known, request = self._known.get(name), self.steering.scheduler.requests.get(name)
+            if known is None or request is None:
+                continue
+            self.steering.served(name)
+            context = max(request.num_computed_tokens - tokens, 0)
+            seconds = model.predict_s(tokens, context, pairs=chunk_pairs(tokens, context))
+            drafted = len(drafts.get(name, ()))
+            if name in given and tokens == 1 + drafted:
+                known.perception.round(seconds, drafted, given[name] - 1)
+                self._foresee(known, request)
+            else:
+                known.perception.read(seconds)
+
+    def _foresee(self, known: _Known, request: Request) -> None:
+        """Note what a request is to take altogether, once that can be known."""
+        if known.foreseen_s is None and known.perception.acceptance is not None:
+            remaining_s = self._remaining_s(known, request)
+            if remaining_s is not None:
+                known.foreseen_s = known.perception.attained_s + remaining_s
+
+    # The order.
+
+    def rank(self, requests: Iterable[Request]) -> list[ServiceView]:
+        """Requests in serving order, the most urgent first."""
+        return self.order.rank([self._view(request) for request in requests])
+
+    def give_way(self, ranked: Sequence[ServiceView], places: int, free: int) -> tuple[str, ...]:
+        """Whose places others are to have. A perceptible request that could have given way, and
+        did not have to, keeps its place for good."""
+        chosen = self.order.give_way(ranked, places, free)
+        for view in ranked:
+            movable = view.placed and view.progress_s >= view.switch_s
+            if movable and view.remaining_s is not None and view.request_id not in chosen:
+                self._known[view.request_id].perception.settled = True
+        return chosen
+
+    def _view(self, request: Request) -> ServiceView:
+        name = request.request_id
+        known = self._known[name]
+        perception = known.perception
+        placed = request.status == RequestStatus.RUNNING
+        if placed and not known.placed:
+            perception.place()
+        known.placed = placed
+        remaining_s = self._remaining_s(known, request)
+        again_s = 0.0 if placed else self._prefill_s(request)
+        return ServiceView(
+            name,
+            known.number,
+            self.steering.now_s - self.steering.since_served_s(request),
+            known.length[0],
+            perception.attained_s,
+            None if remaining_s is None else remaining_s + again_s,
+            placed,
+            perception.settled,
+            perception.progress_s,
+            self._switch_s(request) if placed else 0.0,
+            self._blocks(request, placed=placed),
+        )
+
+    def _remaining_s(self, known: _Known, request: Request) -> float | None:
+        """Seconds of a request's own rounds to its end; None: nobody knows."""
+        done = request.num_output_tokens
+        if not known.length[0] or known.length[0] <= done:
+            known.length = self.steering.forecast(request)
+        length, is_known = known.length
+        if not is_known:
+            return None
+        if self._plain and known.perception.acceptance is None:
+            return (length - done) * self.steering.steps.expected_model.predict_s(1)
+        return known.perception.remaining_s(length - done)
+
+    def _prefill_s(self, request: Request) -> float:
+        """Seconds of computing what a request needs before its next round."""
+        tokens = views.tokens_to_next_sample(request)
+        pairs = chunk_pairs(tokens, request.num_computed_tokens)
+        model = self.steering.steps.expected_model
+        return model.predict_s(tokens, request.num_computed_tokens, pairs=pairs)
+
+    def _switch_s(self, request: Request) -> float:
+        """Seconds of computing a request's KV again."""
+        tokens = request.num_computed_tokens
+        model = self.steering.steps.expected_model
+        return model.predict_s(tokens, pairs=chunk_pairs(tokens, 0))
+
+    def _blocks(self, request: Request, *, placed: bool) -> int:
+        """KV blocks that a request holds, or has to find."""
+        if not placed:
+            return 0 if views.holds_kv(request) else self.steering.blocks_for(request.num_tokens)
+        ids = self.steering.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return sum(len(group) for group in ids)
