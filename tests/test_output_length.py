@@ -38,7 +38,7 @@ def test_a_declared_length_wins_within_the_cap() -> None:
 def test_a_declaration_that_was_outgrown_counts_no_more() -> None:
     predictor = seen([5] * 10 + [50] * 10)
     assert predictor.predict("chat", 100, declared=30, generated=29).source == "declared"
-    assert predictor.predict("chat", 100, declared=30, generated=30) == (50, "learnt")
+    assert predictor.predict("chat", 100, declared=30, generated=30) == (50, "quantile")
     assert predictor.predict("chat", 100, declared=30, generated=50) == (100, "cap")
 
 
@@ -48,15 +48,15 @@ def test_a_class_is_believed_from_its_eighth_request_on() -> None:
         predictor.observe("chat", 12)
         assert predictor.predict("chat", 100) == (100, "cap")
     predictor.observe("chat", 12)
-    assert predictor.predict("chat", 100) == (12, "learnt")
+    assert predictor.predict("chat", 100) == (12, "quantile")
     assert predictor.predict("code", 100) == (100, "cap")
 
 
 def test_only_requests_that_got_as_far_are_asked() -> None:
     predictor = seen([10] * 90 + [200] * 10, quantile=0.5)
-    assert predictor.predict("chat", 500) == (10, "learnt")
-    assert predictor.predict("chat", 500, generated=9) == (10, "learnt")
-    assert predictor.predict("chat", 500, generated=10) == (200, "learnt")
+    assert predictor.predict("chat", 500) == (10, "quantile")
+    assert predictor.predict("chat", 500, generated=9) == (10, "quantile")
+    assert predictor.predict("chat", 500, generated=10) == (200, "quantile")
     assert predictor.predict("chat", 500, generated=200) == (500, "cap")
 
 
@@ -65,7 +65,7 @@ def test_old_requests_are_forgotten() -> None:
     assert predictor.predict("chat", 1000).tokens == 900
     for _ in range(32):
         predictor.observe("chat", 3)
-    assert predictor.predict("chat", 1000, generated=2) == (3, "learnt")
+    assert predictor.predict("chat", 1000, generated=2) == (3, "quantile")
     assert predictor.predict("chat", 1000, generated=3) == (1000, "cap")
 
 
@@ -88,7 +88,7 @@ def test_learnt_is_the_quantile_of_the_survivors_in_the_window(
         assert got == (1000, "cap")
     else:
         expected = np.quantile(survivors, quantile, method="inverted_cdf")
-        assert got == (int(expected), "learnt")
+        assert got == (int(expected), "quantile")
 
 
 @given(
@@ -106,7 +106,7 @@ def test_a_prediction_is_possible(
     generated = min(generated, cap - 1)
     got = seen(values, quantile=quantile).predict("chat", cap, declared, generated)
     assert generated + 1 <= got.tokens <= cap
-    assert got.source in ("declared", "learnt", "cap")
+    assert got.source in ("declared", "quantile", "cap")
     assert (got.source == "declared") == (declared is not None and declared > generated)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens will a request generate: what it declared, what its class did, or its cap."""
+"""How many tokens will a request generate: what it declared, what its class did, or its cap.
+
+A central guess for ordering work is in `core.length_forecast`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Source = Literal["declared", "learnt", "cap"]
+Source = Literal["declared", "quantile", "learnt", "cap"]
+"""Where a predicted length comes from: the request itself, what requests of its class did, a
+regressor that learnt from all requests (`core.length_forecast`), or ``max_tokens``."""
 
 
 class LengthPrediction(NamedTuple):
@@ -17,6 +22,13 @@ class LengthPrediction(NamedTuple):
 
     tokens: int
     source: Source
+
+
+def checked_quantile(quantile: float) -> float:
+    """The quantile itself; ValueError unless it lies strictly between 0 and 1."""
+    if not 0.0 < quantile < 1.0:
+        raise ValueError(f"quantile must lie strictly between 0 and 1, not {quantile}")
+    return quantile
 
 
 class OutputLengthPredictor:
@@ -32,9 +44,7 @@ class OutputLengthPredictor:
     """Points of the survival curve that ``expected_hold`` looks at."""
 
     def __init__(self, quantile: float = 0.9, window: int = 256, min_samples: int = 8) -> None:
-        if not 0.0 < quantile < 1.0:
-            raise ValueError(f"quantile must lie strictly between 0 and 1, not {quantile}")
-        self._quantile = quantile
+        self._quantile = checked_quantile(quantile)
         self._window = window
         self._min_samples = min_samples
         self._arrivals: dict[str, deque[int]] = {}
@@ -50,12 +60,18 @@ class OutputLengthPredictor:
             ranked.pop(bisect_right(ranked, arrivals.popleft()) - 1)
 
     def predict(
-        self, slo_class: str, max_tokens: int, declared: int | None = None, generated: int = 0
+        self,
+        slo_class: str,
+        max_tokens: int,
+        declared: int | None = None,
+        generated: int = 0,
+        quantile: float | None = None,
     ) -> LengthPrediction:
         """Total output tokens of a request that has generated ``generated`` so far.
 
         Never more than ``max_tokens`` and never less than ``generated + 1`` (within the cap). The
-        learnt quantile is taken among requests that got at least as far as this one.
+        ``quantile`` (0 < quantile < 1; None: the predictor's own) is taken among requests that got
+        further than this one.
         """
         floor = min(generated + 1, max_tokens)
         if declared is not None and declared > generated:
@@ -64,8 +80,9 @@ class OutputLengthPredictor:
         longer = bisect_right(ranked, generated)
         survivors = len(ranked) - longer
         if len(ranked) >= self._min_samples and survivors > 0:
-            place = longer + math.ceil(self._quantile * survivors) - 1
-            return LengthPrediction(max(min(ranked[place], max_tokens), floor), "learnt")
+            share = self._quantile if quantile is None else quantile
+            place = longer + math.ceil(share * survivors) - 1
+            return LengthPrediction(max(min(ranked[place], max_tokens), floor), "quantile")
         return LengthPrediction(max(max_tokens, 1), "cap")
 
     def points(self, slo_class: str) -> tuple[int, ...]:
