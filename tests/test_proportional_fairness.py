@@ -175,6 +175,7 @@ def test_floors_beyond_the_budget_are_granted_in_the_order_given() -> None:
 def test_nothing_is_granted_of_nothing() -> None:
     assert grant_tokens([], [], 8).tolist() == []
     assert grant_tokens([1.0], [0.9], -3, least=[2]).tolist() == [0]
+    assert grant_tokens([1.0], [1e-200], 9).tolist() == [1], "what gains too little for a number"
 
 
 def test_a_token_below_its_price_is_verified_as_a_floor_only() -> None:
@@ -208,29 +209,57 @@ def test_bad_numbers_are_refused_by_name(name: str, arguments: dict) -> None:
 
 
 def knee(free: int, token_s: float) -> StepTimeModel:
-    """So many tokens ride along for free in a step of 40 ms, each further one takes ``token_s``."""
-    return StepTimeModel(((0.0, 0.0, 0.040), (token_s, 0.0, 0.040 - free * token_s)))
+    """So many tokens ride along for free in a step of 40 ms, each further one takes ``token_s``;
+    a thousand tokens of context take 1 ms."""
+    return StepTimeModel(((0.0, 0.0, 0.040), (token_s, 0.0, 0.040 - free * token_s)), 1e-6)
 
 
-@given(problems(), st.integers(0, 8), st.floats(0.0, 0.005), st.integers(0, 3), st.integers(0, 8))
+rows = st.tuples(st.floats(0.1, 5.0), st.floats(0.2, 0.95), st.integers(0, 12))
+"""Weight, acceptance and cap, such that tokens are worth something."""
+
+
+@given(
+    st.lists(rows, min_size=1, max_size=4),
+    st.integers(0, 8),
+    st.floats(0.0005, 0.004),
+    st.integers(0, 3),
+    st.sampled_from([0, 20_000]),
+    st.integers(0, 20),
+)
 def test_no_other_budget_gains_more_per_second(
-    problem: Problem, free: int, token_s: float, others: int, room: int
+    clients: list[tuple[float, float, int]],
+    free: int,
+    token_s: float,
+    others: int,
+    context: int,
+    room: int,
 ) -> None:
     """Weighted tokens over the time of the step, that of prompts left out."""
-    model = knee(free, token_s)
-    count = len(problem.weights)
+    model, count = knee(free, token_s), len(clients)
+    weights, acceptances, most = zip(*clients, strict=True)
     found = verify_budget(
-        problem.weights, problem.acceptances, model, room, most=problem.most, others=others
+        weights, acceptances, model, room, most=most, others=others, context_tokens=context
     )
 
     def rate(budget: int) -> float:
-        granted = grant_tokens(problem.weights, problem.acceptances, budget, most=problem.most)
-        longer_s = model.predict_s(count + others + int(granted.sum()))
-        longer_s -= model.predict_s(count + others)
-        return problem.value(granted.tolist()) / (model.predict_s(count) + longer_s)
+        granted = grant_tokens(weights, acceptances, budget, most=most).tolist()
+        longer_s = model.predict_s(count + others + sum(granted)) - model.predict_s(count + others)
+        gains = sum(
+            weight * expected_tokens(a, drafts + 1)
+            for weight, a, drafts in zip(weights, acceptances, granted, strict=True)
+        )
+        return gains / (model.predict_s(count, context) + longer_s)
 
     assert 0 <= found <= room
     assert rate(found) == pytest.approx(max(map(rate, range(room + 1))), rel=1e-9)
+
+
+def test_ten_tokens_pay_and_the_eleventh_does_not() -> None:
+    """Two rows take 40 ms, each draft 4 ms more. They gain 0.9, 0.81, 0.8, 0.729, 0.656, 0.64,
+    0.59, 0.531, 0.512, 0.478, 0.43: with ten of them 8.65 tokens come in 80 ms, with nine 8.17 in
+    76 and with eleven 9.08 in 84, fewer per second."""
+    assert verify_budget([1.0, 1.0], [0.9, 0.8], knee(2, 0.004), 100) == 10
+    assert verify_budget([3.0, 3.0], [0.8, 0.9], knee(2, 0.004), 100) == 10
 
 
 def test_the_budget_takes_what_is_free_and_then_what_pays() -> None:
@@ -241,6 +270,8 @@ def test_the_budget_takes_what_is_free_and_then_what_pays() -> None:
     assert 12 < verify_budget(weights, acceptances, knee(16, 0.0001), 100) < 100
     assert verify_budget(weights, acceptances, knee(16, 0.0025), 5) == 5
     assert verify_budget(weights, acceptances, knee(16, 0.0025), 100, most=[1, 0, 2, 0]) == 3
+    assert verify_budget(weights, [0.2] * 4, knee(16, 0.0025), 100) == 12
+    assert verify_budget(weights, [0.2] * 4, knee(16, 0.0025), 100, others=10) == 2
     assert verify_budget([], [], knee(16, 0.0025), 100) == 0
     assert verify_budget(weights, [0.0] * 4, knee(16, 0.0025), 100) == 0
 
@@ -252,6 +283,7 @@ def test_the_budget_fits_the_longest_step() -> None:
     assert verify_budget(*arguments, others=3, limit_s=0.0445) == 13
     assert verify_budget(*arguments, others=3, context_tokens=1000, limit_s=0.0445) == 12
     assert verify_budget(*arguments, limit_s=0.001) == 0
+    assert verify_budget(*arguments[:3], 5, limit_s=0.0445) == 5
 
 
 # --- fairness -------------------------------------------------------------------------------------
@@ -321,6 +353,18 @@ def test_who_did_badly_is_tried_again(fading: float, monkeypatch: pytest.MonkeyP
     assert (tried > 0) == (fading > 0.0)
 
 
+@pytest.mark.parametrize("prior", [PRIOR, 0.5])
+def test_a_good_client_is_found_out_where_tokens_are_dear(prior: float) -> None:
+    """A token must gain 0.6. What is thought too bad for it from the start is never drafted, and so
+    never known better; the default prior is high enough."""
+    found, (name,) = scheduler(1, prior=prior)
+    for _ in range(100):
+        drafts = int(found.grants([name], 8, price=0.6)[0])
+        found.observe(name, [0.9] * drafts, 1 + drafts)
+    assert found.grants([name], 8, price=0.6).tolist() == [4 if prior == PRIOR else 0]
+    assert (found.views()[name].acceptance > 0.85) == (prior == PRIOR)
+
+
 def test_a_new_client_is_served_at_once() -> None:
     found, names = scheduler(3)
     for _ in range(50):
@@ -332,7 +376,7 @@ def test_a_new_client_is_served_at_once() -> None:
 
 
 def test_more_of_the_budget_goes_to_who_counts_more() -> None:
-    found, names = scheduler(2)
+    found, names = scheduler(2, prior=0.5)
     assert found.grants(names, 4).tolist() == [2, 2]
     found.add("c1", 4.0)
     assert found.grants(names, 4).tolist() == [1, 3]
@@ -343,32 +387,33 @@ def test_more_of_the_budget_goes_to_who_counts_more() -> None:
 
 def test_a_tenant_is_named_once_for_each_of_its_requests() -> None:
     """Its two requests share one weight and one acceptance; what both got counts against both."""
-    found, _ = scheduler(2)
+    found, _ = scheduler(2, prior=0.5)
     assert found.grants(["c0", "c1", "c0"], 5).tolist() == [2, 2, 1]
     assert {name: view.granted for name, view in found.views().items()} == {"c0": 3, "c1": 2}
     for _ in range(20):
-        found.observe("c0", [PRIOR] * 4, 9)
-        found.observe("c1", [PRIOR] * 2, 2)
+        found.observe("c0", [0.5] * 4, 9)
+        found.observe("c1", [0.5] * 2, 2)
     weights = found.gradient(["c0", "c1", "c0"])
     assert weights[0] == weights[2] < weights[1]
     assert found.grants(["c0", "c1", "c0"], 5).tolist() == [1, 3, 1]
+    assert [view.granted for view in found.views().values()] == [2, 3]
 
 
 def test_what_limits_a_round_reaches_the_grants() -> None:
-    found, names = scheduler(3)
+    found, names = scheduler(3, prior=0.5)
     assert found.grants(names, 6, least=[4, 0, 0], most=[9, 9, 0]).tolist() == [4, 2, 0]
     assert found.grants(names, 30, price=0.2).tolist() == [2, 2, 2]
 
 
 def test_what_metrics_show() -> None:
-    found = GradientScheduler(alpha=2.0)
+    found = GradientScheduler(alpha=2.0, prior=0.5)
     found.add("a", 3.0)
     found.add("b")
     found.grants(["a", "b"], 5)
     found.observe("b", [], 1)
     views = found.views()
     assert list(views) == ["a", "b"]
-    assert views["a"] == ClientView(PRIOR, 3, 1.0, -3.0)
+    assert views["a"] == ClientView(0.5, 3, 1.0, -3.0)
     assert found.utility() == pytest.approx(-4.0)
     found.forget("a")
     found.forget("a")
@@ -511,32 +556,34 @@ def play(
     acceptances: Sequence[float],
     budget: int,
     seed: int,
-) -> np.ndarray:
-    """(HORIZON, n) tokens that came out. How likely each draft is to be accepted varies widely
-    around its client's acceptance."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) average tokens per round that came out, and what these grants yield without luck. How
+    likely each draft is to be accepted varies widely around its client's acceptance."""
     rng = np.random.default_rng(seed)
-    tokens = np.ones((HORIZON, len(names)))
+    tokens, hoped = np.ones((HORIZON, len(names))), np.ones((HORIZON, len(names)))
     for turn in range(HORIZON):
         for place, drafts in enumerate(found.grants(names, budget).tolist()):
             a = acceptances[place]
             ratios = rng.beta(2.0 * a, 2.0 * (1.0 - a), drafts)
             tokens[turn, place] += np.cumprod(rng.random(drafts) < ratios).sum()
+            hoped[turn, place] = expected_tokens(a, drafts + 1)
             found.observe(names[place], ratios.tolist(), int(tokens[turn, place]))
-    return tokens
+    return tokens.mean(axis=0), hoped.mean(axis=0)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_realised_utility_comes_within_one_percent_of_the_optimum(case: str) -> None:
     """The utility of what each client got on average from the first round on, as in figure 4. One
-    run of 600 rounds ends some 1% above or below by luck, so it is the mean of sixteen."""
+    run of 600 rounds ends some 1% above or below by luck, so it is the mean of sixteen; without
+    luck each of them comes as close, and none goes beyond."""
     acceptances, budget = CASES[case]
     optimum = np.log(optimal_goodput(acceptances, budget)).sum()
     utilities = []
     for seed in range(16):
         found, names = scheduler(len(acceptances))
-        tokens = play(found, names, acceptances, budget, seed)
-        utilities.append(np.log(tokens.mean(axis=0)).sum())
-        assert np.log(tokens.mean(axis=0)).sum() > 0.95 * optimum
+        goodput, hoped = play(found, names, acceptances, budget, seed)
+        utilities.append(np.log(goodput).sum())
+        assert 0.99 * optimum < np.log(hoped).sum() < optimum + 1e-6
     assert np.mean(utilities) == pytest.approx(optimum, rel=0.01)
 
 
@@ -546,7 +593,7 @@ def test_users_weights_move_the_optimum_and_it_is_found() -> None:
     found, names = scheduler(4)
     for name, weight in zip(names, weights, strict=True):
         found.add(name, weight)
-    runs = [play(found, names, acceptances, budget, seed).mean(axis=0) for seed in range(4)]
+    runs = [play(found, names, acceptances, budget, seed)[0] for seed in range(4)]
     assert np.mean(runs, axis=0) == pytest.approx(best, rel=0.05)
     assert best[0] > best[1] + 0.5
 
@@ -556,7 +603,7 @@ def test_more_fairness_is_fairer_and_yields_less() -> None:
     jains, totals = [], []
     for alpha in (0.0, 1.0, 4.0):
         found, names = scheduler(8, alpha=alpha)
-        goodput = play(found, names, acceptances, budget, 0).mean(axis=0)
+        goodput, _ = play(found, names, acceptances, budget, 0)
         jains.append(jain_index(goodput))
         totals.append(goodput.sum())
     assert jains == sorted(jains)

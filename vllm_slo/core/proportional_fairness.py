@@ -43,10 +43,11 @@ Ints = NDArray[np.int64]
 UNBOUNDED = 1 << 40
 ETA = 0.05
 """Weight of the newest round in a client's acceptance."""
-BETA = 0.05
+BETA = 0.02
 """Weight of the newest round in a client's goodput."""
-PRIOR = 0.5
-"""Acceptance of a client that nothing is known of."""
+PRIOR = 0.8
+"""Acceptance of a client that nothing is known of. Rather high: what is not drafted is not learnt,
+so a guess too low to be worth its verification would never be put right."""
 FADING = 0.1
 """Share of eta with which acceptance goes back to the prior in a round without drafts."""
 
@@ -245,11 +246,12 @@ class GradientScheduler:
     yield: nobody of its weight and acceptance comes before it, so it is served at once.
 
     Where nothing of a client is drafted, nothing is learnt of its acceptance, which then fades
-    back to ``prior``: a client that did badly is tried again.
+    back to ``prior``: a client that did badly is tried again, as long as the prior is worth the
+    price of a token.
 
     Args:
         eta: weight of the newest round in a_i, in (0, 1]; the smaller, the steadier and slower.
-        beta: weight of the newest round in X_i, in (0, 1]; likewise.
+        beta: weight of the newest round in X_i, in (0, 1]; below eta (assumption 3).
         alpha: fairness: 0 the most tokens, 1 proportional, towards infinity max-min.
         prior: acceptance of new clients, in (0, 1).
 
@@ -311,7 +313,7 @@ class GradientScheduler:
             accepted, share = sum(min(1.0, r) for r in ratios) / len(ratios), self._eta
         else:
             accepted, share = self._prior, self._eta * FADING
-        known.acceptance = min((1.0 - share) * known.acceptance + share * accepted, 1.0)
+        known.acceptance = (1.0 - share) * known.acceptance + share * accepted
         known.goodput = (1.0 - self._beta) * known.goodput + self._beta * tokens
 
     def gradient(self, clients: Iterable[str]) -> Floats:
