@@ -47,7 +47,7 @@ error is less than half, and its order far better; where nothing does (Azure cod
 told apart and the median answers, at hardly any loss. AdaServe's workloads show nothing, as all
 answers are equally long. That an answer is as long as the one that comes with a prompt is an
 assumption; tokens are those of the built-in model. Over both Azure traces the median orders the two
-classes right, and nothing within them.
+classes right, and little within them.
 
 Times are CPU time of the thread, as other programs ran beside it. Half of a lesson is what
 scikit-learn checks before it computes.
