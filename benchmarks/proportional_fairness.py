@@ -23,8 +23,8 @@ import numpy as np
 from common import RESULTS, markdown, write_result
 from numpy.typing import NDArray
 from routing_decision import timed
-from scipy import sparse  # type: ignore[import-untyped]
-from scipy.optimize import linprog  # type: ignore[import-untyped]
+from scipy import sparse
+from scipy.optimize import linprog
 
 from vllm_slo import house_style
 from vllm_slo.core.proportional_fairness import (

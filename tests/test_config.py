@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_slo.config import ClassConfig, RoutingConfig, SLOConfig
+from vllm_slo.config import BestEffortConfig, ClassConfig, RoutingConfig, SLOConfig
 from vllm_slo.errors import ConfigError
 from vllm_slo.slo import SLO
 
@@ -54,7 +54,7 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    for model in (ClassConfig, RoutingConfig, SLOConfig):
+    for model in (BestEffortConfig, ClassConfig, RoutingConfig, SLOConfig):
         assert all(len(spec.description or "") > 60 for spec in model.model_fields.values())
 
 

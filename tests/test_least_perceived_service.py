@@ -35,7 +35,7 @@ views = st.builds(
     placed=st.booleans(),
     settled=st.booleans(),
     progress_s=seconds,
-    switch_s=st.floats(0.0, 5.0),
+    kept_s=st.floats(0.0, 5.0),
     blocks=st.integers(0, 20),
 )
 crowds = st.lists(views, max_size=8, unique_by=lambda view: view.request_id)
@@ -194,7 +194,7 @@ def test_a_lower_queue_gives_way_to_a_newcomer() -> None:
 
 def test_nobody_gives_way_before_the_switch_has_paid() -> None:
     views = [
-        waiting("r1", placed=True, attained_s=2.0, progress_s=0.2, switch_s=0.3),
+        waiting("r1", placed=True, attained_s=2.0, progress_s=0.2, kept_s=0.3),
         waiting("r2"),
     ]
     assert LAPS.give_way(LAPS.rank(views), 0, 0) == ()
@@ -229,7 +229,7 @@ def test_whose_place_is_taken(
     assert len(set(chosen)) == len(chosen)
     assert not (chosen and policy in ("fcfs", "lp_sjf"))
     for view in chosen:
-        assert view.placed and view.progress_s >= view.switch_s
+        assert view.placed and view.progress_s >= view.kept_s
         assert not (view.settled and policy == "laps_sd")
     begun = []
     places, free = places + len(chosen), free + sum(view.blocks for view in chosen)
@@ -252,10 +252,11 @@ def test_a_place_goes_to_a_higher_queue_or_to_one_that_is_known(
     for view in ranked:
         if view.request_id in chosen:
             assert first is not None
-            assert (LAPS.level(first), first.remaining_s is None) < (
-                LAPS.level(view),
-                view.remaining_s is None,
-            )
+            mine, theirs = LAPS.level(first), LAPS.level(view)
+            assert mine < theirs or (mine == theirs and first.remaining_s is not None)
+            if mine == theirs and view.remaining_s is not None:
+                assert first.remaining_s is not None
+                assert first.remaining_s + view.kept_s < view.remaining_s
 
 
 # Nothing starves.
@@ -269,19 +270,22 @@ def serve(order: ServiceOrder, end_s: float) -> list[tuple[str, float]]:
     known = {name: Perception(2, 0.05) for name in left}
     waits = dict.fromkeys(left, 0.0)
     placed: str | None = None
+    turns: dict[str, float] = {}
     while now_s < end_s:
         crowd = [
             ServiceView(
                 *(name, float(name[1:]), now_s - waits[name], 1.0, known[name].attained_s, None),
-                *(placed == name, known[name].settled, known[name].progress_s, 0.2),
+                *(placed == name, known[name].settled, known[name].progress_s),
+                max(0.2, turns.get(name, 0.0)),
             )
             for name in left
         ]
+        turns |= {v.request_id: order.turn_s(v) for v in crowd if not v.placed}
         ranked = order.rank(crowd)
         way = order.give_way(ranked, int(placed is None), 0)
         if placed is None or way:
             new = next(v.request_id for v in ranked if not v.placed)
-            waits.update({name: now_s for name in way})
+            waits.update(dict.fromkeys(way, now_s))
             placed = new
             known[new].place()
         now_s += 0.1

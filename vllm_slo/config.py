@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_slo.core.types import Backup, BestEffortOrder, RoutingPolicy
+from vllm_slo.core.types import Backup, BestEffortOrder, LengthSource, RoutingPolicy
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, OnUnattainable, Speculate, Tier
 from vllm_slo.yaml_nodes import line_of, refuse_duplicates
@@ -103,6 +103,12 @@ class BestEffortConfig(BaseModel):
         description="fcfs: as they arrive. laps_sd: shortest first, as far as that is known. las "
         "(least attained service) and lp_sjf (shortest predicted answer) to compare with. Scope: "
         "server. With another than fcfs requests that carry no SLO are ordered, too.",
+    )
+    output_length: LengthSource = Field(
+        default="quantile",
+        description="What an answer's length is foretold by where no request declares it: quantile "
+        "of its class, or learnt from prompts by scikit-learn (pip install 'vllm-slo[lengths]'). "
+        "Scope: server, laps_sd and lp_sjf. A bad guess puts long requests before short ones.",
     )
     queues: int = Field(
         default=4,
@@ -395,7 +401,8 @@ class SLOConfig(BaseModel):
 
     best_effort: BestEffortConfig = Field(
         default_factory=BestEffortConfig,
-        description="In which order requests without a promise are served.",
+        description="In which order requests without a promise are served, and by what their "
+        "lengths are foretold.",
     )
     routing: RoutingConfig = Field(
         default_factory=RoutingConfig,

@@ -15,14 +15,14 @@ The paper schedules one request at a time. Here a batch has many *places*, and i
 * A perceptible request is placed by its *remaining* work, in the queue whose thresholds enclose
   it. For one that does not hold its KV this includes computing it again.
 * All who hold places run in every step. A place is taken from a request only where one in a higher
-  queue (or a perceptible one in the same) has none, and never from a perceptible one that was
-  left its place, or given one, since it became so.
+  queue has none, or in the same one a perceptible one that is known to be shorter; and never from a
+  perceptible one that was left its place, or given one, since it became so.
 * Taking a place drops KV, which costs a prefill: a request keeps it until its rounds since it
   began took as long as that would. So no more than half of the time goes into doing work again, and
   everybody gets ahead who has a place.
-* Whoever has waited for longer than ``ageing_s``, and than as many times its own size, counted in
-  the first queue's, goes first. So nothing starves, and a long request does not age before short
-  ones only because it is long.
+* Whoever has waited for longer than ``ageing_s``, times its own size in units of the first queue's,
+  goes first, and keeps its place for as long as its queue takes. So nothing starves, and a long
+  request does not age before short ones only because it is long.
 
 Two policies to compare with: `las` (least attained service: the same queues and nothing
 perceptible) and `lp_sjf` (shortest predicted length first, no place is ever taken).
@@ -161,7 +161,8 @@ class ServiceView(NamedTuple):
         placed: whether it holds a place.
         settled: whether that is not taken from it any more.
         progress_s: service in rounds since it last got a place.
-        switch_s: what taking its place costs.
+        kept_s: progress before which it keeps its place: what computing its KV again costs, and a
+            turn if it came by its age.
         blocks: KV blocks that it holds, or needs to begin.
     """
 
@@ -174,7 +175,7 @@ class ServiceView(NamedTuple):
     placed: bool = False
     settled: bool = False
     progress_s: float = 0.0
-    switch_s: float = 0.0
+    kept_s: float = 0.0
     blocks: int = 0
 
 
@@ -211,6 +212,12 @@ class ServiceOrder:
     def level(self, view: ServiceView) -> int:
         """The queue that a request is in, from 0."""
         return self.queues.level(self._service_s(view))
+
+    def turn_s(self, view: ServiceView) -> float:
+        """Seconds of rounds for which a request keeps a place that it gets now."""
+        if not self.is_aged(view):
+            return 0.0
+        return self.queues.first_s * self.queues.ratio ** self.level(view)
 
     def _service_s(self, view: ServiceView) -> float:
         """Perceived service, or as long as there is none the attained one."""
@@ -262,13 +269,15 @@ class ServiceOrder:
         if self.policy not in ("laps_sd", "las") or not view.placed:
             return False
         fixed = view.settled and self.policy == "laps_sd"
-        return not fixed and view.progress_s >= view.switch_s
+        return not fixed and view.progress_s >= view.kept_s
 
     def _goes_before(self, view: ServiceView, placed: ServiceView) -> bool:
         """Whether a request is so much more urgent that it may have another's place."""
         if self.is_aged(view):
             return True
         mine, theirs = self.level(view), self.level(placed)
-        if mine != theirs or self.policy == "las":
+        if mine != theirs or self.policy == "las" or view.remaining_s is None:
             return mine < theirs
-        return view.remaining_s is not None and placed.remaining_s is None
+        if placed.remaining_s is None:
+            return True
+        return view.remaining_s + placed.kept_s < placed.remaining_s

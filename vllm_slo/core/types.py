@@ -16,6 +16,8 @@ INFINITY = math.inf
 RoutingPolicy: TypeAlias = Literal["slo", "round_robin", "least_loaded", "power_of_two"]
 BestEffortOrder: TypeAlias = Literal["fcfs", "laps_sd", "las", "lp_sjf"]
 """In which best effort is served; see `core.least_perceived_service`."""
+LengthSource: TypeAlias = Literal["quantile", "learnt"]
+"""What foretells the length of an answer; see `core.length_forecast`."""
 Backup: TypeAlias = Literal["as_asked", "best_effort", "decline"]
 """What becomes of a request that no replica can promise: what its owner asked for, or always one
 of the two."""

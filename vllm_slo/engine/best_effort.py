@@ -16,8 +16,16 @@ from vllm_slo.core.least_perceived_service import (
     ServiceQueues,
     ServiceView,
 )
+from vllm_slo.core.length_forecast import (
+    LengthForecaster,
+    LengthQuery,
+    QuantileForecaster,
+    forecast_error,
+)
+from vllm_slo.core.output_length import LengthPrediction
 from vllm_slo.core.step_time import chunk_pairs
 from vllm_slo.engine import views
+from vllm_slo.engine.length_regressor import LengthRegressor
 
 if TYPE_CHECKING:
     from vllm_slo.config import SLOConfig
@@ -30,19 +38,33 @@ class _Known:
     Attributes:
         number: by arrival.
         perception: its work so far.
-        length: predicted tokens of its answer, and whether that is more than its cap.
+        query: what is known of its answer's length.
+        first: predicted length, when it was first asked for.
+        length: predicted length now.
         foreseen_s: what it was to take altogether when that was first known.
         placed: whether it held a place when it was last looked at.
+        turn_s: seconds of rounds for which it keeps a place that it got last.
     """
 
-    __slots__ = ("foreseen_s", "length", "number", "perception", "placed")
+    __slots__ = (
+        "first",
+        "foreseen_s",
+        "length",
+        "number",
+        "perception",
+        "placed",
+        "query",
+        "turn_s",
+    )
 
     def __init__(self, number: int, perception: Perception) -> None:
         self.number = number
         self.perception = perception
-        self.length: tuple[int, bool] = 0, False
+        self.query: LengthQuery | None = None
+        self.first = self.length = LengthPrediction(0, "cap")
         self.foreseen_s: float | None = None
         self.placed = False
+        self.turn_s = 0.0
 
 
 class BestEffort:
@@ -51,6 +73,13 @@ class BestEffort:
     Args:
         steering: step times, predicted lengths, and who is promised.
         config: names the policy.
+
+    Attributes:
+        order: the policy.
+        lengths: what foretells how long answers will be.
+
+    Raises:
+        ConfigError: lengths are to be learnt, and scikit-learn is missing.
     """
 
     def __init__(self, steering: Steering, config: SLOConfig) -> None:
@@ -58,6 +87,10 @@ class BestEffort:
         chosen = config.best_effort
         queues = ServiceQueues(chosen.queues, chosen.first_queue_s, chosen.queue_ratio)
         self.order = ServiceOrder(chosen.order, queues, config.ageing_s)
+        median = QuantileForecaster(steering.lengths)
+        self.lengths: LengthForecaster = median
+        if chosen.output_length == "learnt":
+            self.lengths = LengthRegressor(median)
         self._stable = chosen.stable_rounds, chosen.stable_change
         self._numbers = itertools.count()
         self._known: dict[str, _Known] = {}
@@ -78,9 +111,24 @@ class BestEffort:
     def on_end(self, request: Request, *, by_itself: bool) -> None:
         """Stop following a request."""
         known = self._known.pop(request.request_id, None)
-        if by_itself and known is not None and known.foreseen_s is not None:
-            taken_s = known.perception.attained_s
-            self.steering.metrics.foreseen_service(known.foreseen_s / max(taken_s, 1e-9))
+        if known is None or not by_itself:
+            return
+        metrics, tokens = self.steering.metrics, request.num_output_tokens
+        self.lengths.observe(known.query or self.steering.length_query(request), tokens)
+        if tokens and known.first.source != "cap":
+            metrics.foretold_length(known.first.source, forecast_error(known.first.tokens, tokens))
+        if known.foreseen_s is not None:
+            metrics.foreseen_service(known.foreseen_s, known.perception.attained_s)
+
+    def _foretell(self, known: _Known, request: Request) -> LengthPrediction:
+        """The predicted length of a request's whole answer; anew once that is outgrown."""
+        done = request.num_output_tokens
+        if known.query is None:
+            known.query = self.steering.length_query(request)
+            known.first = known.length = self.lengths.predict(known.query, done)
+        elif known.length.tokens <= done:
+            known.length = self.lengths.predict(known.query, done)
+        return known.length
 
     def observe(self, output: SchedulerOutput) -> None:
         """Count the work of a step for everybody who was in it.
@@ -122,7 +170,7 @@ class BestEffort:
         did not have to, keeps its place for good."""
         chosen = self.order.give_way(ranked, places, free)
         for view in ranked:
-            movable = view.placed and view.progress_s >= view.switch_s
+            movable = view.placed and view.progress_s >= view.kept_s
             if movable and view.remaining_s is not None and view.request_id not in chosen:
                 self._known[view.request_id].perception.settled = True
         return chosen
@@ -137,31 +185,32 @@ class BestEffort:
         known.placed = placed
         remaining_s = self._remaining_s(known, request)
         again_s = 0.0 if placed else self._prefill_s(request)
-        return ServiceView(
+        view = ServiceView(
             name,
             known.number,
             self.steering.now_s - self.steering.since_served_s(request),
-            known.length[0],
+            self._foretell(known, request).tokens,
             perception.attained_s,
             None if remaining_s is None else remaining_s + again_s,
             placed,
             perception.settled,
             perception.progress_s,
-            self._switch_s(request) if placed else 0.0,
+            max(self._switch_s(request), known.turn_s) if placed else 0.0,
             self._blocks(request, placed=placed),
         )
+        if not placed:
+            known.turn_s = self.order.turn_s(view)
+        return view
 
     def _remaining_s(self, known: _Known, request: Request) -> float | None:
         """Seconds of a request's own rounds to its end; None: nobody knows."""
-        done = request.num_output_tokens
-        if not known.length[0] or known.length[0] <= done:
-            known.length = self.steering.forecast(request)
-        length, is_known = known.length
-        if not is_known:
+        tokens, source = self._foretell(known, request)
+        if source == "cap":
             return None
+        left = max(tokens - request.num_output_tokens, 1)
         if self._plain and known.perception.acceptance is None:
-            return (length - done) * self.steering.steps.expected_model.predict_s(1)
-        return known.perception.remaining_s(length - done)
+            return left * self.steering.steps.expected_model.predict_s(1)
+        return known.perception.remaining_s(left)
 
     def _prefill_s(self, request: Request) -> float:
         """Seconds of computing what a request needs before its next round."""

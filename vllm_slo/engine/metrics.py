@@ -29,6 +29,8 @@ from prometheus_client import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from vllm_slo.core.length_forecast import ForecastError
+
 FOLDER_VARIABLE = "VLLMSLO_METRICS_DIR"
 """Environment variable that names the folder; child processes inherit it. (vLLM warns of variables
 beginning with "VLLM_" that it does not know.)"""
@@ -38,13 +40,15 @@ SETTLE_S = 0.2
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TPOT_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 _RATIO_BUCKETS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+_ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 _TREE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17)
 
 
 class SchedulerMetrics:
     """The series of one scheduler. Labels are class names from the configuration, nothing wider.
 
-    Those of token trees are there once something was said of them.
+    Those of token trees, and of the order of best effort, are there once something was said of
+    them.
 
     Args:
         engine: index of the engine among data-parallel ones, the ``engine`` label.
@@ -61,6 +65,7 @@ class SchedulerMetrics:
         self._trees: _TreeSeries | None = None
         self._drafts: _DraftSeries | None = None
         self._lengths: _LengthSeries | None = None
+        self._order: _OrderSeries | None = None
         self._admissions = Counter(
             "vllm_slo:admissions",
             "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
@@ -103,13 +108,6 @@ class SchedulerMetrics:
         self._step_ratio = Histogram(
             "vllm_slo:step_time_ratio",
             "Measured step time over predicted step time.",
-            ["engine"],
-            buckets=_RATIO_BUCKETS,
-            registry=self.registry,
-        ).labels(self._engine)
-        self._foreseen = Histogram(
-            "vllm_slo:foreseen_service_ratio",
-            "Service that a request was foreseen to need over what it needed.",
             ["engine"],
             buckets=_RATIO_BUCKETS,
             registry=self.registry,
@@ -174,9 +172,17 @@ class SchedulerMetrics:
             self._predicted.inc(predicted_s)
             self._actual.inc(actual_s)
 
-    def foreseen_service(self, ratio: float) -> None:
+    def foretold_length(self, source: str, error: ForecastError) -> None:
+        """Compare the output length foretold for a request at first with what it was."""
+        series = self._order_series()
+        series.lengths.of(source).observe(error.ratio)
+        series.length_errors.of(source).observe(error.relative)
+
+    def foreseen_service(self, foreseen_s: float, taken_s: float) -> None:
         """Compare what a request was foreseen to take, once that was known, with what it took."""
-        self._foreseen.observe(ratio)
+        series = self._order_series()
+        series.service.observe(foreseen_s / taken_s)
+        series.service_error.observe(abs(foreseen_s - taken_s) / taken_s)
 
     def speculation_on(self, on: bool) -> None:
         """Whether trees are drafted: when that begins, and when the draft has failed for good.
@@ -263,6 +269,11 @@ class SchedulerMetrics:
         self._lengths.tokens.of(slo_class).set(tokens)
         self._lengths.acceptance.of(slo_class).set(acceptance)
 
+    def _order_series(self) -> _OrderSeries:
+        if self._order is None:
+            self._order = _OrderSeries(self._engine, self.registry)
+        return self._order
+
     def _draft_series(self) -> _DraftSeries:
         if self._drafts is None:
             self._drafts = _DraftSeries(self._engine, self.registry)
@@ -321,7 +332,7 @@ class SchedulerMetrics:
                 self._path = None
 
 
-_Series = TypeVar("_Series", Counter, Gauge)
+_Series = TypeVar("_Series", Counter, Gauge, Histogram)
 
 
 class _Children(Generic[_Series]):
@@ -400,6 +411,39 @@ class _LengthSeries:
         self.acceptance = gauges(
             "acceptance_ratio", "Chance that a draft is accepted, those before it being accepted."
         )
+
+
+class _OrderSeries:
+    """The series of best effort in another order than that of arrival."""
+
+    def __init__(self, engine: str, registry: CollectorRegistry) -> None:
+        def ratios(
+            name: str, text: str, *labels: str, buckets: Sequence[float] = _RATIO_BUCKETS
+        ) -> Histogram:
+            name = f"vllm_slo:{name}_ratio"
+            return Histogram(name, text, ["engine", *labels], buckets=buckets, registry=registry)
+
+        self.lengths = _Children(
+            ratios("output_length", "Output tokens foretold over those that came.", "source"),
+            engine,
+        )
+        self.length_errors = _Children(
+            ratios(
+                "output_length_error",
+                "Distance between output tokens foretold and those that came, over the latter.",
+                "source",
+                buckets=_ERROR_BUCKETS,
+            ),
+            engine,
+        )
+        self.service = ratios(
+            "foreseen_service", "Service that a request was foreseen to need over what it needed."
+        ).labels(engine)
+        self.service_error = ratios(
+            "foreseen_service_error",
+            "Distance between service foreseen and needed, over the latter.",
+            buckets=_ERROR_BUCKETS,
+        ).labels(engine)
 
 
 class _TreeSeries:

@@ -15,6 +15,7 @@ from vllm_slo.config import SLOConfig
 from vllm_slo.core import admission
 from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
+from vllm_slo.core.length_forecast import LengthQuery
 from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.room import Bearable, Pace, has_room
@@ -204,7 +205,7 @@ class Steering:
         if self.best_effort is not None:
             self.best_effort.on_end(request, by_itself=by_itself)
         tracked = self.tracked.pop(request.request_id, None)
-        if by_itself:
+        if by_itself and self.best_effort is None:
             label = UNLABELLED if tracked is None else tracked.slo_class
             self.lengths.observe(label, request.num_output_tokens)
         if tracked is None:
@@ -442,15 +443,16 @@ class Steering:
         ]
         return has_room(keeping, self._pace(tracked), self.bearable)
 
-    def forecast(self, request: Request) -> tuple[int, bool]:
-        """(tokens of a request's whole answer, whether that is more than its cap)."""
+    def length_query(self, request: Request) -> LengthQuery:
+        """What is known of an answer's length when its request arrives."""
         tracked = self.tracked.get(request.request_id)
-        label = UNLABELLED if tracked is None else tracked.slo_class
-        declared = None if tracked is None else tracked.slo.expected_output_tokens
-        tokens, source = self.lengths.predict(
-            label, request.max_tokens, declared, request.num_output_tokens
+        return LengthQuery(
+            UNLABELLED if tracked is None else tracked.slo_class,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            None if tracked is None else tracked.slo.expected_output_tokens,
+            request.prompt_token_ids or (),
         )
-        return tokens, source != "cap"
 
     def _pace(self, tracked: Tracked) -> Pace:
         """What a request asks of steps while it runs."""

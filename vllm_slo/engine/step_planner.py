@@ -271,7 +271,7 @@ class StepPlanner:
         return sum(len(group) for group in ids)
 
     def _plan(self, others: list[BestEffortView], preempt: list[Request]) -> StepPlan:
-        steering, scheduler = self.steering, self.scheduler
+        steering = self.steering
         share = steering.kept_share()
         limits = batch_plan.StepLimits(
             max_step_tokens=steering.max_step_tokens,
