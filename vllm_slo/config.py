@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_slo.core.types import Backup, BestEffortOrder, LengthSource, RoutingPolicy
+from vllm_slo.core.types import Backup, BestEffortOrder, DraftShares, LengthSource, RoutingPolicy
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, OnUnattainable, Speculate, Tier
 from vllm_slo.yaml_nodes import line_of, refuse_duplicates
@@ -292,6 +292,13 @@ class SpeculationConfig(BaseModel):
         le=4_096,
         description="Tokens that one pass of the draft may hold (B2), 1 to 4096; also the extra "
         "paths one step verifies. Scope: server. Each costs one or two KV blocks of memory.",
+    )
+
+    share: DraftShares = Field(
+        default="throughput",
+        description="Who gets the drafts that no objective needs. throughput: whose are likeliest "
+        "to be accepted; tenants: divided fairly among tenants (GoodSpeed). Scope: server, with a "
+        "draft model or vLLM's own drafts. Fair shares give fewer tokens altogether.",
     )
 
     @property

@@ -60,6 +60,7 @@ from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.core.window_odds import SURE, WindowOdds
 from vllm_slo.engine import views
 from vllm_slo.engine.steering import UNLABELLED, Steering, WayToDecode
+from vllm_slo.engine.tenants import TenantShares, Verified
 from vllm_slo.engine.views import Tracked
 
 if TYPE_CHECKING:
@@ -253,10 +254,26 @@ class DraftLengths:
             probed = self._steps // PROBE_EVERY % len(decoding)
             if not self._sits_out(decoding[probed]):
                 lengths[probed] = max(lengths[probed], 2)
+        if self.steering.tenants is not None:
+            lengths = self._divided(self.steering.tenants, decoding, lengths)
         self._odds = self._find_odds(decoding, lengths, context)
         lengths = self._in_time(decoding, lengths, context)
         self._draft_ahead(max(lengths) - 1 + self._trial())
         return lengths
+
+    def _divided(
+        self, tenants: TenantShares, decoding: Sequence[Request], lengths: Sequence[int]
+    ) -> list[int]:
+        """As many tokens of a step, what objectives do not need of them divided among tenants. No
+        request gets more than the longest one, so that the draft makes no further pass."""
+        drafts = [length - 1 for length in lengths]
+        least = [
+            n if request.request_id in self._paced else 0
+            for request, n in zip(decoding, drafts, strict=True)
+        ]
+        most = [0 if self._sits_out(request) else max(drafts) for request in decoding]
+        names = [request.request_id for request in decoding]
+        return [1 + n for n in tenants.divide(names, sum(drafts), least, most)]
 
     def _find_odds(
         self, decoding: Sequence[Request], lengths: Sequence[int], context: int
@@ -519,13 +536,17 @@ class DraftLengths:
             self._pass_time.observe(sent.passes, took_s / sent.verifying_s)
         drafts, invalid = output.scheduled_spec_decode_tokens, output.num_invalid_spec_tokens or {}
         verified: dict[str, list[int]] = {}
+        round_: list[Verified] = []
         for name, length in sent.planned.items():
             index = done.req_id_to_index.get(name)
             given = [] if index is None else done.sampled_token_ids[index]
             if given and name in self.scheduler.requests:
                 offered = len(drafts.get(name, ())) - invalid.get(name, 0)
+                round_.append(Verified(name, offered, min(len(given) - 1, offered)))
                 verified.setdefault(_label(self.steering.tracked.get(name)), []).append(offered)
                 self._learn(name, len(given), offered, length if self._may_miss else 1 + offered)
+        if self.steering.tenants is not None:
+            self.steering.tenants.observe(round_)
         for label, counts in verified.items():
             self.steering.metrics.draft_lengths(
                 label,

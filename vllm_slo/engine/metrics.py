@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from vllm_slo.core.length_forecast import ForecastError
+from vllm_slo.core.proportional_fairness import ClientView
 
 FOLDER_VARIABLE = "VLLMSLO_METRICS_DIR"
 """Environment variable that names the folder; child processes inherit it. (vLLM warns of variables
@@ -66,6 +67,7 @@ class SchedulerMetrics:
         self._drafts: _DraftSeries | None = None
         self._lengths: _LengthSeries | None = None
         self._order: _OrderSeries | None = None
+        self._tenants: _ClientSeries | None = None
         self._admissions = Counter(
             "vllm_slo:admissions",
             "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
@@ -171,6 +173,12 @@ class SchedulerMetrics:
             self._step_ratio.observe(actual_s / predicted_s)
             self._predicted.inc(predicted_s)
             self._actual.inc(actual_s)
+
+    def tenant(self, tenant: str, view: ClientView) -> None:
+        """Note how a tenant's drafts fare."""
+        if self._tenants is None:
+            self._tenants = _ClientSeries("tenant", self._engine, self.registry)
+        self._tenants.show(tenant, view)
 
     def foretold_length(self, source: str, error: ForecastError) -> None:
         """Compare the output length foretold for a request at first with what it was."""
@@ -411,6 +419,37 @@ class _LengthSeries:
         self.acceptance = gauges(
             "acceptance_ratio", "Chance that a draft is accepted, those before it being accepted."
         )
+
+
+class _ClientSeries:
+    """The series of GoodSpeed's clients.
+
+    Args:
+        kind: of client, the label.
+    """
+
+    def __init__(self, kind: str, engine: str, registry: CollectorRegistry) -> None:
+        def gauges(name: str, text: str) -> _Children[Gauge]:
+            series = Gauge(
+                f"vllm_slo:{kind}_{name}",
+                text,
+                ["engine", kind],
+                multiprocess_mode="mostrecent",
+                registry=registry,
+            )
+            return _Children(series, engine)
+
+        self.acceptance = gauges("acceptance_ratio", "Smoothed chance that a draft is accepted.")
+        self.granted = gauges("granted_tokens", "Draft tokens granted in the last round.")
+        self.goodput = gauges("goodput_tokens", "Smoothed output tokens of a round.")
+        self.utility = gauges("utility", "Logarithm of the smoothed goodput, weighted.")
+
+    def show(self, client: str, view: ClientView) -> None:
+        """Note how one is doing."""
+        self.acceptance.of(client).set(view.acceptance)
+        self.granted.of(client).set(view.granted)
+        self.goodput.of(client).set(view.goodput)
+        self.utility.of(client).set(view.utility)
 
 
 class _OrderSeries:

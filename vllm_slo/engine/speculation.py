@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,6 +58,7 @@ from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine import tree_grammar, trees, views
 from vllm_slo.engine.drafting import Candidate, Drafting
 from vllm_slo.engine.step_planner import Nudge
+from vllm_slo.engine.tenants import Verified
 from vllm_slo.engine.trees import DraftTrees, StepTrees
 from vllm_slo.engine.views import Tracked
 
@@ -203,6 +204,9 @@ class Speculation:
         chances[place >= np.repeat(useful, sizes)] = 0.0  # too deep for what a request lacks
         limits = np.asarray(self._node_limits())
         worths = node_worths(offsets, chances, parents, self._best, self._path_tokens)
+        if self.steering.tenants is not None:
+            names = [request.request_id for request in self._requests]
+            worths *= np.repeat(self.steering.tenants.weights(names), sizes)
         return Grove(offsets, parents, chances, worths, limits)
 
     def _may_grow(self, request: Request) -> bool:
@@ -591,6 +595,8 @@ class Speculation:
         step, report = trees.of(output), trees.drafting_of(done)
         self.drafting.learn(step.plan, report, self._given(done), quiet=not self._prompt_tokens)
         self.steering.metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
+        if self.steering.tenants is not None:
+            self.steering.tenants.observe(self._round(output, done))
         names, given = [], []
         for name in step.parents:
             index = done.req_id_to_index.get(name)
@@ -601,6 +607,15 @@ class Speculation:
         if names:
             counts = [len(step.parents[name]) for name in names]
             self._learn(names, np.asarray(counts, dtype=np.int64), given)
+
+    def _round(self, output: SchedulerOutput, done: ModelRunnerOutput) -> Iterator[Verified]:
+        """What became of the trees of everybody who decoded in a step."""
+        drafts = output.scheduled_spec_decode_tokens
+        for name, scheduled in output.num_scheduled_tokens.items():
+            offered, index = len(drafts.get(name, ())), done.req_id_to_index.get(name)
+            given = [] if index is None else done.sampled_token_ids[index]
+            if given and scheduled == 1 + offered:
+                yield Verified(name, offered, len(given) - 1)
 
     def _given(self, done: ModelRunnerOutput) -> list[tuple[int, int]]:
         """Of each request that got tokens how many, and how many it lacked to its longest."""

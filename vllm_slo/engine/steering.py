@@ -28,6 +28,7 @@ from vllm_slo.engine.profile import find_profile
 from vllm_slo.engine.state import INTERVAL_S, StatePublisher, state_of
 from vllm_slo.engine.step_clock import StepClock
 from vllm_slo.engine.step_planner import Nudge, StepPlanner
+from vllm_slo.engine.tenants import TenantShares
 from vllm_slo.engine.views import Tracked
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, has_slo_key
@@ -68,6 +69,7 @@ class Steering:
         bearable: a TPOT -> how many requests typical steps keep it for, and what decoding is then
             like.
         best_effort: in which order requests without a promise are served; None: as they arrive.
+        tenants: whose drafts are verified beyond what objectives need; None: the likeliest.
 
     Raises:
         ConfigError, ProfileError: the configuration cannot be used.
@@ -127,6 +129,8 @@ class Steering:
         self.without_trees()
         ordered = self.config.best_effort.order != "fcfs"
         self.best_effort = BestEffort(self, self.config) if ordered else None
+        fair = self.config.speculation.share == "tenants"
+        self.tenants = TenantShares(self) if fair else None
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
         if self._publisher is not None:
