@@ -107,6 +107,14 @@ def test_with_one_place_a_newcomer_has_it_until_its_work_is_known(engine: Make) 
     one.run()
     assert ended(one) == ["long", "short"]  # it was known, and left its place: not taken again
 
+    one = engine("laps_sd", best_effort={"preempt_known": True})
+    one.add("long", 30, 300, declared(300), acceptance=0.5)
+    for _ in range(40):
+        one.step()
+    one.add("short", 30, 20, declared(20), acceptance=0.5)
+    one.run()
+    assert ended(one) == ["short", "long"]
+
     one = engine("laps_sd", best_effort={"stable_rounds": 500})
     one.add("long", 30, 300, declared(300), acceptance=0.5)
     for _ in range(40):

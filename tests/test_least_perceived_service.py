@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -205,6 +206,11 @@ def test_a_settled_request_keeps_its_place() -> None:
     assert LAPS.give_way(LAPS.rank([known, waiting("r2")]), 0, 0) == ("r1",)
     settled = known._replace(settled=True)
     assert LAPS.give_way(LAPS.rank([settled, waiting("r2")]), 0, 0) == ()
+    bold = replace(LAPS, preempt_known=True)
+    assert bold.give_way(bold.rank([settled, waiting("r2")]), 0, 0) == ("r1",)
+    assert bold.give_way(bold.rank([settled, waiting("r2", remaining_s=29.0)]), 0, 0) == ("r1",)
+    costly = settled._replace(kept_s=2.0)
+    assert bold.give_way(bold.rank([costly, waiting("r2", remaining_s=29.0)]), 0, 0) == ()
 
 
 def test_no_place_is_taken_that_would_not_be_enough() -> None:

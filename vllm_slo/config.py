@@ -133,6 +133,12 @@ class BestEffortConfig(BaseModel):
         description="How many times the service of a queue the next one takes (M), above 1 to "
         "1000. Scope: server. Too high: most requests share a queue.",
     )
+    preempt_known: bool = Field(
+        default=False,
+        description="Whether a request whose remaining work is known can lose its place to a "
+        "shorter one that comes later; false: as in the paper, never. Scope: server, laps_sd. "
+        "True: requests wait less where they keep coming, and more KV is computed again.",
+    )
     stable_rounds: int = Field(
         default=3,
         ge=2,

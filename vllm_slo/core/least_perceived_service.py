@@ -16,7 +16,9 @@ The paper schedules one request at a time. Here a batch has many *places*, and i
   it. For one that does not hold its KV this includes computing it again.
 * All who hold places run in every step. A place is taken from a request only where one in a higher
   queue has none, or in the same one a perceptible one that is known to be shorter; and never from a
-  perceptible one that was left its place, or given one, since it became so.
+  perceptible one that was left its place, or given one, since it became so. The paper does not
+  preempt those because moving their KV takes long; where arrivals never cease, ``preempt_known``
+  (their places can be taken as well, what that costs being counted) waits less.
 * Taking a place drops KV, which costs a prefill: a request keeps it until its rounds since it
   began took as long as that would. So no more than half of the time goes into doing work again, and
   everybody gets ahead who has a place.
@@ -187,11 +189,13 @@ class ServiceOrder:
         policy: see the module; `fcfs` keeps what arrived first in front.
         queues: thresholds.
         ageing_s: seconds after which waiting counts, at the least.
+        preempt_known: whether places of perceptible requests can be taken at any time.
     """
 
     policy: BestEffortOrder
     queues: ServiceQueues = ServiceQueues()
     ageing_s: float = 30.0
+    preempt_known: bool = False
 
     def rank(self, views: Iterable[ServiceView]) -> list[ServiceView]:
         """Serving order, the most urgent first."""
@@ -268,7 +272,7 @@ class ServiceOrder:
         """Whether a request's place may be taken at all."""
         if self.policy not in ("laps_sd", "las") or not view.placed:
             return False
-        fixed = view.settled and self.policy == "laps_sd"
+        fixed = view.settled and self.policy == "laps_sd" and not self.preempt_known
         return not fixed and view.progress_s >= view.kept_s
 
     def _goes_before(self, view: ServiceView, placed: ServiceView) -> bool:

@@ -86,7 +86,7 @@ class BestEffort:
         self.steering = steering
         chosen = config.best_effort
         queues = ServiceQueues(chosen.queues, chosen.first_queue_s, chosen.queue_ratio)
-        self.order = ServiceOrder(chosen.order, queues, config.ageing_s)
+        self.order = ServiceOrder(chosen.order, queues, config.ageing_s, chosen.preempt_known)
         median = QuantileForecaster(steering.lengths)
         self.lengths: LengthForecaster = median
         if chosen.output_length == "learnt":
