@@ -16,6 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "vllm_slo"
 
 POLICY = {"vllm_slo.core", "vllm_slo.slo", "vllm_slo.config", "vllm_slo.errors"}
+DRAFT_LINK = {"vllm_slo.draft_socket", "vllm_slo.draft_wire"}
 
 # Module prefix -> the local prefixes it may import, besides itself. The longest prefix decides.
 LOCAL_LAW: dict[str, set[str]] = {
@@ -35,9 +36,12 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.profiles": {"vllm_slo.core", "vllm_slo.errors"},
     "vllm_slo.serve_args": {"vllm_slo.config", "vllm_slo.errors", "vllm_slo.tiny"},
     "vllm_slo.tiny": {"vllm_slo.errors"},
+    "vllm_slo.draft_wire": {"vllm_slo.errors"},
+    "vllm_slo.draft_socket": {"vllm_slo.draft_wire", "vllm_slo.errors"},
     "vllm_slo.bench": POLICY
     | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine": POLICY
+    | DRAFT_LINK
     | {"vllm_slo.http_slo", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine.cpu_alias": set(),
     "vllm_slo.router": POLICY | {"vllm_slo.http_slo", "vllm_slo.serve_args"},
@@ -50,6 +54,7 @@ LOCAL_LAW: dict[str, set[str]] = {
         "vllm_slo.engine.plugin",
         "vllm_slo.engine.state",
     },
+    "vllm_slo.router.draft_server": POLICY | DRAFT_LINK | {"vllm_slo.engine.draft_engine"},
     "vllm_slo.sim": POLICY
     | {
         "vllm_slo.profiles",
@@ -89,6 +94,9 @@ CLOSED: dict[str, set[str]] = {
     "vllm_slo.config": {"pydantic", "yaml"},
     "vllm_slo.profiles": {"numpy"},
     "vllm_slo.http_slo": set(),
+    "vllm_slo.draft_wire": {"msgspec"},
+    "vllm_slo.draft_socket": {"zmq"},
+    "vllm_slo.engine.draft_link": {"zmq"},
     "vllm_slo.serve_args": {"yaml"},
     "vllm_slo.yaml_nodes": {"yaml"},
     "vllm_slo.house_style": {"rich"},
