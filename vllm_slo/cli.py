@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
     "profile": ("vllm_slo.engine.profile", "measure a model's step times on this machine"),
     "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
+    "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),
 }
 """Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "serve":
             replicas = import_module(REPLICAS)
             return int((replicas if replicas.asked_for(args) else module).run(args, rest))
+        if args.command == "draft-server":
+            return int(module.run(args, rest))
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return int(module.run(args))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -349,8 +349,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Draft until SIGTERM or SIGINT.
+def run(args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
+    """Draft until SIGTERM or SIGINT; then the process ends with status 0.
 
     Raises:
         VllmSLOError: a flag cannot be used, or the model cannot be loaded.
@@ -364,8 +364,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     token = read_token(args.token_file)
     derive_keys(token)  # refused before a model is loaded
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    logger.setLevel(logging.INFO)
     # Nothing else of this package needs vLLM, and `--help` should not wait for it.
     engine = import_module("vllm_slo.engine.draft_engine").DraftEngine(
         args.model, rest, max_sessions=args.max_sessions
@@ -387,7 +388,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     finally:
         link.close()
         engine.close()
-    return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing is left but to take torch down, which is seconds
 
 
 class _Stop:
