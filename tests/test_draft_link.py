@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -181,10 +182,33 @@ def test_what_a_drafter_cannot_take_is_left_out(
     assert not link.faults
 
 
+def test_a_new_session_takes_no_place_that_is_needed_in_its_round(link: DraftLink) -> None:
+    with raw(link, max_sessions=2) as drafter:
+        seen = []
+        for asked in ("a", "b", "ca"):
+            asks = {name: DraftAsk([1, 2, 3], 1) for name in asked}
+            with aside(lambda: seen.append(answer_well(drafter))):
+                assert set(link.exchange({"raw": asks}, deadline_s=SOON_S).answers) == set(asked)
+        assert [(each.session, each.keep) for each in seen[-1].asks] == [(0, 3), (2, 0)]
+        assert seen[-1].ended == [1]
+
+
 def test_grants_are_bounded_by_the_verifier() -> None:
     with new_link(max_grant=2) as link, drafting(link.address, "a"):
         until_ready(link, "a")
         assert len(ask(link, "a", grant=50).answers["s"].tokens) == 2
+
+
+def test_an_empty_draft_is_as_good_as_none(link: DraftLink) -> None:
+    def have_nothing() -> None:
+        draft = drafter.hear()
+        assert isinstance(draft, Draft)
+        drafter.say(drafter.drafted(draft, answer_to(draft, tokens=[], probabilities=[])))
+
+    with raw(link) as drafter, aside(have_nothing):
+        done = ask(link, "raw")
+    assert (done.answers, done.late) == ({}, ())
+    assert not link.faults
 
 
 def test_a_session_that_the_drafter_lost_comes_back(link: DraftLink) -> None:
@@ -495,6 +519,18 @@ def test_who_keeps_sending_nonsense_is_ignored(link: DraftLink, frames: tuple[by
         assert link.faults == {Fault.MALFORMED: FAULTS}, "not even read"
 
 
+def test_a_good_answer_makes_up_for_nonsense(link: DraftLink) -> None:
+    with raw(link) as drafter:
+        for _ in range(2):
+            for _ in range(FAULTS - 1):
+                drafter.send(b"nonsense")
+            with aside(lambda: answer_well(drafter)):
+                assert ask(link, "raw").answers
+            link.exchange({}, ["s"], deadline_s=0.0)
+            drafter.hear()
+        assert link.faults == {Fault.MALFORMED: 2 * (FAULTS - 1)}
+
+
 def test_nonsense_while_it_is_waited_for_ends_the_wait(link: DraftLink) -> None:
     def send_nonsense() -> None:
         drafter.hear()
@@ -599,6 +635,19 @@ def test_a_late_answer_is_not_taken_for_the_next(link: DraftLink) -> None:
     assert link.faults == {Fault.LATE: 1, Fault.STALE_ROUND: 1}
 
 
+def test_with_a_late_answer_earlier_ones_are_not_waited_for(link: DraftLink) -> None:
+    with raw(link) as drafter:
+        rounds = []
+        for _ in range(2):
+            ask(link, "raw", deadline_s=0.01)
+            rounds.append(drafter.hear())
+        for late in reversed(rounds):
+            assert isinstance(late, Draft)
+            drafter.say(drafter.drafted(late))
+        until(link, lambda: link.faults[Fault.REPLAYED])
+    assert link.faults == {Fault.LATE: 2, Fault.STALE_ROUND: 1, Fault.REPLAYED: 1}
+
+
 def test_a_slow_drafter_is_suspended_and_found_again(link: DraftLink) -> None:
     with drafting(link.address, "a", drafter=EchoDrafter(0.3)) as drafter:
         until_ready(link, "a")
@@ -661,8 +710,8 @@ class SlowWay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets = [self._listener]
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -670,17 +719,34 @@ class SlowWay:
                 inner, _ = self._listener.accept()
                 outer = socket.create_connection(("127.0.0.1", self._target))
                 self._sockets += [inner, outer]
-                for pair in ((inner, outer), (outer, inner)):
-                    self._threads.append(threading.Thread(target=self._relay, args=pair))
-                    self._threads[-1].start()
+                for source, sink in ((inner, outer), (outer, inner)):
+                    held: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
+                    self._start(self._read, source, held)
+                    self._start(self._write, sink, held)
 
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
+    def _start(self, work: Callable[..., None], *given: object) -> None:
+        self._threads.append(threading.Thread(target=work, args=given))
+        self._threads[-1].start()
+
+    def _read(self, source: socket.socket, held: SimpleQueue[tuple[float, bytes]]) -> None:
+        data = b"more"
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""
+            held.put((time.monotonic() + self._delay_s, data))
+
+    def _write(self, sink: socket.socket, held: SimpleQueue[tuple[float, bytes]]) -> None:
         with suppress(OSError):
-            while data := source.recv(1 << 16):
-                threading.Timer(self._delay_s, sink.sendall, [data]).start()
+            while True:
+                due_s, data = held.get()
+                time.sleep(max(due_s - time.monotonic(), 0.0))
+                if not data:
+                    return
+                sink.sendall(data)
 
     def close(self) -> None:
-        time.sleep(2 * self._delay_s)
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -691,8 +757,10 @@ class SlowWay:
 
 def test_drafters_are_given_less_time_by_what_the_way_takes(link: DraftLink) -> None:
     """50 ms each way, a deadline of 250 ms, a drafter that takes all the time it gets."""
-    way = SlowWay(link.address, 0.05)
-    with drafting(way.address, "far", drafter=UsesAllTime()):
+    with (
+        closing(SlowWay(link.address, 0.05)) as way,
+        drafting(way.address, "far", drafter=UsesAllTime()),
+    ):
         until_ready(link, "far")
         late = []
         for size in range(1, 13):
@@ -702,7 +770,6 @@ def test_drafters_are_given_less_time_by_what_the_way_takes(link: DraftLink) -> 
         assert 1 <= len(late) <= 5
         assert done.answers["s"].tokens == echo([1] * 12, 3)
         assert view(link, "far").link_s >= 0.1  # type: ignore[union-attr]
-    way.close()
 
 
 # --- drafters and verifiers that come and go -----------------------------------------------------
@@ -722,7 +789,8 @@ def test_nobody_waits_for_who_is_gone(link: DraftLink) -> None:
         until_ready(link, "a")
         assert ask(link, "a").answers
     ask(link, "a", deadline_s=0.5)
-    assert not view(link, "a").up  # type: ignore[union-attr]
+    gone = view(link, "a")
+    assert gone is not None and (gone.up, gone.sessions) == (False, 0)
     begun_s = time.monotonic()
     assert ask(link, "a", deadline_s=60.0).skipped == ("a",)
     assert time.monotonic() - begun_s < SOON_S

@@ -17,6 +17,7 @@ from vllm_slo import cli, tiny
 from vllm_slo.core.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.draft_socket import TOKEN_VARIABLE
 from vllm_slo.engine.draft_link import DraftLink
+from vllm_slo.serve_args import runs_on_cpu
 
 TOKEN = "a token of the tests' own"
 VOCAB = 2048
@@ -93,6 +94,7 @@ def test_the_engine_is_told_what_suits_drafting_unless_the_user_says_otherwise()
     assert said.async_scheduling is False
     assert said.logprobs_mode == "processed_logprobs"
     assert said.max_num_seqs == 5
+    assert said.block_size == (32 if runs_on_cpu() else None)
     assert said.kv_cache_memory_bytes == 1 << 30
     flags = ["--max-num-seqs", "9", "--kv-cache-memory-bytes", "4096", "--block-size=64"]
     told = engine_arguments("tiny-middle", flags, max_sessions=5)

@@ -17,7 +17,7 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -300,7 +300,7 @@ class DraftLink:
             model=hello.model,
             max_model_len=hello.max_model_len,
             max_sessions=hello.max_sessions,
-            sessions=len(peer.sent),
+            sessions=len(peer.sent) if peer.up else 0,
             up=peer.up,
             suspended=peer.attendance.suspended,
             ignored=peer.conduct.ignored(now_s),
@@ -334,7 +334,7 @@ class DraftLink:
         one message beside others, which come with the next round.
 
         Args:
-            asks: by drafter, by session.
+            asks: by drafter, by session; one session is asked of one drafter.
             ended: sessions that are over; those of an earlier call need not be named again.
             deadline_s: seconds from now.
         """
@@ -345,7 +345,7 @@ class DraftLink:
         self._answers, self._answered = {}, {}
         self._end(ended)
         asked, late, skipped = self._ask_all(asks, end_s)
-        self._tell_ended(asked)
+        self._tell_ended()
         sent_s = self._clock.monotonic_s()
         self._waits = True
         self._await(asked, end_s)
@@ -432,10 +432,10 @@ class DraftLink:
             for peer in self._peers.values():
                 peer.sent.end(session)
 
-    def _tell_ended(self, asked: Collection[str]) -> None:
-        """What is over, to who was sent nothing in this round; that takes no answer."""
-        for name, peer in self._peers.items():
-            if peer.sent.ended and name not in asked and peer.up and not peer.attendance.suspended:
+    def _tell_ended(self) -> None:
+        """What is over, to who has not been told with its asks; that takes no answer."""
+        for peer in self._peers.values():
+            if peer.sent.ended and peer.up and not peer.attendance.suspended:
                 self._send_draft(peer, 0.0, [])
 
     def _send_draft(self, peer: _Peer, deadline_s: float, asks: list[Ask]) -> bool:
