@@ -127,7 +127,7 @@ class DraftEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt = tokens_input([int(token) for token in ask.prefix])
+            prompt = tokens_input(list(ask.prefix))
             return self._engine.add_request(name, prompt, params)
         except (
             ValueError,
