@@ -60,17 +60,19 @@ class EchoDrafter:
     Attributes:
         delay_s: to take for each round, whatever the deadline.
         prefixes: all that it was asked to go on from.
+        interruptions: whether each round was wanted no more after that time.
     """
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
         self.prefixes: list[list[int]] = []
+        self.interruptions: list[bool] = []
 
     def draft(
         self, asks: Sequence[DraftAsk], deadline_s: float, interrupted: Callable[[], bool]
     ) -> list[DraftTokens]:
         time.sleep(self.delay_s)
-        interrupted()
+        self.interruptions.append(interrupted())
         self.prefixes += [list(ask.prefix) for ask in asks]
         return [DraftTokens(echo(a.prefix, a.grant), [0.5] * a.grant) for a in asks]
 

@@ -29,11 +29,21 @@ from vllm_slo.core import drafter_standing
 from vllm_slo.core.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.core.drafter_standing import FAULTS, IGNORED_S, MISSES
 from vllm_slo.draft_socket import TOKEN_VARIABLE, KeyPair, LinkKeys, derive_keys, drafter_socket
-from vllm_slo.draft_wire import Answer, Draft, Ping, Pong, Refused, Welcome, encode
+from vllm_slo.draft_wire import (
+    MAX_ANSWER_BYTES,
+    Answer,
+    Draft,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+    encode,
+)
 from vllm_slo.engine import draft_link
 from vllm_slo.engine.draft_link import SPARE_MESSAGES, DrafterView, DraftLink, Exchange, Fault
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import draft_server
+from vllm_slo.router.draft_server import VerifierLink
 
 SOON_S = 10.0
 """What should come at once has come by then."""
@@ -185,7 +195,7 @@ def test_what_a_drafter_cannot_take_is_left_out(
 def test_a_new_session_takes_no_place_that_is_needed_in_its_round(link: DraftLink) -> None:
     with raw(link, max_sessions=2) as drafter:
         seen = []
-        for asked in ("a", "b", "ca"):
+        for asked in ("c", "b", "ac"):
             asks = {name: DraftAsk([1, 2, 3], 1) for name in asked}
             with aside(lambda: seen.append(answer_well(drafter))):
                 assert set(link.exchange({"raw": asks}, deadline_s=SOON_S).answers) == set(asked)
@@ -225,6 +235,17 @@ def test_a_session_that_the_drafter_lost_comes_back(link: DraftLink) -> None:
             with aside(lose):
                 assert ask(link, "raw").answers == {}
         assert numbers == [(0, 0), (1, 0)]
+    assert not link.faults
+
+
+def test_a_drafter_says_what_it_lost_and_drafts_the_rest(link: DraftLink) -> None:
+    with drafting(link.address, "a"):
+        until_ready(link, "a")
+        link._peers["a"].sent.change("ghost", [1, 2, 3], 99)  # as if it had been sent
+        asks = {"a": {"ghost": DraftAsk([1, 2, 3, 4], 2), "s": DraftAsk([5], 2)}}
+        assert set(link.exchange(asks, deadline_s=SOON_S).answers) == {"s"}
+        done = link.exchange(asks, deadline_s=SOON_S)
+        assert done.answers["ghost"].tokens == echo([1, 2, 3, 4], 2)
     assert not link.faults
 
 
@@ -316,7 +337,6 @@ def test_a_refused_drafter_says_so_and_asks_again(
             until(link, lambda: link.faults[Fault.REFUSED_HELLO] > 1)
             assert "refuses: the verifier has 1 draft servers already" in caplog.text
             first.close()
-            ask(link, "a", deadline_s=0.2)
             until_ready(link, "b")
             assert [found.name for found in link.drafters] == ["b"], "who is gone makes room"
 
@@ -501,6 +521,19 @@ def test_nothing_is_heard_before_a_hello(link: DraftLink) -> None:
     drafter.close()
 
 
+def test_a_message_too_large_ends_the_connection(link: DraftLink) -> None:
+    """Nobody holds it in memory until it is whole."""
+    with raw(link) as drafter:
+        drafter.send(b"\xc1" * (MAX_ANSWER_BYTES - 100))  # encryption takes some
+        until(link, lambda: link.faults == {Fault.MALFORMED: 1})
+        drafter.send(b"\xc1" * (MAX_ANSWER_BYTES + 1))
+        until(
+            link, lambda: not link.exchange({"raw": {"s": DraftAsk([1], 1)}}, deadline_s=0.01).times
+        )
+        assert not view(link, "raw").up  # type: ignore[union-attr]
+        assert link.faults[Fault.MALFORMED] == 1
+
+
 @pytest.mark.parametrize(
     "frames", [(b"",), (b"\xc1" * 50,), (b"a", b"b"), (secrets.token_bytes(999),)]
 )
@@ -635,6 +668,16 @@ def test_a_late_answer_is_not_taken_for_the_next(link: DraftLink) -> None:
     assert link.faults == {Fault.LATE: 1, Fault.STALE_ROUND: 1}
 
 
+def test_a_newer_round_takes_the_place_of_an_older(link: DraftLink) -> None:
+    """The drafter is told in the middle of the older, whose tokens it keeps and does not answer."""
+    with drafting(link.address, "a", drafter=EchoDrafter(0.3)) as drafter:
+        until_ready(link, "a")
+        ask(link, "a", [1, 2], deadline_s=0.05)
+        assert ask(link, "a", [1, 2, 3]).answers["s"].tokens == echo([1, 2, 3], 3)
+        assert drafter.interruptions == [True, False]
+    assert link.faults == {Fault.LATE: 1}
+
+
 def test_with_a_late_answer_earlier_ones_are_not_waited_for(link: DraftLink) -> None:
     with raw(link) as drafter:
         rounds = []
@@ -672,6 +715,15 @@ def test_a_silent_drafter_is_called_and_found_again(link: DraftLink) -> None:
         assert view(link, "raw").suspended  # type: ignore[union-attr]
         drafter.say(Pong())
         until_ready(link, "raw")
+
+
+def test_drafters_answer_when_they_are_called(link: DraftLink) -> None:
+    with drafting(link.address, "a"):
+        until_ready(link, "a")
+        for _ in range(MISSES):
+            link._peers["a"].attendance.missed(time.monotonic())
+        assert view(link, "a").suspended  # type: ignore[union-attr]
+        until_ready(link, "a")
 
 
 def test_a_drafter_whose_queue_is_full_costs_no_wait(
@@ -762,13 +814,14 @@ def test_drafters_are_given_less_time_by_what_the_way_takes(link: DraftLink) -> 
         drafting(way.address, "far", drafter=UsesAllTime()),
     ):
         until_ready(link, "far")
-        late = []
+        late = 0
         for size in range(1, 13):
             done = ask(link, "far", [1] * size, deadline_s=0.25)
-            late += done.late
+            late += len(done.late)
+            if not done.late:
+                assert done.answers["s"].tokens == echo([1] * size, 3)
             until(link, lambda: view(link, "far").ready and not link._peers["far"].owed)  # type: ignore[union-attr]
-        assert 1 <= len(late) <= 5
-        assert done.answers["s"].tokens == echo([1] * 12, 3)
+        assert 1 <= late <= 8, "at first; a busy machine may add some"
         assert view(link, "far").link_s >= 0.1  # type: ignore[union-attr]
 
 
@@ -859,13 +912,50 @@ def test_a_verifier_that_restarts_is_found_again(
         ask(link, "a", [1, 2])
         link.close()
         again = new_link(address)
-        link.bind = again.bind  # type: ignore[method-assign]
         with again:
             until_ready(again, "a")
             assert ask(again, "a", [1, 2, 3]).answers["s"].tokens == echo([1, 2, 3], 3)
         assert drafter.prefixes == [[1, 2], [1, 2, 3]]
     said = [record.getMessage().rpartition(f"{address} ")[2] for record in caplog.records]
     assert said[:3] == ["is there", "is gone; looking for it", "is there"]
+
+
+def test_drafts_for_an_earlier_verifier_are_not_sent_to_the_next(link: DraftLink) -> None:
+    with drafting(link.address, "a", drafter=EchoDrafter(0.6)) as drafter:
+        until_ready(link, "a")
+        ask(link, "a", deadline_s=0.05)
+        address = link.address
+        link.close()
+        again = new_link(address)
+        with again:
+            until_ready(again, "a")
+            assert drafter.prefixes, "it has drafted"
+            drafter.delay_s = 0.0
+            assert ask(again, "a").answers
+            assert not again.faults
+
+
+def test_two_ends_that_disagree_begin_anew(link: DraftLink) -> None:
+    """As after a welcome that got lost: the drafter says hello again."""
+    with drafting(link.address, "a"):
+        until_ready(link, "a")
+        ask(link, "a")
+        link._peers["a"].epoch += 1
+        assert ask(link, "a", deadline_s=0.3).late == ("a",)
+        until(link, lambda: not link.drafters[0].sessions)
+        assert ask(link, "a").answers
+
+
+def test_what_an_earlier_connection_left_is_no_welcome(link: DraftLink) -> None:
+    """Read before the hello of the new connection is sent, it must not stand for its answer."""
+    drafter = VerifierLink(link.address, TOKEN, hello("a"))
+    end = time.monotonic() + SOON_S
+    while drafter._hello_due_s is None and time.monotonic() < end:
+        drafter.listen(0.05)
+    drafter._handle(Welcome(epoch=1))
+    drafter.listen(0.05)
+    until_ready(link, "a")
+    drafter.close()
 
 
 def test_something_else_at_the_address_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

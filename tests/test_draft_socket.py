@@ -13,6 +13,7 @@ from vllm_slo.draft_socket import (
     TOKEN_VARIABLE,
     check_address,
     derive_keys,
+    drafter_socket,
     read_token,
 )
 from vllm_slo.errors import ConfigError
@@ -59,6 +60,16 @@ def test_a_missing_token_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"^--token-file .*binary: not text"):
         read_token(tmp_path / "binary")
+
+
+def test_without_a_connection_nothing_is_queued() -> None:
+    """What waits for a verifier would be read by the next one."""
+    with zmq.Context() as context:
+        socket = drafter_socket(context, derive_keys(TOKEN), "tcp://127.0.0.1:1")
+        socket.connect("tcp://127.0.0.1:1")
+        with pytest.raises(zmq.Again):
+            socket.send(b"", zmq.NOBLOCK)
+        socket.close(0)
 
 
 @pytest.mark.parametrize(

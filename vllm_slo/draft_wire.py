@@ -26,7 +26,8 @@ are ignored, missing ones and values of another type make the message malformed.
    ("" where not known), how long a prefix with its draft may be, and how many sessions it holds. It
    is welcomed, or refused with a reason of one line and may try again after `RETRY_S`. Who comes
    later with the same name takes the earlier one's place.
-2. ``epoch`` is a new random number with each welcome. Both drop messages of another epoch.
+2. ``epoch`` is a new random number with each welcome. Both drop messages of another epoch, and a
+   drafter then says hello again.
 3. Sessions are numbers, never used twice in an epoch. An ask changes what the drafter holds of its
    session to ``prefix[:keep] + tokens``, a new session being empty, and asks for up to ``grant``
    tokens that go on from there, drawn at ``temperature``, 0 being greedy. Asks take effect in the

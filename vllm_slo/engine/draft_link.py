@@ -590,9 +590,15 @@ class DraftLink:
         return None
 
     def _has_room(self) -> bool:
-        """Whether one more can be taken in; one that is gone makes place."""
+        """Whether one more can be taken in; one that is gone makes place.
+
+        That it is gone may be known only when something is sent to it.
+        """
         if len(self._peers) < self._max_drafters:
             return True
+        for peer in self._peers.values():
+            if peer.up:
+                self._send(peer.identity, Ping())
         gone = next((name for name, peer in self._peers.items() if not peer.up), None)
         if gone is None:
             return False

@@ -214,6 +214,8 @@ class VerifierLink:
         self._handle(message)
 
     def _handle(self, message: FromVerifier) -> None:
+        if self._hello_due_s is not None:
+            return  # it was sent on a connection before this one, or to who was refused
         if isinstance(message, Welcome):
             self._forget()
             self._epoch = message.epoch
@@ -226,6 +228,8 @@ class VerifierLink:
             self._send(Pong())
         elif message.epoch == self._epoch:
             self._apply(message)
+        else:
+            self._hello_due_s = self._clock.monotonic_s()
 
     def _apply(self, draft: Draft) -> None:
         self._held.end(draft.ended)
