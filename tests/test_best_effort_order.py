@@ -146,6 +146,18 @@ def test_without_drafts_a_declared_length_is_perceived_at_once(engine: Make) -> 
     assert ended(one) == ["b", "c", "a"]
 
 
+def test_who_outgrew_what_was_foretold_is_about_to_end(engine: Make) -> None:
+    """As far as is known it has little left: nobody takes its place for something longer."""
+    one = engine("laps_sd", best_effort={"preempt_known": True})
+    one.add("more", 30, 90, declared(40), max_tokens=500, acceptance=0.5)
+    for _ in range(12):
+        one.step()
+    one.add("long", 30, 300, declared(300), acceptance=0.5)
+    one.run()
+    assert ended(one) == ["more", "long"]
+    assert not any("more" in (output.preempted_req_ids or ()) for output in one.history)
+
+
 def test_lengths_are_learnt_from_what_ended(engine: Make) -> None:
     """Classes of which nothing is declared: after some of each the short class goes first."""
     classes = {"classes": {"brief": {"tier": "best_effort"}, "essay": {"tier": "best_effort"}}}

@@ -15,10 +15,10 @@ The paper schedules one request at a time. Here a batch has many *places*, and i
 * A perceptible request is placed by its *remaining* work, in the queue whose thresholds enclose
   it. For one that does not hold its KV this includes computing it again.
 * All who hold places run in every step. A place is taken from a request only where one in a higher
-  queue has none, or in the same one a perceptible one that is known to be shorter; and never from a
-  perceptible one that was left its place, or given one, since it became so. The paper does not
-  preempt those because moving their KV takes long; where arrivals never cease, ``preempt_known``
-  (their places can be taken as well, what that costs being counted) waits less.
+  queue has none, or in the same one a perceptible one; from a perceptible one only where another
+  is known to be shorter, and never once it was left its place, or given one, since it became so.
+  The paper does not preempt those because moving their KV takes long; where arrivals never cease,
+  ``preempt_known`` (their places can be taken as well, what that costs being counted) waits less.
 * Taking a place drops KV, which costs a prefill: a request keeps it until its rounds since it
   began took as long as that would. So no more than half of the time goes into doing work again, and
   everybody gets ahead who has a place.
@@ -280,8 +280,8 @@ class ServiceOrder:
         if self.is_aged(view):
             return True
         mine, theirs = self.level(view), self.level(placed)
-        if mine != theirs or self.policy == "las" or view.remaining_s is None:
+        if self.policy == "las" or view.remaining_s is None:
             return mine < theirs
         if placed.remaining_s is None:
-            return True
+            return mine <= theirs
         return view.remaining_s + placed.kept_s < placed.remaining_s

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from vllm_slo.engine.steering import Steering
 
 
+OVERRUN = 0.1
+"""Of its tokens so far: what a request that outgrew its foretold length will still say."""
+
+
 class _Known:
     """A live request.
 
@@ -205,9 +209,12 @@ class BestEffort:
     def _remaining_s(self, known: _Known, request: Request) -> float | None:
         """Seconds of a request's own rounds to its end; None: nobody knows."""
         tokens, source = self._foretell(known, request)
-        if source == "cap":
-            return None
-        left = max(tokens - request.num_output_tokens, 1)
+        done = request.num_output_tokens
+        left = float(max(tokens - done, 1))
+        if source == "cap":  # nothing is known, or it got further than was foretold
+            if known.first.source == "cap":
+                return None
+            left = min(left, OVERRUN * done)
         if self._plain and known.perception.acceptance is None:
             return left * self.steering.steps.expected_model.predict_s(1)
         return known.perception.remaining_s(left)
