@@ -19,6 +19,8 @@ from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 __all__ = [
     "CONFIG_KEY",
     "DRAFT_KEY",
+    "SERVERS_KEY",
+    "TOKEN_FILE_KEY",
     "BestEffortConfig",
     "ClassConfig",
     "RoutingConfig",
@@ -33,6 +35,14 @@ CONFIG_KEY: Final = "slo_config"
 DRAFT_KEY: Final = "draft_model"
 """Key of vLLM's `--additional-config` that names the draft model, or lists several; wins over the
 YAML file."""
+
+SERVERS_KEY: Final = "draft_servers"
+"""Key of vLLM's `--additional-config` with the address where draft servers are awaited; wins over
+the YAML file."""
+
+TOKEN_FILE_KEY: Final = "draft_token_file"
+"""Key of vLLM's `--additional-config` that names the file with the token that draft servers share;
+wins over the YAML file."""
 
 MAX_POOL: Final = 4
 """Most draft models of one server."""
@@ -244,9 +254,22 @@ def check_pool(given: Any) -> None:
         raise ValueError(f"draft_model: {len(pool)} models listed; list 1 to {MAX_POOL}")
 
 
+def check_source(draft_model: Any, draft_servers: Any) -> None:
+    """Refuse drafts from two sources.
+
+    Raises:
+        ValueError: one line that names both fields.
+    """
+    if draft_model is not None and draft_servers is not None:
+        raise ValueError(
+            f"draft_servers: {draft_servers} cannot be combined with draft_model; drafts come from "
+            "servers or from models beside the served one, remove one of the two"
+        )
+
+
 class SpeculationConfig(BaseModel):
     """Token trees drafted by small models and verified by the served one; see AdaServe and, for
-    several models, SpecRouter."""
+    several models, SpecRouter. Or chains drafted by servers elsewhere; see GoodSpeed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -300,6 +323,27 @@ class SpeculationConfig(BaseModel):
         "paths one step verifies. Scope: server. Each costs one or two KV blocks of memory.",
     )
 
+    draft_servers: str | None = Field(
+        default=None,
+        description="Address where draft servers are awaited, tcp://HOST:PORT or ipc://PATH, in "
+        "place of a draft_model; unset: none are. Scope: server, one engine. Without any of them "
+        "answers are as before, a token a step; a slow one costs up to draft_deadline_ms a step.",
+    )
+    draft_deadline_ms: float = Field(
+        default=50.0,
+        gt=0.0,
+        le=60_000.0,
+        allow_inf_nan=False,
+        description="Milliseconds that a step waits for draft servers at most, above 0 to 60000. "
+        "Scope: server. Too low: drafts come too late to be of use; too high: a drafter that hangs "
+        "holds up everybody until it is suspended.",
+    )
+    draft_token_file: str | None = Field(
+        default=None,
+        description="File with the secret that draft servers share with this server, 16 characters "
+        "or more; unset: the environment variable VLLMSLO_DRAFT_TOKEN. Scope: server. Another "
+        "secret than theirs: they are not let in.",
+    )
     share: DraftShares = Field(
         default="throughput",
         description="Who gets the drafts that no objective needs. throughput: whose are likeliest "
@@ -314,6 +358,13 @@ class SpeculationConfig(BaseModel):
             return ()
         return (self.draft_model,) if isinstance(self.draft_model, str) else (*self.draft_model,)
 
+    @property
+    def source(self) -> tuple[str, str] | None:
+        """The field that says where drafts come from, and what it says; None: there are none."""
+        if self.draft_servers is not None:
+            return SERVERS_KEY, self.draft_servers
+        return (DRAFT_KEY, " ".join(self.pool)) if self.pool else None
+
     @field_validator("draft_model")
     @classmethod
     def _check_pool(cls, given: str | list[str] | None) -> str | list[str] | None:
@@ -322,6 +373,7 @@ class SpeculationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> SpeculationConfig:
+        check_source(self.draft_model, self.draft_servers)
         for what in ("depth", "width"):
             least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if least > most:
@@ -423,7 +475,8 @@ class SLOConfig(BaseModel):
     )
     speculation: SpeculationConfig = Field(
         default_factory=SpeculationConfig,
-        description="Token trees drafted by a small model (vllm-slo serve --draft-model).",
+        description="Tokens drafted by small models (vllm-slo serve --draft-model), or by servers "
+        "elsewhere (--draft-servers).",
     )
 
     @model_validator(mode="after")
@@ -490,7 +543,7 @@ class SLOConfig(BaseModel):
         Args:
             additional_config: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
                 YAML file or the mapping itself, ``draft_model`` a draft model's name or folder, or
-                a list of them.
+                a list of them, ``draft_servers`` and ``draft_token_file`` as in the YAML file.
                 Anything without these keys gives the defaults.
 
         Raises:
@@ -499,8 +552,9 @@ class SLOConfig(BaseModel):
         if not isinstance(additional_config, Mapping):
             return cls()
         config = cls._given(additional_config.get(CONFIG_KEY))
-        draft = additional_config.get(DRAFT_KEY)
-        return config if draft is None else config.with_draft(draft)
+        keys = (DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY)
+        given = {k: additional_config[k] for k in keys if additional_config.get(k) is not None}
+        return config.with_drafts(given) if given else config
 
     @classmethod
     def _given(cls, given: Any) -> SLOConfig:
@@ -508,17 +562,24 @@ class SLOConfig(BaseModel):
             return cls.load(given)
         return cls._from_data(given, CONFIG_KEY, None)
 
-    def with_draft(self, draft_model: str | list[str]) -> SLOConfig:
-        """The same configuration with another draft model, or others.
+    def with_drafts(self, given: Mapping[str, Any]) -> SLOConfig:
+        """The same configuration with drafts from elsewhere.
+
+        Args:
+            given: `DRAFT_KEY`, `SERVERS_KEY`, `TOKEN_FILE_KEY` and their values.
 
         Raises:
-            ConfigError: it is not a name, or not a list of different ones.
+            ConfigError: a value is none, or drafts would come from two sources.
         """
         try:
-            check_pool(draft_model)
+            check_pool(given.get(DRAFT_KEY))
+            for key in (SERVERS_KEY, TOKEN_FILE_KEY):
+                if not isinstance(given.get(key, ""), str):
+                    raise ValueError(f"{key}: expected a text, got {given[key]!r}")
+            speculation = self.speculation.model_copy(update=dict(given))
+            check_source(speculation.draft_model, speculation.draft_servers)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        speculation = self.speculation.model_copy(update={"draft_model": draft_model})
         return self.model_copy(update={"speculation": speculation})
 
     @classmethod

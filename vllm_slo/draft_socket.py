@@ -29,6 +29,7 @@ from vllm_slo.errors import ConfigError
 
 __all__ = [
     "MIN_TOKEN",
+    "TOKEN_FILE_FLAG",
     "TOKEN_VARIABLE",
     "ZAP_DOMAIN",
     "Context",
@@ -36,6 +37,7 @@ __all__ = [
     "LinkKeys",
     "Socket",
     "check_address",
+    "check_verifier",
     "derive_keys",
     "drafter_socket",
     "read_token",
@@ -44,6 +46,8 @@ __all__ = [
 
 TOKEN_VARIABLE: Final = "VLLMSLO_DRAFT_TOKEN"
 """Environment variable with the token; a file is given instead by a flag."""
+TOKEN_FILE_FLAG: Final = "--draft-token-file"
+"""By which a verifier is given the file; a draft server has ``--token-file``."""
 MIN_TOKEN: Final = 16
 """Characters of a token at least."""
 HEARTBEAT_S: Final = 1.0
@@ -106,8 +110,12 @@ def _key_pair(seed: bytes, role: bytes) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-def read_token(file: str | Path | None) -> str:
+def read_token(file: str | Path | None, flag: str = "--token-file") -> str:
     """The token in a file, or without one that in the environment; space around it is cut off.
+
+    Args:
+        file: its name.
+        flag: by which the user gives it.
 
     Raises:
         ConfigError: there is none, or the file cannot be read.
@@ -116,7 +124,7 @@ def read_token(file: str | Path | None) -> str:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not token:
             raise ConfigError(
-                f"--token-file: not given, and {TOKEN_VARIABLE} is not set; a draft server and its "
+                f"{flag}: not given, and {TOKEN_VARIABLE} is not set; a draft server and its "
                 "verifier share a secret, name the file that holds it"
             )
         return token
@@ -124,7 +132,7 @@ def read_token(file: str | Path | None) -> str:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"--token-file {file}: {reason}; name a file with the token") from None
+        raise ConfigError(f"{flag} {file}: {reason}; name a file with the token") from None
 
 
 def check_address(address: str, flag: str, *, connects: bool = False) -> None:
@@ -145,6 +153,21 @@ def check_address(address: str, flag: str, *, connects: bool = False) -> None:
         good = port not in ("*", "0") and found is not None and found[1] != "*"
     if not good:
         raise ConfigError(f"{flag} {address}: not an address; write tcp://HOST:PORT or ipc://PATH")
+
+
+def check_verifier(address: str, token_file: str | None, flag: str = "--draft-servers") -> None:
+    """Refuse, before a model is loaded, what a verifier cannot listen with.
+
+    Args:
+        address: where its draft servers are to connect.
+        token_file: holds the token; None: the environment does.
+        flag: by which the user gave the address.
+
+    Raises:
+        ConfigError: the address or the token cannot be used; one line.
+    """
+    check_address(address, flag)
+    derive_keys(read_token(token_file, TOKEN_FILE_FLAG))
 
 
 def verifier_socket(context: Context, keys: LinkKeys, address: str) -> Socket:

@@ -23,6 +23,7 @@ from vllm_slo.errors import ConfigError
 __all__ = [
     "BUILT_IN_DRAFTS",
     "MIDDLEWARE",
+    "REMOTE_PROPOSER",
     "SCHEDULER",
     "TINY",
     "TREE_PROPOSER",
@@ -31,6 +32,7 @@ __all__ = [
     "check_draft_folder",
     "check_vocabulary",
     "flag_of",
+    "proposer_of",
     "runs_on_cpu",
     "serve_arguments",
     "tiny_arguments",
@@ -42,6 +44,7 @@ SCHEDULER: Final = "vllm_slo.Scheduler"
 MIDDLEWARE: Final = "vllm_slo.engine.http.SLOMiddleware"
 TREE_WORKER: Final = "vllm_slo.engine.worker.TreeWorker"
 TREE_PROPOSER: Final = "vllm_slo.engine.proposers.TreeProposer"
+REMOTE_PROPOSER: Final = "vllm_slo.engine.proposers.RemoteProposer"
 TINY: Final = "tiny"
 """Name of the built-in model, and of its draft, wherever a model is named."""
 TINY_KV_BYTES: Final = 1 << 30
@@ -112,25 +115,26 @@ def tree_arguments(
     *,
     spelled: Callable[[str], str] = str,
 ) -> dict[str, Any]:
-    """The arguments of vLLM's engine with which it verifies trees; none without a draft model.
+    """The arguments of vLLM's engine with which it verifies trees; none without drafts.
 
     Args:
-        speculation: names the draft model, or none.
+        speculation: says where drafts come from, if any do.
         given: names of the arguments that the user gave.
         spelled: how the user writes such a name.
 
     Raises:
         ConfigError: the user gave one that trees need for themselves.
     """
-    if not speculation.pool:
+    if speculation.source is None:
         return {}
+    field, said = speculation.source
     for name in _REFUSED_WITH_DRAFT:
         if name in given:
             raise ConfigError(
-                f"{spelled('draft_model')} {' '.join(speculation.pool)}: cannot be combined with "
-                f"{spelled(name)}, which a draft model sets; remove one of the two"
+                f"{spelled(field)} {said}: cannot be combined with {spelled(name)}, which drafts "
+                "set for themselves; remove one of the two"
             )
-    spec = {"method": "custom_class", "model": TREE_PROPOSER}
+    spec = {"method": "custom_class", "model": proposer_of(speculation)}
     defaults = _CPU_DEFAULTS if runs_on_cpu() else _CUDA_DEFAULTS
     return {
         "worker_cls": TREE_WORKER,
@@ -141,6 +145,11 @@ def tree_arguments(
             if name not in given and _ALSO_SAID_BY.get(name) not in given
         },
     }
+
+
+def proposer_of(speculation: SpeculationConfig) -> str:
+    """The class that drafts, by the name that ``--speculative-config`` gives it."""
+    return TREE_PROPOSER if speculation.draft_servers is None else REMOTE_PROPOSER
 
 
 def flag_of(name: str) -> str:

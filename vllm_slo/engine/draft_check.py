@@ -20,17 +20,19 @@ from vllm_slo.config import SpeculationConfig
 from vllm_slo.errors import ConfigError
 from vllm_slo.serve_args import (
     SCHEDULER,
-    TREE_PROPOSER,
     TREE_WORKER,
     check_draft_folder,
     check_vocabulary,
     flag_of,
+    proposer_of,
 )
 
-__all__ = ["check_draft", "check_flags"]
+__all__ = ["check_draft", "check_flags", "token_ids"]
 
 _FIELD: Final = "speculation.draft_model"
+_SERVERS_FIELD: Final = "speculation.draft_servers"
 _WITHOUT: Final = "serve it without a draft model"
+_WITHOUT_SERVERS: Final = "serve it without draft servers"
 _SCHEDULERS: Final = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
 _WORKERS: Final = (
     TREE_WORKER,
@@ -48,9 +50,10 @@ _TOKENIZER_FILES: Final = (
 def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
     """Refuse an engine, or a draft model, with which trees would fail or be wrong.
 
-    One of several that cannot be reached or read is not refused: it will not be loaded. Needs no
-    weights; reads the configuration and the tokenizer of each draft model. Data
-    parallelism, tensor parallelism, LoRA and structured output are fine.
+    One of several draft models that cannot be reached or read is not refused: it will not be
+    loaded. Draft servers are judged when they say hello. Needs no weights; reads the configuration
+    and the tokenizer of each draft model. Data parallelism (without draft servers), tensor
+    parallelism, LoRA and structured output are fine.
 
     Args:
         vllm_config: of the engine, complete.
@@ -62,6 +65,10 @@ def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
     check_flags(vllm_config, config)
     _check_engine(vllm_config)
     target = vllm_config.model_config
+    if config.draft_servers is not None:
+        _check_single(vllm_config)
+        _check_model(target, "the served model", _WITHOUT_SERVERS, _SERVERS_FIELD)
+        return
     _check_model(target, "the served model", _WITHOUT)
     unread = []
     for name in config.pool:
@@ -89,15 +96,15 @@ def check_flags(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
     Raises:
         ConfigError: names the flag that is missing or of another value, and its value.
     """
-    if not config.pool:
+    if config.source is None:
         raise ConfigError(f"{_FIELD}: not set; name one with --draft-model or in the YAML file")
-    spec = vllm_config.speculative_config
-    if spec is None or spec.method != "custom_class" or spec.model != TREE_PROPOSER:
-        raise _missing("speculative-config", f'\'{{"model": "{TREE_PROPOSER}", ...}}\'')
+    spec, proposer = vllm_config.speculative_config, proposer_of(config)
+    if spec is None or spec.method != "custom_class" or spec.model != proposer:
+        raise _missing(config, "speculative-config", f'\'{{"model": "{proposer}", ...}}\'')
     if not _is_ours(vllm_config.parallel_config.worker_cls, _WORKERS):
-        raise _missing("worker-cls", TREE_WORKER)
+        raise _missing(config, "worker-cls", TREE_WORKER)
     if not _is_ours(vllm_config.scheduler_config.scheduler_cls, _SCHEDULERS):
-        raise _missing("scheduler-cls", SCHEDULER)
+        raise _missing(config, "scheduler-cls", SCHEDULER)
     if spec.num_speculative_tokens < config.max_nodes:
         raise ConfigError(
             f"num_speculative_tokens: {spec.num_speculative_tokens} is below "
@@ -105,10 +112,12 @@ def check_flags(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
         )
 
 
-def _missing(flag: str, value: str) -> ConfigError:
+def _missing(config: SpeculationConfig, flag: str, value: str) -> ConfigError:
+    who, ours = "a draft model needs", "--draft-model D"
+    if config.draft_servers is not None:
+        who, ours = "draft servers need", f"--draft-servers {config.draft_servers}"
     return ConfigError(
-        f"--{flag}: a draft model needs --{flag} {value}; 'vllm-slo serve MODEL --draft-model D' "
-        "sets all flags"
+        f"--{flag}: {who} --{flag} {value}; 'vllm-slo serve MODEL {ours}' sets all flags"
     )
 
 
@@ -157,6 +166,16 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             )
 
 
+def _check_single(vllm_config: VllmConfig) -> None:
+    """Draft servers have one address to connect to, which one engine listens on."""
+    engines = vllm_config.parallel_config.data_parallel_size
+    if engines > 1:
+        raise ConfigError(
+            f"--data-parallel-size {engines}: draft servers draft for one engine; remove it, or "
+            f"{_WITHOUT_SERVERS}"
+        )
+
+
 def _check_platform(vllm_config: VllmConfig) -> None:
     if current_platform.is_cpu():
         return
@@ -173,10 +192,10 @@ def _check_platform(vllm_config: VllmConfig) -> None:
 # --- models --------------------------------------------------------------------------------------
 
 
-def _check_model(model: ModelConfig, who: str, fix: str) -> None:
+def _check_model(model: ModelConfig, who: str, fix: str, field: str = _FIELD) -> None:
     for what, applies in _UNSUPPORTED.items():
         if applies(model):
-            raise ConfigError(f"{_FIELD}: {who} {what}, which trees cannot verify; {fix}")
+            raise ConfigError(f"{field}: {who} {what}, which trees cannot verify; {fix}")
 
 
 def _slides(model: ModelConfig) -> bool:
@@ -239,13 +258,18 @@ def _check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
         draft.model,
         draft.get_vocab_size(),
         target.get_vocab_size(),
-        _token_ids(target, draft.model),
-        _token_ids(target, target.tokenizer),
+        token_ids(target, draft.model),
+        token_ids(target, target.tokenizer),
     )
 
 
-def _token_ids(target: ModelConfig, name: str) -> dict[str, int]:
-    """Ids of a tokenizer's tokens; empty where there is no tokenizer to be had."""
+def token_ids(target: ModelConfig, name: str) -> dict[str, int]:
+    """Ids of a tokenizer's tokens; empty where there is no tokenizer to be had.
+
+    Args:
+        target: the served model, which says how tokenizers are loaded.
+        name: name or folder of the tokenizer.
+    """
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         return {}

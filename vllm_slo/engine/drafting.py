@@ -7,18 +7,21 @@ The worker runs them and reports what it saw; here that is learnt from, and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
 from vllm_slo.config import SpeculationConfig
 from vllm_slo.core.draft_calibration import DraftCalibration
 from vllm_slo.core.model_chain import DraftLoad, ModelChains, Plan
-from vllm_slo.engine.trees import NO_DRAFT, DraftingReport
+from vllm_slo.engine.tenants import Verified
+from vllm_slo.engine.trees import NO_DRAFT, DraftingReport, DraftTrees, Grant
 
 if TYPE_CHECKING:
     from vllm_slo.engine.steering import Steering
@@ -53,6 +56,87 @@ class Candidate:
     probabilities: Floats
 
 
+class Drafts(Protocol):
+    """Where the drafts of an engine come from, as `engine.speculation` sees it: draft models beside
+    the served one (`Drafting`), or draft servers (`engine.remote_drafting`)."""
+
+    @property
+    def plan(self) -> Plan:
+        """What is drafted after the step that is being planned."""
+
+    @property
+    def typical(self) -> Floats:
+        """(depths, width) path probabilities of what is drafted now, typically."""
+
+    def nothing(self) -> None:
+        """After the next step nothing is drafted."""
+
+    def decide(self, load: DraftLoad) -> None:
+        """Choose what is drafted after the next step."""
+
+    def grants(self, requests: Sequence[Request], /) -> dict[str, Grant]:
+        """What draft servers are to draft for the requests that get tokens in a step."""
+
+    def deadline_s(self, output: SchedulerOutput, /) -> float:
+        """How long a step may wait for what was granted."""
+
+    def ahead_s(self, requests: int, /) -> Floats:
+        """(depths,) seconds of drafting for so many requests, by how far ahead."""
+
+    def author(self, drafts: DraftTrees, request_id: str, /) -> int:
+        """Whose candidates have come for a request: `Candidate.model`."""
+
+    def chances(
+        self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
+    ) -> tuple[Floats, Bools]:
+        """Calibrated path probabilities of all nodes, and which have no likelier sibling; what is
+        typical of each model is brought up to date.
+
+        Args:
+            found: candidates, those of one model side by side.
+            offsets: (n+1,) where each one's nodes begin.
+            parents, said: (N,) of all nodes.
+        """
+
+    def used(self, share: float, /) -> None:
+        """Tell what share of the nodes that would have paid a step had room for."""
+
+    def accepted(self, models: Ints, depths: Ints, said: Floats, hit: Bools, best: Bools) -> None:
+        """Learn which of the nodes that the target looked at it accepted.
+
+        Args:
+            models: whose nodes they are, (N,).
+            depths: of the nodes, (N,).
+            said: the models' probabilities of them, (N,).
+            hit: whether they were accepted, (N,).
+            best: whether they have no likelier sibling, (N,).
+        """
+
+    def observe(self, verified: Iterable[Verified], /) -> None:
+        """Take in what became of the drafts of everybody who decoded in a step."""
+
+    def learn(
+        self,
+        plan: Plan,
+        report: DraftingReport,
+        given: Sequence[tuple[int, int]],
+        /,
+        *,
+        quiet: bool,
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            plan: what was drafted after it.
+            report: what that was like.
+            given: of each request how many tokens it got, and how many it lacked to its longest.
+            quiet: whether there were no prompts in it.
+        """
+
+    def forget(self, request_id: str, /) -> None:
+        """A request has ended."""
+
+
 class _Drafted(NamedTuple):
     """What drafting for the next step took.
 
@@ -68,7 +152,7 @@ class _Drafted(NamedTuple):
 
 
 class Drafting:
-    """Follows the draft models of one engine.
+    """Follows the draft models of one engine; see `Drafts`.
 
     Args:
         steering: step times and metrics.
@@ -122,19 +206,34 @@ class Drafting:
         """The chain at work, or the one that would be."""
         return self.chains.likely or (0,)
 
+    def grants(self, _requests: Sequence[Request]) -> dict[str, Grant]:
+        """Draft models are told by the plan."""
+        return {}
+
+    def deadline_s(self, _output: SchedulerOutput) -> float:
+        """Nothing was granted."""
+        return 0.0
+
+    def author(self, drafts: DraftTrees, _request_id: str) -> int:
+        """The last model of the chain."""
+        return drafts.model
+
     # What guesses are worth.
+
+    def used(self, share: float) -> None:
+        """As `ModelChains.used`."""
+        self.chains.used(share)
+
+    def observe(self, _verified: Iterable[Verified]) -> None:
+        """What became of whole trees is told node by node, by `accepted`."""
+
+    def forget(self, _request_id: str) -> None:
+        """Nothing is known of single requests."""
 
     def chances(
         self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
     ) -> tuple[Floats, Bools]:
-        """Calibrated path probabilities of all nodes, and which have no likelier sibling; what is
-        typical of each model is brought up to date.
-
-        Args:
-            found: candidates, those of one model side by side.
-            offsets: (n+1,) where each one's nodes begin.
-            parents, said: (N,) of all nodes.
-        """
+        """As `Drafts.chances`."""
         paths, best = np.empty(len(said)), np.empty(len(said), dtype=np.bool_)
         start = 0
         for model, group in itertools.groupby(found, key=lambda candidate: candidate.model):
@@ -152,15 +251,7 @@ class Drafting:
         return paths, best
 
     def accepted(self, models: Ints, depths: Ints, said: Floats, hit: Bools, best: Bools) -> None:
-        """Learn which of the nodes that the target looked at it accepted.
-
-        Args:
-            models: whose nodes they are, (N,).
-            depths: of the nodes, (N,).
-            said: the models' probabilities of them, (N,).
-            hit: whether they were accepted, (N,).
-            best: whether they have no likelier sibling, (N,).
-        """
+        """As `Drafts.accepted`."""
         for model in np.unique(models).tolist():
             of = models == model
             self.calibrations[model].observe(depths[of], said[of], hit[of], best[of])
@@ -177,14 +268,7 @@ class Drafting:
     def learn(
         self, plan: Plan, report: DraftingReport, given: Sequence[tuple[int, int]], *, quiet: bool
     ) -> None:
-        """Take in a step.
-
-        Args:
-            plan: what was drafted after it.
-            report: what that was like.
-            given: of each request how many tokens it got, and how many it lacked to its longest.
-            quiet: whether there were no prompts in it.
-        """
+        """As `Drafts.learn`."""
         self._learn_step(plan, report.seconds, given, quiet)
         edges = self.chains.edges
         for model, tokens, seconds in report.passes:

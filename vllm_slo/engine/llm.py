@@ -11,7 +11,8 @@ import vllm
 from vllm import RequestOutput, SamplingParams
 
 from vllm_slo import profiles, tiny
-from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig, pool_value
+from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SERVERS_KEY, SLOConfig, pool_value
+from vllm_slo.draft_socket import check_verifier
 from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
@@ -31,13 +32,19 @@ class LLM(vllm.LLM):
             a list of them, the smallest first, the fastest chain is chosen all the time.
             Sets ``worker_cls`` and ``speculative_config``, and on CPU ``block_size``, on CUDA
             ``attention_backend`` and ``compilation_config`` where these are not given.
+        draft_servers: in place of ``draft_model`` the address where draft servers may connect
+            (``vllm-slo draft-server``), ``tcp://HOST:PORT`` or ``ipc://PATH``. They share a secret
+            with this engine: ``speculation.draft_token_file`` of the configuration names the file
+            that holds it, or the environment variable ``VLLMSLO_DRAFT_TOKEN`` holds it. Sets the
+            same arguments.
         slo_config: a YAML file, or its contents as a mapping.
         kwargs: everything ``vllm.LLM`` takes.
 
     Raises:
         ConfigError: the configuration cannot be used, another ``scheduler_cls`` is asked for, or
             the draft model cannot be used, as far as its folder tells; what else is wrong with it
-            the engine finds out, as with a profile.
+            the engine finds out, as with a profile. Or the address or the token for draft servers
+            cannot be used.
         IncompatibleVLLMError: the installed vLLM is not supported.
         ProfileError: the configured step-time profile is missing or broken. One of another model
             is found out by the engine: the same error where it runs in this process, else vLLM's
@@ -49,6 +56,7 @@ class LLM(vllm.LLM):
         model: str,
         *,
         draft_model: str | Path | Sequence[str | Path] | None = None,
+        draft_servers: str | None = None,
         slo_config: str | Path | dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -63,15 +71,20 @@ class LLM(vllm.LLM):
         if draft_model is not None:
             pool = [draft_model] if isinstance(draft_model, str | Path) else draft_model
             additional[DRAFT_KEY] = pool_value([str(name) for name in pool])
+        if draft_servers is not None:
+            additional[SERVERS_KEY] = draft_servers
         config = SLOConfig.from_additional_config(additional)
+        speculation = config.speculation
+        if speculation.draft_servers is not None:
+            check_verifier(speculation.draft_servers, speculation.draft_token_file, "draft_servers")
         if config.profile is not None:
             profiles.load(config.profile)  # whether it is of this engine is known there alone
         self._slo_classes = config.slo_classes()
         name = str(tiny.path("target")) if model == TINY else model
-        kwargs.update(tree_arguments(config.speculation, _given(kwargs)))
+        kwargs.update(tree_arguments(speculation, _given(kwargs)))
         if model == TINY:
             kwargs.update(tiny_arguments(kwargs))
-        additional = with_draft(additional, config.speculation, name, kwargs.get("tokenizer"))
+        additional = with_draft(additional, speculation, name, kwargs.get("tokenizer"))
         super().__init__(name, additional_config=additional, **kwargs)
 
     def generate(

@@ -14,9 +14,9 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -31,6 +31,9 @@ from prometheus_client.registry import Collector
 
 from vllm_slo.core.length_forecast import ForecastError
 from vllm_slo.core.proportional_fairness import ClientView
+
+if TYPE_CHECKING:
+    from vllm_slo.engine.trees import ServersReport
 
 FOLDER_VARIABLE = "VLLMSLO_METRICS_DIR"
 """Environment variable that names the folder; child processes inherit it. (vLLM warns of variables
@@ -68,6 +71,7 @@ class SchedulerMetrics:
         self._lengths: _LengthSeries | None = None
         self._order: _OrderSeries | None = None
         self._tenants: _ClientSeries | None = None
+        self._servers: _ServerSeries | None = None
         self._admissions = Counter(
             "vllm_slo:admissions",
             "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
@@ -179,6 +183,17 @@ class SchedulerMetrics:
         if self._tenants is None:
             self._tenants = _ClientSeries("tenant", self._engine, self.registry)
         self._tenants.show(tenant, view)
+
+    def draft_servers(self, report: ServersReport, clients: Mapping[str, ClientView]) -> None:
+        """Count what the draft servers did in a step.
+
+        Args:
+            report: of the worker.
+            clients: how each one's drafts fare.
+        """
+        if self._servers is None:
+            self._servers = _ServerSeries(self._engine, self.registry)
+        self._servers.show(report, clients)
 
     def foretold_length(self, source: str, error: ForecastError) -> None:
         """Compare the output length foretold for a request at first with what it was."""
@@ -450,6 +465,67 @@ class _ClientSeries:
         self.granted.of(client).set(view.granted)
         self.goodput.of(client).set(view.goodput)
         self.utility.of(client).set(view.utility)
+
+
+class _ServerSeries:
+    """The series of draft servers, which an engine without any does not have.
+
+    The parts of a step are those of the paper's figure 3: receiving, sending, and as the rest of
+    ``step_seconds`` verifying.
+    """
+
+    MOST_SHOWN = 256
+    """Drafters that are shown, the first to come: one that is started anew may have a new name."""
+
+    def __init__(self, engine: str, registry: CollectorRegistry) -> None:
+        def counters(name: str, text: str, *labels: str) -> _Children[Counter]:
+            name = f"vllm_slo:{name}"
+            return _Children(Counter(name, text, ["engine", *labels], registry=registry), engine)
+
+        self._clients = _ClientSeries("drafter", engine, registry)
+        up = Gauge(
+            "vllm_slo:drafter_up",
+            "1 while a draft server is asked for drafts; 0 while it is gone or suspended.",
+            ["engine", "drafter"],
+            multiprocess_mode="mostrecent",
+            registry=registry,
+        )
+        self._up = _Children(up, engine)
+        self._dropped = counters(
+            "drafter_dropped",
+            "What of a draft server's was dropped, by reason; without a name: of who was not let "
+            "in.",
+            *("drafter", "reason"),
+        )
+        self._wait = counters(
+            "drafter_wait_seconds", "Step time in which a draft server was waited for.", "drafter"
+        )
+        self._receive = counters(
+            "draft_receive_seconds", "Step time in which drafts were waited for."
+        ).of()
+        self._send = counters(
+            "draft_send_seconds", "Step time in which draft servers were sent to."
+        ).of()
+        self._shown = [""]
+
+    def show(self, report: ServersReport, clients: Mapping[str, ClientView]) -> None:
+        """Count a step."""
+        self._receive.inc(report.receive_s)
+        self._send.inc(report.send_s)
+        ready = {drafter.name: drafter.ready for drafter in report.drafters}
+        fresh = [name for name in ready if name not in self._shown]
+        self._shown += fresh[: self.MOST_SHOWN + 1 - len(self._shown)]
+        for name in self._shown:
+            if name:
+                self._up.of(name).set(ready.get(name, False))
+            if name in clients:
+                self._clients.show(name, clients[name])
+        for name, reason, count in report.dropped:
+            if name in self._shown:
+                self._dropped.of(name, reason).inc(count)
+        for done in report.rounds:
+            if done.drafter in self._shown:
+                self._wait.of(done.drafter).inc(done.wait_s)
 
 
 class _OrderSeries:

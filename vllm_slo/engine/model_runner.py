@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_slo.core import token_tree
 from vllm_slo.engine import tree_sampling, trees
-from vllm_slo.engine.proposers import TreeProposer
+from vllm_slo.engine.proposers import RemoteProposer, TreeProposer
 from vllm_slo.engine.tree_attention.path_rows import (
     MASKS,
     ROWS,
@@ -50,7 +50,7 @@ _GROUP = 0  # Trees need one KV cache group; checked when it is there.
 class TreeRunner(GPUModelRunner):
     """Adds trees to the runner of a platform, by cooperative inheritance."""
 
-    drafter: TreeProposer
+    drafter: TreeProposer | RemoteProposer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -254,6 +254,10 @@ class TreeRunner(GPUModelRunner):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts, self._drafts = self._drafts, None
         return drafts
+
+    def shutdown(self) -> None:
+        self.drafter.close()
+        super().shutdown()
 
 
 def _accepted_paths(rows: VerifyRows, accepted: list[list[int]]) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, pool_value
+from vllm_slo.config import (
+    CONFIG_KEY,
+    DRAFT_KEY,
+    SERVERS_KEY,
+    TOKEN_FILE_KEY,
+    SLOConfig,
+    pool_value,
+)
+from vllm_slo.draft_socket import TOKEN_VARIABLE, check_verifier
 from vllm_slo.engine import cpu_alias
 from vllm_slo.engine.plugin import check_vllm
 from vllm_slo.errors import ConfigError
@@ -33,6 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Given several times, the smallest first: the fastest chain of them is chosen all the time",
     )
     parser.add_argument(
+        "--draft-servers",
+        "--draft_servers",
+        metavar="ADDRESS",
+        help="where draft servers may connect ('vllm-slo draft-server --connect'), such as "
+        "tcp://0.0.0.0:5700; in place of --draft-model",
+    )
+    parser.add_argument(
+        "--draft-token-file",
+        "--draft_token_file",
+        metavar="FILE",
+        help=f"holds the secret that they share with this server; without it ${TOKEN_VARIABLE}",
+    )
+    parser.add_argument(
         "--additional-config",
         "--additional_config",
         default="{}",
@@ -44,7 +65,8 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """The ``vllm`` command that serves what was asked for.
 
     Raises:
-        ConfigError: the configuration, ``--additional-config`` or the draft model cannot be used.
+        ConfigError: the configuration, ``--additional-config``, the draft model or the address and
+            the token for draft servers cannot be used.
     """
     try:
         additional: Any = json.loads(args.additional_config)
@@ -52,10 +74,16 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         raise ConfigError(f"--additional-config: not JSON ({error})") from None
     if not isinstance(additional, dict):
         raise ConfigError("--additional-config: not a JSON object")
-    draft_model = args.draft_model and pool_value(args.draft_model)
-    for key, value in ((CONFIG_KEY, args.slo_config), (DRAFT_KEY, draft_model)):
-        if value is not None:
-            additional[key] = value
+    given = {
+        CONFIG_KEY: args.slo_config,
+        DRAFT_KEY: args.draft_model and pool_value(args.draft_model),
+        SERVERS_KEY: args.draft_servers,
+        TOKEN_FILE_KEY: args.draft_token_file,
+    }
+    additional |= {key: value for key, value in given.items() if value is not None}
+    speculation = SLOConfig.from_additional_config(additional).speculation
+    if speculation.draft_servers is not None:
+        check_verifier(speculation.draft_servers, speculation.draft_token_file)
     return ["vllm", "serve", *serve_arguments(args.model, rest, additional)]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,7 +56,8 @@ from vllm_slo.core.tree_selection import (
 )
 from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine import tree_grammar, trees, views
-from vllm_slo.engine.drafting import Candidate, Drafting
+from vllm_slo.engine.drafting import Candidate, Drafting, Drafts
+from vllm_slo.engine.remote_drafting import RemoteDrafting
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.engine.tenants import Verified
 from vllm_slo.engine.trees import DraftTrees, StepTrees
@@ -125,7 +126,7 @@ class Speculation:
         config: how deep and wide.
 
     Attributes:
-        drafting: which draft models work, and what their guesses are worth.
+        drafting: which draft models or servers work, and what their guesses are worth.
     """
 
     def __init__(self, scheduler: Scheduler, steering: Steering, config: SpeculationConfig) -> None:
@@ -135,7 +136,11 @@ class Speculation:
         on_cpu = scheduler.vllm_config.device_config.device_type == "cpu"
         self._path_tokens = PATH_TOKENS if on_cpu else 0.0
         self._multiple = CPU_MULTIPLE if on_cpu else 1
-        self.drafting = Drafting(steering, config, self._path_tokens)
+        self.drafting: Drafts = (
+            Drafting(steering, config, self._path_tokens)
+            if config.draft_servers is None
+            else RemoteDrafting(steering, config)
+        )
         self._measured = MeasuredTrees(
             min(steering.config.tpot_window_tokens, PROMISED_WINDOW),
             steering.config.margin_quantile,
@@ -415,7 +420,7 @@ class Speculation:
         step = self._choose(grove, self._load(nudge))
         self._plant(grove, step.marks)
         taken = float(grove.gains(step.marks > 0).sum())
-        self.drafting.chains.used(taken / step.hoped if step.hoped else 1.0)
+        self.drafting.used(taken / step.hoped if step.hoped else 1.0)
         if nudge is not None:
             for request in itertools.compress(self._requests, granted):
                 nudge.token_budget += len(request.spec_token_ids)
@@ -561,7 +566,19 @@ class Speculation:
             self._candidates.pop(name, None)
             if scheduled > 1 + len(drafts.get(name, ())):
                 self._prompt_tokens += scheduled
-        trees.attach(output, StepTrees(parents, self.drafting.plan, silent))
+        grants = self.drafting.grants(self._speaking(output, silent))
+        wait_s = self.drafting.deadline_s(output) if grants else 0.0
+        trees.attach(output, StepTrees(parents, self.drafting.plan, silent, grants, wait_s))
+
+    def _speaking(self, output: SchedulerOutput, silent: Container[str]) -> list[Request]:
+        """Requests that get tokens in a step and want drafts after them."""
+        return [
+            request
+            for name in output.num_scheduled_tokens
+            if name not in silent
+            and (request := self.scheduler.requests.get(name)) is not None
+            and not request.is_prefill_chunk
+        ]
 
     def grammar_output(self, output: SchedulerOutput) -> GrammarOutput | None:
         """The bit masks of a step: one row for each node of a structured request's tree."""
@@ -595,6 +612,7 @@ class Speculation:
         step, report = trees.of(output), trees.drafting_of(done)
         self.drafting.learn(step.plan, report, self._given(done), quiet=not self._prompt_tokens)
         self.steering.metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
+        self.drafting.observe(self._round(output, done))
         if self.steering.tenants is not None:
             self.steering.tenants.observe(self._round(output, done))
         names, given = [], []
@@ -665,7 +683,7 @@ class Speculation:
             if count and request is not None and not request.is_finished():
                 self._candidates[name] = Candidate(
                     request.num_tokens,
-                    drafts.model,
+                    self.drafting.author(drafts, name),
                     drafts.width,
                     drafts.tokens[own],
                     drafts.parents[own],
@@ -676,6 +694,7 @@ class Speculation:
         """A request has ended."""
         self._candidates.pop(request_id, None)
         self._measured.forget(request_id)
+        self.drafting.forget(request_id)
 
 
 def _is_granted(nudge: Nudge | None, request: Request) -> bool:

@@ -21,15 +21,28 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm_slo.config import SLOConfig, SpeculationConfig
 from vllm_slo.core.model_chain import Plan
 from vllm_slo.engine.draft_check import check_flags
+from vllm_slo.engine.draft_link import DrafterView
 from vllm_slo.engine.tree_attention.plan import scratch_blocks_per_row
 from vllm_slo.errors import ConfigError
-from vllm_slo.serve_args import TREE_PROPOSER
+from vllm_slo.serve_args import REMOTE_PROPOSER, TREE_PROPOSER
 
 _ATTRIBUTE = "vllm_slo_trees"
 _REPORT = "vllm_slo_drafting"
 
 
 NO_DRAFT = Plan()
+
+
+class Grant(NamedTuple):
+    """What a draft server is to draft for one request.
+
+    Attributes:
+        drafter: its name.
+        tokens: how many at most.
+    """
+
+    drafter: str
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -40,11 +53,15 @@ class StepTrees:
         parents: request id -> parent of each of its draft tokens of this step, -1 for the root.
         plan: what is to be drafted after it.
         silent: requests that are not drafted for.
+        grants: of draft servers, what they are to draft after it, by request.
+        deadline_s: how long to wait for them.
     """
 
     parents: dict[str, Sequence[int]] = field(default_factory=dict)
     plan: Plan = NO_DRAFT
     silent: frozenset[str] = frozenset()
+    grants: dict[str, Grant] = field(default_factory=dict)
+    deadline_s: float = 0.0
 
 
 def attach(output: SchedulerOutput, trees: StepTrees) -> None:
@@ -100,6 +117,41 @@ class EdgeTrials(NamedTuple):
     accepted: int
 
 
+class DrafterRound(NamedTuple):
+    """What one draft server did in a step.
+
+    Attributes:
+        drafter: its name.
+        wait_s: from when all were asked until its answer was there, or the deadline.
+        draft_s: of these, what it spent drafting; None: its answer was not there in time.
+        tokens: of its longest draft, or without an answer of the longest that was asked for.
+    """
+
+    drafter: str
+    wait_s: float
+    draft_s: float | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServersReport:
+    """What the draft servers of an engine did in a step.
+
+    Attributes:
+        drafters: those that said hello.
+        rounds: of those that were asked.
+        dropped: (drafter, reason, times): what was dropped since the last report; "" as the name of
+            those that were never welcomed.
+        send_s, receive_s: spent on sending to them, and on waiting for them.
+    """
+
+    drafters: tuple[DrafterView, ...]
+    rounds: tuple[DrafterRound, ...] = ()
+    dropped: tuple[tuple[str, str, int], ...] = ()
+    send_s: float = 0.0
+    receive_s: float = 0.0
+
+
 @dataclass(slots=True)
 class DraftingReport:
     """Worker -> scheduler, with a step's output: what drafting was like.
@@ -111,6 +163,7 @@ class DraftingReport:
         similarities: (model, model, 1 - total variation distance of what both would say next); the
             served model's place is behind the last of the pool.
         dropped: models that have failed for good, and why.
+        servers: of draft servers; None: there are none on this engine.
     """
 
     seconds: float = 0.0
@@ -118,6 +171,7 @@ class DraftingReport:
     edges: list[EdgeTrials] = field(default_factory=list)
     similarities: list[tuple[int, int, float]] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
+    servers: ServersReport | None = None
 
 
 def note_drafting(done: ModelRunnerOutput, report: DraftingReport) -> None:
@@ -139,15 +193,18 @@ def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:
     """
     config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
     spec = vllm_config.speculative_config
-    asked = spec is not None and spec.model == TREE_PROPOSER
-    if not config.pool and not asked:
+    asked = spec is not None and spec.model in (TREE_PROPOSER, REMOTE_PROPOSER)
+    if config.source is None and not asked:
         return None
     check_flags(vllm_config, config)
     return config
 
 
 def scratch_blocks(config: SpeculationConfig, block_size: int) -> int:
-    """KV blocks at the end of the pool that belong to the worker."""
+    """KV blocks at the end of the pool that belong to the worker; chains alone, as draft servers
+    draft them, are verified in the requests' own."""
+    if config.draft_servers is not None:
+        return 0
     return config.draft_tokens * scratch_blocks_per_row(block_size, config.max_depth)
 
 
@@ -159,8 +216,8 @@ def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ConfigError(
-            "draft_model: trees need a model with full attention in every layer, and a draft "
-            "likewise; this one has several kinds. Serve it without --draft-model"
+            f"{' '.join(config.source or ())}: trees need a model with full attention in every "
+            "layer, and a draft likewise; this one has several kinds. Serve it without drafts"
         )
     size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     left = kv_cache_config.num_blocks - scratch_blocks(config, size)

@@ -216,9 +216,13 @@ class AppArgs(BaseModel):
             update["api_key_sha256"] = (*parsed.api_key_sha256, *map(api_key_digest, keys))
             update["vllm_args"] = tuple(flags.without("--api-key").words)
         parsed = parsed.model_copy(update=update)
-        tree_arguments(
-            parsed.slo().speculation, flags.with_config_file().arguments(), spelled=flag_of
-        )
+        speculation = parsed.slo().speculation
+        if speculation.draft_servers is not None:
+            raise ConfigError(
+                f"--draft-servers {speculation.draft_servers}: cannot be combined with --replicas: "
+                "draft servers draft for one engine; remove one of the two"
+            )
+        tree_arguments(speculation, flags.with_config_file().arguments(), spelled=flag_of)
         _ = parsed.parallel_size
         return parsed
 

@@ -17,6 +17,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, Final
 
+from vllm_slo.config import SERVERS_KEY
 from vllm_slo.errors import ConfigError, VllmSLOError
 from vllm_slo.router.arguments import HEAD_NODE, AppArgs, Flags, embedded_config
 
@@ -68,6 +69,8 @@ def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     if not port.isdecimal():
         raise ConfigError(f"--port {port}: not a number")
     additional = embedded_config(args.slo_config, args.additional_config, args.draft_model)
+    if args.draft_servers is not None:
+        additional[SERVERS_KEY] = args.draft_servers
     given = {
         "model": args.model,
         "replicas": args.replicas,

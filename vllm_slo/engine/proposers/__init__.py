@@ -2,5 +2,6 @@
 """Where draft tokens come from."""
 
 from vllm_slo.engine.proposers.pool import TreeProposer
+from vllm_slo.engine.proposers.remote import RemoteProposer
 
-__all__ = ["TreeProposer"]
+__all__ = ["RemoteProposer", "TreeProposer"]

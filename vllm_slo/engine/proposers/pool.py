@@ -119,6 +119,9 @@ class TreeProposer:
             exc_info=error,
         )
 
+    def close(self) -> None:
+        """Nothing is open; the models are the runner's to release."""
+
     def take_report(self) -> DraftingReport:
         """What drafting was like since this was last asked."""
         report, self.report = self.report, DraftingReport()
