@@ -25,12 +25,15 @@ Ints: TypeAlias = NDArray[np.int64]
 FIRST_TOKEN_S = 0.002
 """Seconds of a draft token before any was measured."""
 SHARE = 0.1
-"""Of each round in what is known of a drafter's times."""
+"""Of each round in what is known of a drafter's times; of the first ones more."""
+LATE = 2.0
+"""What did not come in time is taken to take so many times as long as it was waited for."""
 OUTLIER = 4.0
 """A token is taken for at most so many times what is known: a new text is read whole at first."""
-FADING = 0.01
-"""Share of what is known of a drafter beyond the first guess that is forgotten in each step in
-which it is not asked: what was taken for too dear is tried again."""
+DOUBT = 0.01
+"""Share of what is known of a drafter beyond the first guess that is doubted more with each step in
+which it is not asked: what was too dear once is tried again, and believed again when it still is.
+"""
 EPS_S = 1e-9
 
 
@@ -46,6 +49,8 @@ class DraftTimes:
     def __init__(self) -> None:
         self.link_s = 0.0
         self.token_s = FIRST_TOKEN_S
+        self._trust = 1.0
+        self._rounds = 0
 
     def observe(self, wait_s: float, draft_s: float | None, tokens: int) -> None:
         """Take in a round.
@@ -55,21 +60,27 @@ class DraftTimes:
             draft_s: of these, spent on drafting; None: the answer did not come.
             tokens: of its longest draft, or of the longest that was asked for.
         """
-        if draft_s is not None:
-            self.link_s += SHARE * (max(wait_s - draft_s, 0.0) - self.link_s)
+        self._trust, self._rounds = 1.0, self._rounds + 1
+        share = max(SHARE, 1.0 / (1.0 + self._rounds))
+        if draft_s is None:
+            took_s = LATE * wait_s - self.link_s
+        else:
+            took_s = min(draft_s, wait_s)
+            self.link_s += share * (wait_s - took_s - self.link_s)
         if tokens:
-            each_s = (wait_s if draft_s is None else min(draft_s, wait_s)) / tokens
-            self.token_s += SHARE * (min(each_s, OUTLIER * self.token_s) - self.token_s)
+            each_s = min(max(took_s, 0.0) / tokens, OUTLIER * self.token_s)
+            self.token_s += share * (each_s - self.token_s)
 
     def rest(self) -> None:
         """It was not asked in a step."""
-        self.link_s *= 1.0 - FADING
-        self.token_s -= FADING * max(self.token_s - FIRST_TOKEN_S, 0.0)
+        self._trust *= 1.0 - DOUBT
 
     def ahead_s(self, depth: int) -> Floats:
         """(depth,) seconds until drafts of 1, 2, .. tokens are there."""
+        first_s = min(FIRST_TOKEN_S, self.token_s)
+        token_s = first_s + self._trust * (self.token_s - first_s)
         ahead = np.arange(1.0, depth + 1.0, dtype=np.float64)
-        return np.asarray(self.link_s + self.token_s * ahead, dtype=np.float64)
+        return np.asarray(self._trust * self.link_s + token_s * ahead, dtype=np.float64)
 
 
 class Crowd(NamedTuple):

@@ -8,7 +8,9 @@ the clients' goodputs grows fastest; a client counts as often as it has requests
 counts alike wherever it is drafted for.
 
 Under exact match a draft x is accepted with p(x), the served model's probability; whether the
-drafts that were looked at were accepted is a sample of that, and is what a_i is learnt from.
+drafts that were looked at were accepted is a sample of that, and is what a_i is learnt from. Drafts
+that came and were not verified, as others were likelier, count as what they were likely to be: else
+nothing would be learnt of a drafter that is not worth it.
 """
 
 from __future__ import annotations
@@ -43,10 +45,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-PATIENCE = 2.0
-"""Drafts are waited for for so many times what they are expected to take, though a promise would be
-better served without."""
 
 
 @dataclass(slots=True)
@@ -91,6 +89,7 @@ class RemoteDrafting:
         self._homes: dict[str, str] = {}  # request -> drafter
         self._asked: dict[str, str] = {}  # request -> drafter that was asked in the last step
         self._authors: dict[str, str] = {}  # request -> drafter of its candidate
+        self._likely: dict[str, list[float]] = {}  # drafter -> chances of its first tokens
         self._budget = 0
         self._least: dict[str, int] = {}
         one = np.ones(1)
@@ -134,7 +133,7 @@ class RemoteDrafting:
         homes = [self._homes[request.request_id] for request in found]
         granted = self.clients.grants(
             homes,
-            self._budget,
+            min(self._budget, self.steering.max_step_tokens - len(requests)),
             least=[self._least.get(request.request_id, 0) for request in found],
             most=self._crowd(found, self.plan.depth).within(self.plan.drafting_s),
         )
@@ -147,7 +146,8 @@ class RemoteDrafting:
         return grants
 
     def deadline_s(self, output: SchedulerOutput) -> float:
-        """How long a step may wait for drafts: no longer than leaves time to keep its promises."""
+        """How long a step may wait for drafts: as long as leaves time to keep its promises, or as
+        they are expected to take."""
         steering = self.steering
         context = sum(request.num_computed_tokens for request in steering.scheduler.running)
         tokens = output.total_num_scheduled_tokens
@@ -158,8 +158,7 @@ class RemoteDrafting:
             for tracked in steering.tracked.values()
             if tracked.promised and tracked.decodes
         )
-        left_s = min(limits_s, default=INFINITY) - verifying_s
-        left_s = max(left_s, PATIENCE * self.plan.drafting_s)
+        left_s = max(min(limits_s, default=INFINITY) - verifying_s, self.plan.drafting_s)
         return min(self.config.draft_deadline_ms * 1e-3, left_s)
 
     def _crowd(self, requests: Sequence[Request], deepest: int) -> Crowd:
@@ -271,24 +270,28 @@ class RemoteDrafting:
     ) -> tuple[Floats, Bools]:
         """Calibrated path probabilities of all nodes, and which have no likelier sibling."""
         paths, best = np.empty(len(said)), np.empty(len(said), dtype=np.bool_)
+        self._likely = {}
         start = 0
         for place, group in itertools.groupby(found, key=lambda candidate: candidate.model):
             own = offsets[start : (start := start + len(list(group))) + 1]
             nodes = slice(int(own[0]), int(own[-1]))
-            paths[nodes], best[nodes] = self._calibration(place).path_probabilities(
+            name = next((n for n, d in self._drafters.items() if d.place == place), "")
+            paths[nodes], best[nodes] = self._calibration(name).path_probabilities(
                 own - own[0], parents[nodes], said[nodes]
             )
+            self._likely[name] = paths[own[:-1]].tolist()
         return paths, best
 
-    def _calibration(self, place: int) -> DraftCalibration:
-        known = (d.calibration for d in self._drafters.values() if d.place == place)
-        return next(known, None) or DraftCalibration(self.config.max_depth)
+    def _calibration(self, name: str) -> DraftCalibration:
+        known = self._drafters.get(name)
+        return DraftCalibration(self.config.max_depth) if known is None else known.calibration
 
     def accepted(self, models: Ints, depths: Ints, said: Floats, hit: Bools, best: Bools) -> None:
         """Learn which of the nodes that the target looked at it accepted."""
-        for place in np.unique(models).tolist():
-            of = models == place
-            self._calibration(place).observe(depths[of], said[of], hit[of], best[of])
+        for name, drafter in self._drafters.items():
+            of = models == drafter.place
+            if of.any():
+                self._calibration(name).observe(depths[of], said[of], hit[of], best[of])
 
     def used(self, _share: float) -> None:
         """Budgets keep to what promises leave; what share of a step's drafts had room is known."""
@@ -297,14 +300,18 @@ class RemoteDrafting:
         """Take in what became of the drafts of everybody who decoded in a step."""
         ratios: dict[str, list[float]] = {}
         tokens: Counter[str] = Counter()
+        drafted = Counter({client: len(chances) for client, chances in self._likely.items()})
         for name, offered, accepted in verified:
             client = self._authors.get(name) if offered else self._homes.get(name)
             if client is not None and client in self._drafters:
                 hits = ratios.setdefault(client, [])
                 hits += [1.0] * accepted + [0.0] * (accepted < offered)
                 tokens[client] += accepted + 1
+                drafted[client] -= offered > 0
         for client, hits in ratios.items():
-            self.clients.observe(client, hits, tokens[client])
+            passed_over = sorted(self._likely.get(client, ()))[: max(drafted[client], 0)]
+            self.clients.observe(client, [*hits, *passed_over], tokens[client])
+        self._likely = {}
 
     def learn(
         self, _plan: Plan, report: DraftingReport, _given: Sequence[tuple[int, int]], *, quiet: bool
