@@ -82,6 +82,10 @@ class DraftTimes:
         ahead = np.arange(1.0, depth + 1.0, dtype=np.float64)
         return np.asarray(self._trust * self.link_s + token_s * ahead, dtype=np.float64)
 
+    def within(self, wait_s: float, depth: int) -> int:
+        """Tokens of a draft, at most ``depth``, that are there in time."""
+        return int(np.count_nonzero(self.ahead_s(depth) <= wait_s + EPS_S))
+
 
 class Crowd(NamedTuple):
     """The requests that are drafted for.
@@ -92,6 +96,8 @@ class Crowd(NamedTuple):
         drafting_s: (n, depths) seconds until drafts of 1, 2, .. tokens are there.
         most: (n,) draft tokens of each that could be of use.
         paces_s: (n,) seconds per token that a promise asks for; infinite without one.
+        plain_s: seconds of a step without drafts. Who keeps its pace with such steps gets longer
+            ones for no drafts, which may fail to come.
     """
 
     weights: Floats
@@ -99,6 +105,13 @@ class Crowd(NamedTuple):
     drafting_s: Floats
     most: Ints
     paces_s: Floats
+    plain_s: float
+
+    def bearable_s(self, drafts: Ints) -> Floats:
+        """(n,) longest steps that keep promises, on average, with so many drafts."""
+        hurried = self.paces_s < self.plain_s
+        found: Floats = self.paces_s * np.where(hurried, self.tokens(drafts), 1.0)
+        return found
 
     def within(self, wait_s: float) -> Ints:
         """(n,) draft tokens of each, at most, that are there in time."""
@@ -156,7 +169,7 @@ def plan_round(
         deepest = min(shallowest, crowd.drafting_s.shape[1])
         waits = waits[waits >= crowd.drafting_s[:, deepest - 1].max() - EPS_S]
     else:
-        worth = _worth(crowd, none, model.predict_s(len(none), context_tokens))
+        worth = _worth(crowd, none, crowd.plain_s)
     for wait_s in np.unique(waits).tolist():
         found = _round(crowd, wait_s, model.besides(wait_s), room, context_tokens, shallowest)
         granted = grant_tokens(
@@ -180,7 +193,7 @@ def _round(
     """The budget of a round that is waited for so long, and what promises need of it: no step is
     longer than they allow with all the drafts that they may have."""
     most, count = crowd.within(wait_s), len(crowd.most)
-    bearable_s = crowd.paces_s * crowd.tokens(most)
+    bearable_s = crowd.bearable_s(most)
     kept = bearable_s >= drafted.predict_s(count, context_tokens)
     budget = verify_budget(
         crowd.weights,
@@ -194,7 +207,7 @@ def _round(
     step_s = drafted.predict_s(count + budget, context_tokens)
     least = np.minimum(most, shallowest)
     for drafts in range(int(most.max(initial=0)), -1, -1):
-        needed = kept & (crowd.paces_s * crowd.tokens(np.full(count, drafts)) < step_s)
+        needed = kept & (crowd.bearable_s(np.full(count, drafts)) < step_s)
         least = np.where(needed, np.maximum(least, np.minimum(drafts + 1, most)), least)
     return DraftRound(wait_s, max(budget, int(least.sum())), least, most)
 
@@ -202,6 +215,6 @@ def _round(
 def _worth(crowd: Crowd, drafts: Ints, step_s: float) -> tuple[int, float]:
     """Promises that a step with so many drafts keeps on average, and the tokens per second that
     come out of it, weighted."""
-    tokens = crowd.tokens(drafts)
-    kept = np.count_nonzero((crowd.paces_s < INFINITY) & (crowd.paces_s * tokens >= step_s))
-    return int(kept), float((crowd.weights * tokens).sum()) / step_s
+    promised = crowd.paces_s < INFINITY
+    kept = np.count_nonzero(promised & (crowd.bearable_s(drafts) >= step_s - EPS_S))
+    return int(kept), float((crowd.weights * crowd.tokens(drafts)).sum()) / step_s

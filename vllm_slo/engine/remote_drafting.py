@@ -93,7 +93,7 @@ class RemoteDrafting:
         self._budget = 0
         self._least: dict[str, int] = {}
         one = np.ones(1)
-        crowd = Crowd(one, one / 2.0, one[:, None] * 1e-6, np.ones(1, dtype=np.int64), one)
+        crowd = Crowd(one, one / 2.0, one[:, None] * 1e-6, np.ones(1, dtype=np.int64), one, 1.0)
         plan_round(crowd, StepTimeModel.prior(), room=1)  # compiles it now
 
     # What is to be drafted.
@@ -110,7 +110,7 @@ class RemoteDrafting:
             self.nothing()
             return
         found = plan_round(
-            self._crowd(requests, load.deepest),
+            self._crowd(requests, load),
             self.steering.steps.verifying_model,
             room=max(self.steering.max_step_tokens - load.active, 0),
             context_tokens=load.context,
@@ -135,7 +135,7 @@ class RemoteDrafting:
             homes,
             min(self._budget, self.steering.max_step_tokens - len(requests)),
             least=[self._least.get(request.request_id, 0) for request in found],
-            most=self._crowd(found, self.plan.depth).within(self.plan.drafting_s),
+            most=self._within(found, self.plan),
         )
         grants = {
             request.request_id: Grant(home, tokens)
@@ -161,7 +161,7 @@ class RemoteDrafting:
         left_s = max(min(limits_s, default=INFINITY) - verifying_s, self.plan.drafting_s)
         return min(self.config.draft_deadline_ms * 1e-3, left_s)
 
-    def _crowd(self, requests: Sequence[Request], deepest: int) -> Crowd:
+    def _crowd(self, requests: Sequence[Request], load: DraftLoad) -> Crowd:
         """Those who decode, or soon will."""
         homes = [self._homes[request.request_id] for request in requests]
         for name, count in Counter(homes).items():
@@ -169,10 +169,18 @@ class RemoteDrafting:
         return Crowd(
             self.clients.gradient(homes),
             self.clients.acceptances(homes),
-            np.stack([self._drafters[home].times.ahead_s(deepest) for home in homes]),
-            self._most(requests, deepest),
+            np.stack([self._drafters[home].times.ahead_s(load.deepest) for home in homes]),
+            self._most(requests, load.deepest),
             np.asarray([self._pace_s(request) for request in requests]),
+            self.steering.steps.verifying_model.predict_s(load.active, load.context),
         )
+
+    def _within(self, requests: Sequence[Request], plan: Plan) -> Ints:
+        """Draft tokens of each that could be of use and are there in time."""
+        in_time = [
+            self._home_of(request).times.within(plan.drafting_s, plan.depth) for request in requests
+        ]
+        return np.minimum(self._most(requests, plan.depth), in_time)
 
     def _most(self, requests: Sequence[Request], deepest: int) -> Ints:
         """Draft tokens of each that could be of use."""
