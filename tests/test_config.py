@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_slo.config import BestEffortConfig, ClassConfig, RoutingConfig, SLOConfig
+from vllm_slo.config import (
+    BestEffortConfig,
+    ClassConfig,
+    RoutingConfig,
+    SLOConfig,
+    SpeculationConfig,
+)
 from vllm_slo.errors import ConfigError
 from vllm_slo.slo import SLO
 
@@ -54,7 +60,7 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    for model in (BestEffortConfig, ClassConfig, RoutingConfig, SLOConfig):
+    for model in (BestEffortConfig, ClassConfig, RoutingConfig, SpeculationConfig, SLOConfig):
         assert all(len(spec.description or "") > 60 for spec in model.model_fields.values())
 
 

@@ -20,11 +20,18 @@ from typing import Any
 import pytest
 
 from vllm_slo import cli, serve_args, tiny
-from vllm_slo.config import DRAFT_KEY, SLOConfig
+from vllm_slo.config import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, SLOConfig
+from vllm_slo.draft_socket import TOKEN_VARIABLE
 from vllm_slo.engine import serve
 from vllm_slo.errors import ConfigError
 from vllm_slo.router.arguments import AppArgs, embedded_config
-from vllm_slo.serve_args import TREE_PROPOSER, TREE_WORKER, Flags, serve_arguments
+from vllm_slo.serve_args import (
+    REMOTE_PROPOSER,
+    TREE_PROPOSER,
+    TREE_WORKER,
+    Flags,
+    serve_arguments,
+)
 
 TARGET, DRAFT = str(tiny.path("target")), str(tiny.path("draft"))
 SPEC = {"method": "custom_class", "model": TREE_PROPOSER, "num_speculative_tokens": 24}
@@ -544,3 +551,114 @@ def test_llm_refuses_a_folder(llm_arguments: Callable[..., dict[str, Any]], tmp_
 def test_padding_of_a_vocabulary_does_no_harm(tmp_path: Path) -> None:
     """Models of one family are padded to different sizes; no tokenizer yields such a token."""
     assert command_line("tiny", "--draft-model", str(copy_of("draft", tmp_path, vocab_size=4096)))
+
+
+# --- draft servers -------------------------------------------------------------------------------
+
+ADDRESS = "tcp://127.0.0.1:5700"
+REMOTE_SPEC = {**SPEC, "model": REMOTE_PROPOSER}
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(TOKEN_VARIABLE, "a token of the tests' own")
+    return TOKEN_VARIABLE
+
+
+@pytest.mark.usefixtures("token")
+@pytest.mark.parametrize("flag", ["--draft-servers", "--draft_servers"])
+def test_draft_servers_set_every_flag(flag: str) -> None:
+    command = command_line("tiny", flag, ADDRESS)
+    assert value_of(command, "--scheduler-cls") == "vllm_slo.Scheduler"
+    assert value_of(command, "--worker-cls") == TREE_WORKER
+    assert json.loads(value_of(command, "--speculative-config")) == REMOTE_SPEC
+    assert json.loads(value_of(command, "--additional-config")) == {SERVERS_KEY: ADDRESS}
+    assert value_of(command, "--block-size") == "32"
+
+
+def test_the_token_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    secret, file = tmp_path / "token", tmp_path / "slo.yaml"
+    secret.write_text("a token of the tests' own\n")
+    command = command_line("tiny", "--draft-servers", ADDRESS, "--draft-token-file", str(secret))
+    said = json.loads(value_of(command, "--additional-config"))
+    assert said == {SERVERS_KEY: ADDRESS, TOKEN_FILE_KEY: str(secret)}
+    assert SLOConfig.from_additional_config(said).speculation.draft_token_file == str(secret)
+    file.write_text(f"speculation: {{draft_servers: '{ADDRESS}', draft_token_file: {secret}}}\n")
+    command = command_line("tiny", "--slo-config", str(file))
+    assert json.loads(value_of(command, "--speculative-config")) == REMOTE_SPEC
+    secret.write_text("short")
+    with pytest.raises(ConfigError, match="5 characters are too few"):
+        command_line("tiny", "--slo-config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--draft-servers", ADDRESS], f"--draft-token-file: not given, and {TOKEN_VARIABLE} is"),
+        (["--draft-servers", ADDRESS, "--draft-token-file", "/no"], "--draft-token-file /no: No"),
+        (["--draft-servers", "10.0.0.1:80"], "--draft-servers 10.0.0.1:80: not an address; write"),
+        (
+            ["--draft-servers", ADDRESS, "--draft-model", "tiny"],
+            f"draft_servers: {ADDRESS} cannot be combined with draft_model; ",
+        ),
+        (
+            ["--draft-servers", ADDRESS, "--replicas", "2"],
+            f"--draft-servers {ADDRESS}: cannot be combined with --replicas: ",
+        ),
+    ],
+)
+def test_what_draft_servers_cannot_do_with_is_one_line(
+    flags: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert cli.main(["serve", "tiny", *flags]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"vllm-slo: error: {said}")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.usefixtures("token")
+def test_another_speculation_beside_draft_servers_is_refused(tmp_path: Path) -> None:
+    for flag in ("--worker-cls", "--speculative-config"):
+        said = f"^--draft-servers {ADDRESS}: cannot be combined with {flag}, .*one of the two$"
+        with pytest.raises(ConfigError, match=said):
+            command_line("tiny", "--draft-servers", ADDRESS, flag, "{}")
+    file = tmp_path / "slo.yaml"
+    file.write_text("speculation: {draft_model: tiny}\n")
+    with pytest.raises(
+        ConfigError, match=r"^draft_servers: .* cannot be combined with draft_model"
+    ):
+        command_line("tiny", "--slo-config", str(file), "--draft-servers", ADDRESS)
+    file.write_text(f"speculation:\n  draft_model: tiny\n  draft_servers: {ADDRESS}\n")
+    with pytest.raises(ConfigError, match="cannot be combined with draft_model"):
+        SLOConfig.load(file)
+    with pytest.raises(ConfigError, match=r"^draft_servers: expected a text, got 5$"):
+        SLOConfig.from_additional_config({SERVERS_KEY: 5})
+
+
+def test_replicas_of_a_configuration_file_have_no_draft_servers() -> None:
+    with pytest.raises(ConfigError, match="cannot be combined with --replicas"):
+        checked(slo_config={"speculation": {"draft_servers": ADDRESS}})
+
+
+@pytest.mark.usefixtures("token")
+def test_llm_takes_draft_servers(
+    llm_arguments: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = llm_arguments(draft_servers=ADDRESS)
+    assert given["additional_config"] == {SERVERS_KEY: ADDRESS}
+    assert given["speculative_config"] == REMOTE_SPEC
+    assert given["worker_cls"] == TREE_WORKER
+    with pytest.raises(
+        ConfigError, match=r"^draft_servers: .* cannot be combined with draft_model"
+    ):
+        llm_arguments(draft_servers=ADDRESS, draft_model="tiny")
+    with pytest.raises(ConfigError, match=r"^draft_servers nowhere: not an address"):
+        llm_arguments(draft_servers="nowhere")
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    with pytest.raises(ConfigError, match="VLLMSLO_DRAFT_TOKEN is not set"):
+        llm_arguments(draft_servers=ADDRESS)

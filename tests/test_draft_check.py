@@ -17,7 +17,7 @@ from vllm import EngineArgs
 from vllm.config import VllmConfig
 
 from vllm_slo import Scheduler, tiny
-from vllm_slo.config import DRAFT_KEY, SLOConfig, SpeculationConfig
+from vllm_slo.config import DRAFT_KEY, SERVERS_KEY, SLOConfig, SpeculationConfig
 from vllm_slo.engine import draft_check
 from vllm_slo.engine.draft_check import check_draft, check_flags
 from vllm_slo.engine.worker import CPUTreeWorker
@@ -409,3 +409,42 @@ def test_ids_that_only_vllm_can_read_are_compared(folder_of: Callable[..., str])
     said["model"] = {"type": "Unigram", "unk_id": 0, "vocab": [[name, -1.0] for name in names]}
     path.write_text(json.dumps(said), encoding="utf-8")
     assert f"to {folder!r} token '" in refusal(folder)
+
+
+# --- draft servers -------------------------------------------------------------------------------
+
+
+def served(**given: Any) -> str:
+    """What is said of an engine with draft servers; "" if it passes."""
+    servers = {SERVERS_KEY: "tcp://127.0.0.1:5700"}
+    config = SLOConfig.from_additional_config(servers).speculation
+    trees = tree_arguments(config, ())
+    fixed = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True}
+    ours = {"scheduler_cls": "vllm_slo.Scheduler", "additional_config": servers}
+    target = given.pop("target", TARGET)
+    arguments = EngineArgs(target, **{**fixed, **ours, **trees, **given})
+    try:
+        check_draft(arguments.create_engine_config(), config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_an_engine_with_draft_servers_passes_without_a_draft_model() -> None:
+    assert served() == ""
+    assert served(tensor_parallel_size=2) == ""
+
+
+def test_what_draft_servers_do_not_serve_is_refused(folder_of: Callable[..., str]) -> None:
+    assert served(data_parallel_size=2).startswith("--data-parallel-size 2: draft servers draft")
+    assert served(pipeline_parallel_size=2).startswith("--pipeline-parallel-size: does not work")
+    assert served(worker_cls="auto") == (
+        "--worker-cls: draft servers need --worker-cls vllm_slo.engine.worker.TreeWorker; "
+        "'vllm-slo serve MODEL --draft-servers tcp://127.0.0.1:5700' sets all flags"
+    )
+    spec = {"method": "custom_class", "model": TREE_PROPOSER, "num_speculative_tokens": 24}
+    assert served(speculative_config=spec).startswith("--speculative-config: draft servers need")
+    windows = folder_of("target", sliding_window=64)
+    assert served(target=windows).startswith(
+        "speculation.draft_servers: the served model has sliding-window layers"
+    )
