@@ -11,8 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_slo.core.proportional_fairness import ClientView
 from vllm_slo.engine import metrics
+from vllm_slo.engine.draft_link import DrafterView
 from vllm_slo.engine.metrics import FOLDER_VARIABLE, FolderCollector, SchedulerMetrics
+from vllm_slo.engine.servers_report import DrafterRound, ServersReport
 
 Samples = dict[str, float]
 
@@ -87,6 +90,25 @@ def chained() -> SchedulerMetrics:
     return series
 
 
+def remote() -> SchedulerMetrics:
+    """A scheduler's series after three steps with draft servers, one of which left."""
+    series = SchedulerMetrics()
+    here, there = drafter("here"), drafter("there")
+    late = (("here", "late", 2), ("", "refused_hello", 1))
+    series.draft_servers(ServersReport((here, there)), {"here": FARES})
+    rounds = DrafterRound("here", 0.010, 0.008, 4), DrafterRound("there", 0.002, 0.001, 1)
+    series.draft_servers(ServersReport((here, there), rounds, (), 0.001, 0.010), {"here": FARES})
+    series.draft_servers(ServersReport((here,), rounds[:1], late, 0.001, 0.020), {"here": FARES})
+    return series
+
+
+FARES = ClientView(acceptance=0.75, granted=6, goodput=3.5, utility=1.25)
+
+
+def drafter(name: str, *, up: bool = True) -> DrafterView:
+    return DrafterView(name, "model", 512, 8, 2, up, False, False, 0.001, {})
+
+
 def scrape(folder: Path) -> str:
     registry = CollectorRegistry()
     registry.register(FolderCollector(folder))
@@ -124,6 +146,40 @@ def test_drafting_is_counted_by_chain_model_and_edge() -> None:
         "model_up{engine=0,model=middle}": 1,
     }
     assert expected == {name: got[f"vllm_slo:draft_{name}"] for name in expected}
+
+
+def test_draft_servers_are_counted_by_name() -> None:
+    got = samples(generate_latest(remote().registry).decode())
+    expected = {
+        "drafter_up{drafter=here,engine=0}": 1,
+        "drafter_up{drafter=there,engine=0}": 0,
+        "drafter_acceptance_ratio{drafter=here,engine=0}": 0.75,
+        "drafter_granted_tokens{drafter=here,engine=0}": 6,
+        "drafter_goodput_tokens{drafter=here,engine=0}": 3.5,
+        "drafter_utility{drafter=here,engine=0}": 1.25,
+        "drafter_dropped_total{drafter=here,engine=0,reason=late}": 2,
+        "drafter_dropped_total{drafter=,engine=0,reason=refused_hello}": 1,
+        "drafter_wait_seconds_total{drafter=here,engine=0}": pytest.approx(0.020),
+        "drafter_wait_seconds_total{drafter=there,engine=0}": pytest.approx(0.002),
+        "draft_receive_seconds_total{engine=0}": pytest.approx(0.030),
+        "draft_send_seconds_total{engine=0}": pytest.approx(0.002),
+    }
+    assert expected == {name: got.get(f"vllm_slo:{name}") for name in expected}
+    assert not any("drafter=,engine=0}" in name for name in got)
+
+
+def test_draft_servers_without_end_are_not_all_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics._ServerSeries, "MOST_SHOWN", 3)
+    series = SchedulerMetrics()
+    for number in range(9):
+        name = f"d{number}"
+        rounds, dropped = (DrafterRound(name, 0.01, 0.01, 1),), ((name, "late", 1),)
+        report = ServersReport((drafter(name), drafter("stays")), rounds, dropped, 0.0, 0.01)
+        series.draft_servers(report, {name: FARES, "stays": FARES})
+    text = generate_latest(series.registry).decode()
+    assert {name for name in ("d0", "d1", "d2", "d8", "stays") if f'"{name}"' in text} == {
+        *("d0", "d1", "stays")
+    }
 
 
 def test_requests_are_counted_by_what_became_of_them() -> None:
@@ -200,7 +256,7 @@ def test_a_draft_that_has_failed_is_seen_without_another_step(
         assert until(lambda: samples(scrape(folder)).get(key) == float(on))  # noqa: B023 - at once
 
 
-@pytest.mark.parametrize(("made", "number"), [(busy, 14), (grown, 21)])
+@pytest.mark.parametrize(("made", "number"), [(busy, 14), (grown, 21), (remote, 23)])
 def test_every_name_says_its_unit(
     folder: Path, made: Callable[[], SchedulerMetrics], number: int
 ) -> None:
@@ -211,6 +267,8 @@ def test_every_name_says_its_unit(
     units = ("_seconds", "_ratio", "_requests", "_tokens")
     counts = {"vllm_slo:admissions", "vllm_slo:requests_finished", "vllm_slo:promises_broken"}
     counts.add("vllm_slo:speculation_enabled")  # neither a count nor a quantity: yes or no
+    counts |= {"vllm_slo:drafter_up", "vllm_slo:drafter_dropped"}
+    counts.add("vllm_slo:drafter_utility")  # a logarithm, which has no unit
     assert len(names) == number
     assert all(name.startswith("vllm_slo:") for name in names)
     assert all(name.endswith(units) for name in names - counts)

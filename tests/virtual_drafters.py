@@ -17,7 +17,8 @@ from vllm_slo.engine import trees
 from vllm_slo.engine.draft_link import DrafterView
 from vllm_slo.engine.remote_drafting import RemoteDrafting
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.engine.trees import DrafterRound, Grant, ServersReport
+from vllm_slo.engine.servers_report import DrafterRound, ServersReport
+from vllm_slo.engine.trees import Grant
 from vllm_slo.serve_args import REMOTE_PROPOSER, TREE_WORKER
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 

@@ -16,7 +16,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -31,9 +31,7 @@ from prometheus_client.registry import Collector
 
 from vllm_slo.core.length_forecast import ForecastError
 from vllm_slo.core.proportional_fairness import ClientView
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.trees import ServersReport
+from vllm_slo.engine.servers_report import ServersReport
 
 FOLDER_VARIABLE = "VLLMSLO_METRICS_DIR"
 """Environment variable that names the folder; child processes inherit it. (vLLM warns of variables

@@ -36,8 +36,9 @@ from vllm_slo.core.proportional_fairness import GradientScheduler
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.drafting import Candidate
+from vllm_slo.engine.servers_report import ServersReport
 from vllm_slo.engine.tenants import Verified
-from vllm_slo.engine.trees import NO_DRAFT, DraftingReport, DraftTrees, Grant, ServersReport
+from vllm_slo.engine.trees import NO_DRAFT, DraftingReport, DraftTrees, Grant
 
 if TYPE_CHECKING:
     from vllm_slo.engine.steering import Steering

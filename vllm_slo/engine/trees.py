@@ -21,7 +21,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm_slo.config import SLOConfig, SpeculationConfig
 from vllm_slo.core.model_chain import Plan
 from vllm_slo.engine.draft_check import check_flags
-from vllm_slo.engine.draft_link import DrafterView
+from vllm_slo.engine.servers_report import ServersReport
 from vllm_slo.engine.tree_attention.plan import scratch_blocks_per_row
 from vllm_slo.errors import ConfigError
 from vllm_slo.serve_args import REMOTE_PROPOSER, TREE_PROPOSER
@@ -115,41 +115,6 @@ class EdgeTrials(NamedTuple):
     verifier: int
     tried: int
     accepted: int
-
-
-class DrafterRound(NamedTuple):
-    """What one draft server did in a step.
-
-    Attributes:
-        drafter: its name.
-        wait_s: from when all were asked until its answer was there, or the deadline.
-        draft_s: of these, what it spent drafting; None: its answer was not there in time.
-        tokens: of its longest draft, or without an answer of the longest that was asked for.
-    """
-
-    drafter: str
-    wait_s: float
-    draft_s: float | None
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServersReport:
-    """What the draft servers of an engine did in a step.
-
-    Attributes:
-        drafters: those that said hello.
-        rounds: of those that were asked.
-        dropped: (drafter, reason, times): what was dropped since the last report; "" as the name of
-            those that were never welcomed.
-        send_s, receive_s: spent on sending to them, and on waiting for them.
-    """
-
-    drafters: tuple[DrafterView, ...]
-    rounds: tuple[DrafterRound, ...] = ()
-    dropped: tuple[tuple[str, str, int], ...] = ()
-    send_s: float = 0.0
-    receive_s: float = 0.0
 
 
 @dataclass(slots=True)

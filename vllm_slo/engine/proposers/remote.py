@@ -31,8 +31,9 @@ from vllm_slo.draft_wire import vocabulary_digest
 from vllm_slo.engine import trees
 from vllm_slo.engine.draft_check import token_ids
 from vllm_slo.engine.draft_link import DrafterView, DraftLink, Exchange, Fault
+from vllm_slo.engine.servers_report import DrafterRound, ServersReport
 from vllm_slo.engine.tree_attention.plan import scratch_blocks_per_row
-from vllm_slo.engine.trees import DrafterRound, DraftingReport, DraftTrees, Grant, ServersReport
+from vllm_slo.engine.trees import DraftingReport, DraftTrees, Grant
 
 if TYPE_CHECKING:
     from vllm_slo.engine.model_runner import TreeRunner
