@@ -45,6 +45,11 @@ LOCAL_LAW: dict[str, set[str]] = {
     | {"vllm_slo.http_slo", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine.cpu_alias": set(),
     "vllm_slo.router": POLICY | {"vllm_slo.http_slo", "vllm_slo.serve_args"},
+    "vllm_slo.router.draft_fleet": {
+        "vllm_slo.draft_socket",
+        "vllm_slo.errors",
+        "vllm_slo.router",
+    },
     "vllm_slo.router.replica": POLICY
     | {
         "vllm_slo.router",
@@ -54,7 +59,9 @@ LOCAL_LAW: dict[str, set[str]] = {
         "vllm_slo.engine.plugin",
         "vllm_slo.engine.state",
     },
-    "vllm_slo.router.draft_server": POLICY | DRAFT_LINK | {"vllm_slo.engine.draft_engine"},
+    "vllm_slo.router.draft_server": POLICY
+    | DRAFT_LINK
+    | {"vllm_slo.router.draft_fleet", "vllm_slo.engine.draft_engine"},
     "vllm_slo.sim": POLICY
     | {
         "vllm_slo.profiles",

@@ -26,6 +26,10 @@ REPLICAS = "vllm_slo.router.serve"
 """What ``serve`` becomes with ``--replicas`` and its like."""
 
 
+FLEET = "vllm_slo.router.draft_fleet"
+"""What starts draft servers beside ``serve``."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. An error of ours is one line, not a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -46,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "serve":
             replicas = import_module(REPLICAS)
-            return int((replicas if replicas.asked_for(args) else module).run(args, rest))
-        if args.command == "draft-server":
+            if replicas.asked_for(args):
+                return int(replicas.run(args, rest))
+            import_module(FLEET).beside(args)
+        if args.command in ("serve", "draft-server"):
             return int(module.run(args, rest))
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -43,9 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-servers",
         "--draft_servers",
-        metavar="ADDRESS",
+        metavar="ADDRESS|N",
         help="where draft servers may connect ('vllm-slo draft-server --connect'), such as "
-        "tcp://0.0.0.0:5700; in place of --draft-model",
+        "tcp://0.0.0.0:5700, in place of --draft-model; or how many to start on this machine with "
+        "--draft-model (vllm-slo[ray])",
     )
     parser.add_argument(
         "--draft-token-file",

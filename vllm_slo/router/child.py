@@ -19,7 +19,7 @@ from typing import IO, Any, Final
 
 from vllm_slo.router import guard
 
-__all__ = ["Child"]
+__all__ = ["Child", "keep_group_until_exit"]
 
 LEFTOVER_PATIENCE_S: Final = 1.0
 """How long what a dead child left behind (an engine, a resource tracker) may take to end."""
@@ -179,6 +179,15 @@ async def _reader(pipe: IO[bytes]) -> asyncio.StreamReader:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader
+
+
+def keep_group_until_exit(group: int, patience_s: float) -> None:
+    """End a process group once this process is gone, however that came about."""
+    _lifelines.append(_start_guard(group, patience_s))
+
+
+_lifelines: list[int] = []
+"""Open for as long as this process lives."""
 
 
 def _start_guard(group: int, patience_s: float) -> int:

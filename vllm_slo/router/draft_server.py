@@ -53,6 +53,7 @@ from vllm_slo.draft_wire import (
     from_verifier,
 )
 from vllm_slo.errors import ConfigError
+from vllm_slo.router import draft_fleet
 
 __all__ = ["Drafter", "VerifierLink", "add_arguments", "run", "serve"]
 
@@ -351,14 +352,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name", help="a name that no other draft server of the verifier has (default: host-pid)"
     )
+    ray = parser.add_argument_group("several, placed and watched by Ray (vllm-slo[ray])")
+    ray.add_argument("--count", type=int, help="number of draft servers")
+    ray.add_argument(
+        "--ray-address",
+        "--ray_address",
+        help="Ray cluster to run on; default with --count: one of its own on this machine",
+    )
+    for unit, default in (("cpus", 1.0), ("gpus", 0.0)):
+        ray.add_argument(
+            f"--{unit}-per-server",
+            f"--{unit}_per_server",
+            type=float,
+            default=default,
+            help=f"{unit.upper()} that each sets aside (default: %(default)g)",
+        )
 
 
-def run(args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Draft until SIGTERM or SIGINT; then the process ends with status 0.
 
     Raises:
         VllmSLOError: a flag cannot be used, or the model cannot be loaded.
     """
+    return draft_fleet.run(args, rest) if draft_fleet.asked_for(args) else _run_one(args, rest)
+
+
+def _run_one(args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
+    """Be a draft server until a signal comes."""
     check_address(args.connect, "--connect", connects=True)
     name = args.name or f"{socket.gethostname()}-{os.getpid()}"
     if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):

@@ -7,29 +7,24 @@ import argparse
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from importlib import import_module
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from vllm_slo.config import SERVERS_KEY
 from vllm_slo.errors import ConfigError, VllmSLOError
+from vllm_slo.router import ray_session
 from vllm_slo.router.arguments import HEAD_NODE, AppArgs, Flags, embedded_config
 
 __all__ = ["add_arguments", "asked_for", "run"]
 
 DEFAULT_HOST: Final = "0.0.0.0"
 DEFAULT_PORT: Final = 8000
-CONNECT_S: Final = 10.0
 POLL_S: Final = 0.2
 STATUS_EVERY_S: Final = 2.0
-OBJECT_STORE_BYTES: Final = 128 * 1024**2
-"""Nothing but small messages passes through Ray."""
 _PASSED_ON: Final = ("VLLM_", "HF_", "OMP_", "CUDA_", "TORCH")
 _SECRET: Final = ("TOKEN", "KEY", "SECRET")
 
@@ -104,12 +99,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         _require_port(given["host"], given["port"])
         given["private_host"] = "127.0.0.1"
     else:
-        _require_cluster(args.ray_address)
+        ray_session.require(args.ray_address)
         given["env"] = passed_on(os.environ)
-    _import_ray()
-    with _interruptible(), _cluster(args.ray_address, AppArgs.checked(given)):
+    ray_session.import_ray("--replicas", "aiohttp", "ray.serve")
+    checked = AppArgs.checked(given)
+    cpus = int((checked.cpus_per_replica or 0) * checked.most) + 1
+    with ray_session.interruptible(), ray_session.cluster(args.ray_address, cpus):
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         _Deployment(given, args.ray_address).serve()
-    return 1 if _hurried else 0
+    return 1 if ray_session.hurried() else 0
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
@@ -173,7 +171,7 @@ class _Deployment:
             self._drain()
         finally:
             # A local cluster ends anyway; only what ran well is waited for there.
-            self._delete(wait=_signals < 2 and (self._ran or not self._local))
+            self._delete(wait=ray_session.signals() < 2 and (self._ran or not self._local))
 
     def _await_ready(self) -> None:
         """Until the application runs and the front has all its replicas."""
@@ -233,82 +231,6 @@ class _Deployment:
                 self._serve.shutdown()
 
 
-@contextmanager
-def _cluster(address: str | None, args: AppArgs) -> Iterator[None]:
-    """A connection to a cluster; without an address, to one that ends with this process."""
-    import ray
-
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        quiet |= {
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "num_cpus": max(cores, int((args.cpus_per_replica or 0) * args.most) + 1),
-        }
-    try:
-        ray.init(address=address or "local", **quiet)
-    except (ConnectionError, OSError, ValueError, RuntimeError) as error:
-        where = f"--ray-address {address}" if address else "Ray"
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
-    _install_handler()  # Ray puts its own in place
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-_signals = 0
-_hurried = False
-
-
-def _install_handler() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _on_signal)
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _signals, _hurried
-    _signals += 1
-    _hurried = _signals > 1
-    if _signals > 2:
-        os._exit(128 + number)
-    raise KeyboardInterrupt  # the one exception that a wait inside Ray lets through
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """The first signal ends the block, the second what the block does to end, the third all."""
-    global _signals, _hurried
-    _signals, _hurried = 0, False
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    _install_handler()
-    try:
-        yield
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if _signals:
-            _signals = 2  # this process is about to end; one more signal is the last
-        else:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _import_ray() -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A replica without GPUs of its own keeps what its node says of devices.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        for module in ("aiohttp", "ray.serve"):
-            import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"--replicas needs Ray Serve ({error}): pip install 'vllm-slo[ray]'"
-        ) from None
-
-
 def _serve_runs() -> bool:
     import ray
 
@@ -317,17 +239,6 @@ def _serve_runs() -> bool:
     except ValueError:
         return False
     return True
-
-
-def _require_cluster(address: str) -> None:
-    """Ray itself tries for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():
-        return  # "auto", or something that Ray refuses itself
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--ray-address {address}: {error}") from None
 
 
 def _require_port(host: str, port: int) -> None:

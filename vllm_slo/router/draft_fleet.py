@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-slo draft-server --count N``: several draft servers, placed and watched by Ray.
+
+``vllm-slo serve MODEL --draft-model D --draft-servers N`` starts one such command beside itself.
+
+Each actor supervises one ``vllm-slo draft-server`` process on its node and starts it anew when it
+ends; Ray starts an actor anew, elsewhere if need be, when its node or process is lost. Drafts do
+not pass through Ray: every process connects to the verifier itself. Nor does the secret: processes
+find it in the environment or in a file of their node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Final, TypedDict
+
+from vllm_slo.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
+from vllm_slo.errors import ConfigError
+from vllm_slo.router import ray_session
+from vllm_slo.router.child import Child, keep_group_until_exit
+
+__all__ = ["asked_for", "beside", "run"]
+
+POLL_S: Final = 1.0
+MOST: Final = 1024
+PAUSES_S: Final = (0.0, 1.0, 5.0, 15.0)
+"""Before a process that ended is started anew, for the first, second, .. time in a row."""
+STEADY_S: Final = 60.0
+"""A process that ran for so long begins a new row."""
+GRACE_S: Final = 5.0
+PATIENCE_S: Final = 20.0
+"""Seconds in which a fleet ends after the server that it was started for."""
+UNUSABLE: Final = 2
+"""Exit status of a process that cannot use its flags; starting it anew would not help."""
+
+
+class Watched(TypedDict):
+    """What an actor says of its process.
+
+    Attributes:
+        node: where it is.
+        pid: of the process; 0: it is not running.
+        starts: how often it was started.
+        error: why it can never run, or "".
+    """
+
+    node: str
+    pid: int
+    starts: int
+    error: str
+
+
+class Supervisor:
+    """The body of an actor: one draft server, kept running.
+
+    Args:
+        argv: the command line; nothing secret is in it.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = [sys.executable, "-m", "vllm_slo.cli", *argv]
+        self._child: Child | None = None
+        self._starts = self._row = 0
+        self._begun_s = self._next_s = 0.0
+        self._error = ""
+
+    async def watch(self) -> Watched:
+        """Start the process if it is not running; how it is."""
+        if self._child is not None and self._child.returncode is not None:
+            await self._ended(self._child)
+        if self._child is None and not self._error and time.monotonic() >= self._next_s:
+            self._child = Child(self._argv, os.environ)
+            await self._child.start()
+            self._starts += 1
+            self._begun_s = time.monotonic()
+        pid = self._child.pid if self._child else 0
+        return Watched(node=socket.gethostname(), pid=pid, starts=self._starts, error=self._error)
+
+    async def _ended(self, child: Child) -> None:
+        code = await child.wait()
+        self._child = None
+        if code == UNUSABLE:
+            self._error = child.last_words()
+        if time.monotonic() - self._begun_s > STEADY_S:
+            self._row = 0
+        self._next_s = time.monotonic() + PAUSES_S[min(self._row, len(PAUSES_S) - 1)]
+        self._row += 1
+
+    async def stop(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            await self._child.terminate(GRACE_S)
+
+
+def asked_for(args: argparse.Namespace) -> bool:
+    """Whether several are asked for, or Ray is to place one."""
+    return args.count is not None or args.ray_address is not None
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Keep them running until SIGINT or SIGTERM.
+
+    Raises:
+        VllmSLOError: a flag cannot be used, or a draft server cannot run at all; one line.
+    """
+    count = 1 if args.count is None else args.count
+    if not 1 <= count <= MOST:
+        raise ConfigError(f"--count {count}: choose 1 to {MOST}")
+    check_address(args.connect, "--connect", connects=True)
+    if args.ray_address is None:
+        derive_keys(read_token(args.token_file))
+    else:
+        ray_session.require(args.ray_address)
+    ray_session.import_ray("--ray-address" if args.count is None else "--count")
+    with ray_session.interruptible(), ray_session.cluster(args.ray_address, count):
+        _Fleet(args, rest, count).watch()
+    return 1 if ray_session.hurried() else 0
+
+
+def command_of(args: argparse.Namespace, rest: Sequence[str], name: str) -> list[str]:
+    """The command line of one draft server."""
+    words = ["draft-server", "--model", args.model, "--connect", args.connect, "--name", name]
+    if args.token_file is not None:
+        words += ["--token-file", args.token_file]
+    return [*words, "--max-sessions", str(args.max_sessions), *rest]
+
+
+def beside(args: argparse.Namespace) -> None:
+    """With ``--draft-servers N`` in place of an address: start as many on this machine, for as long
+    as this process lives, and say in ``args`` where they will connect.
+
+    Raises:
+        ConfigError: not one draft model is named, or Ray is missing.
+    """
+    if args.draft_servers is None or not args.draft_servers.isdecimal():
+        return
+    count, models = int(args.draft_servers), args.draft_model or []
+    if len(models) != 1:
+        raise ConfigError(
+            f"--draft-servers {count}: name the one model that they draft with: --draft-model D"
+        )
+    if not 1 <= count <= MOST:
+        raise ConfigError(f"--draft-servers {count}: choose 1 to {MOST}, or give an address")
+    ray_session.import_ray("--draft-servers")
+    if args.draft_token_file is None:
+        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
+    address = f"tcp://127.0.0.1:{_free_port()}"
+    words = ["draft-server", "--count", str(count), "--model", models[0], "--connect", address]
+    if args.draft_token_file is not None:
+        words += ["--token-file", args.draft_token_file]
+    fleet = subprocess.Popen(
+        [sys.executable, "-m", "vllm_slo.cli", *words], stdin=subprocess.DEVNULL, process_group=0
+    )
+    keep_group_until_exit(fleet.pid, PATIENCE_S)
+    args.draft_servers, args.draft_model = address, None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Fleet:
+    """The actors, on a cluster that is connected already."""
+
+    def __init__(self, args: argparse.Namespace, rest: Sequence[str], count: int) -> None:
+        import ray
+
+        self._ray = ray
+        prefix = args.name or socket.gethostname()
+        actor = ray.remote(Supervisor).options(
+            num_cpus=args.cpus_per_server,
+            num_gpus=args.gpus_per_server,
+            max_restarts=-1,
+            scheduling_strategy="SPREAD",
+        )
+        self._actors = {
+            name: actor.remote(command_of(args, rest, name))
+            for name in (f"{prefix}-{place}" for place in range(count))
+        }
+
+    def watch(self) -> None:
+        """Until a signal; tells what changes.
+
+        Raises:
+            ConfigError: a draft server cannot use its flags.
+        """
+        known: dict[str, Watched] = {}
+        try:
+            while True:
+                for name, one in self._look().items():
+                    if one["error"]:
+                        raise ConfigError(one["error"].removeprefix("vllm-slo: error: "))
+                    if one["pid"] and one != known.get(name):
+                        _say(f"draft server {name}: process {one['pid']} on {one['node']}")
+                    known[name] = one
+                time.sleep(POLL_S)
+        finally:
+            self._stop()
+
+    def _look(self) -> dict[str, Watched]:
+        """How each is that answers; one that Ray is starting anew does not."""
+        from ray.exceptions import RayError
+
+        calls = {name: actor.watch.remote() for name, actor in self._actors.items()}
+        self._ray.wait(list(calls.values()), num_returns=len(calls), timeout=POLL_S)
+        found: dict[str, Watched] = {}
+        for name, call in calls.items():
+            try:
+                found[name] = self._ray.get(call, timeout=0)
+            except RayError:
+                continue
+        return found
+
+    def _stop(self) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            stopping: list[Any] = [actor.stop.remote() for actor in self._actors.values()]
+            self._ray.wait(stopping, num_returns=len(stopping), timeout=GRACE_S + POLL_S)
+        except RayError as error:
+            _say(f"stopping: {error}")
+
+
+def _say(text: str) -> None:
+    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201
