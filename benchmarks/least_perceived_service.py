@@ -340,7 +340,6 @@ def panels(title: str, name: str) -> Iterator[Any]:
         figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
         for axis, mix in zip(axes, MIXES, strict=True):
             axis.set_title(mix, loc="left")
-            axis.set_ylim(bottom=0)
         yield from axes
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
