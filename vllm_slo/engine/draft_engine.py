@@ -129,10 +129,7 @@ class DraftEngine:
             )
             prompt = tokens_input(list(ask.prefix))
             return self._engine.add_request(name, prompt, params)
-        except (
-            ValueError,
-            VLLMValidationError,
-        ):  # vLLM's own of a prompt too long, or of ids beyond the vocabulary
+        except (ValueError, VLLMValidationError):  # too long, or ids beyond the vocabulary
             return None
 
 
