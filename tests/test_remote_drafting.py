@@ -280,6 +280,18 @@ def test_what_promises_need_comes_first() -> None:
     assert max(paces) < 0.0255
 
 
+def test_a_promised_ttft_asks_nothing_of_drafts() -> None:
+    engine = RemoteEngine(FLAT, {"a": Drafter()})
+    engine.add("first", 16, 20)
+    engine.run()
+    engine.add("r", 16, 40, SLO(ttft_ms=1000.0))
+    began_s = engine.clock.now_s
+    engine.run()
+    report = engine.outcomes["r"].report
+    assert report and report["promised"] and report["attained"]
+    assert engine.clock.now_s - began_s < 0.7 * 40 * 0.040
+
+
 def test_drafts_are_waited_for_no_longer_than_configured() -> None:
     engine = RemoteEngine(
         FLAT,

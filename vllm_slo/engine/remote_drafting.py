@@ -118,10 +118,8 @@ class RemoteDrafting:
             shallowest=load.min_depth,
         )
         names = [request.request_id for request in requests]
-        self._budget, self._least = (
-            found.budget,
-            dict(zip(names, found.least.tolist(), strict=True)),
-        )
+        self._budget = found.budget
+        self._least = dict(zip(names, found.least.tolist(), strict=True))
         depth = int(found.most.max())
         self.plan = Plan(depth=depth, drafting_s=found.wait_s, requests=len(requests))
         self.steering.steps.drafting(found.wait_s, 0.0)
@@ -197,7 +195,9 @@ class RemoteDrafting:
         """Seconds per token that a promise asks of a request that decodes."""
         steering = self.steering
         tracked = steering.tracked.get(request.request_id)
-        if tracked is None or not tracked.promised or not tracked.decodes:
+        if tracked is None or not (tracked.promised and tracked.decodes):
+            return INFINITY
+        if tracked.tpot_s == INFINITY:
             return INFINITY
         start_s = steering.steps.next_start_s(steering.now_s)
         left = max(request.max_tokens - request.num_output_tokens, 1)
