@@ -4,6 +4,7 @@ skill and speed; no sockets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import mean
 
 import pytest
@@ -154,17 +155,13 @@ def test_a_drafter_that_vanished_is_forgotten() -> None:
 
 
 def test_a_text_longer_than_a_drafter_takes_moves_on() -> None:
-    drafters = {"a": Drafter(max_model_len=40), "b": Drafter(max_sessions=1)}
-    engine = RemoteEngine(FLAT, drafters)
+    engine = RemoteEngine(FLAT, {"a": Drafter(max_model_len=40), "b": Drafter()})
     start(engine, 2, 60)
     assert sorted(engine.drafting._homes.values()) == ["a", "b"]
-    engine.run()
-    lengths = [
-        (grant.drafter, grant.tokens, output)
-        for output, step in engine.seen_trees
-        for grant in step.grants.values()
-    ]
-    assert {name for name, _, _ in lengths} == {"a", "b"}
+    while engine.busy:
+        long = [n for n, r in engine.scheduler.requests.items() if r.num_tokens >= 40]
+        engine.step()
+        assert {engine.drafting._homes.get(name, "b") for name in long} <= {"b"}
     assert all(len(outcome.token_ids) == 60 for outcome in engine.outcomes.values())
 
 
@@ -178,12 +175,17 @@ def test_who_wants_no_speculation_is_not_drafted_for() -> None:
 
 
 def test_no_draft_is_longer_than_what_is_still_to_come() -> None:
-    engine = RemoteEngine(FLAT, {"a": Drafter(honest=1.0)})
-    engine.add("r", 16, 7)
-    engine.run()
-    assert len(engine.outcomes["r"].token_ids) == 7
-    grants = [grants["r"].tokens for grants in engine.granted() if grants]
-    assert max(grants) <= 5
+    """One token of the step at hand and one of the next come without drafts."""
+    engine = RemoteEngine(FLAT, {"a": Drafter(honest=0.5)}, speculation={"max_depth": 5})
+    request = engine.add("r", 16, 30)
+    grants = []
+    while engine.busy:
+        left = 30 - request.num_output_tokens - 2
+        engine.step()
+        grants += [(grant.tokens, left) for grant in engine.granted(1)[0].values()]
+    assert len(engine.outcomes["r"].token_ids) == 30
+    assert all(tokens <= left for tokens, left in grants)
+    assert any(tokens == left for tokens, left in grants)
 
 
 # --- GoodSpeed -----------------------------------------------------------------------------------
@@ -198,6 +200,31 @@ def test_acceptances_converge_to_what_drafters_are_worth() -> None:
     assert views["a"].acceptance == pytest.approx(0.85, abs=0.08)
     assert views["b"].acceptance == pytest.approx(0.5, abs=0.08)
     assert views["a"].goodput > views["b"].goodput
+
+
+def test_drafts_are_credited_to_who_drafted_them() -> None:
+    """Also where the request has another drafter by the time they are verified."""
+    engine = RemoteEngine(FLAT, {"a": Drafter(), "b": Drafter()})
+    start(engine, 2)
+    observed, observe = {}, engine.drafting.clients.observe
+
+    def observing(client: str, ratios: Sequence[float], tokens: int) -> None:
+        observed[client] = len(ratios)
+        observe(client, ratios, tokens)
+
+    engine.drafting.clients.observe = observing  # type: ignore[method-assign]
+    assert set(engine.drafting._homes.values()) == {"a", "b"}
+    for name in engine.drafting._homes:
+        engine.drafting._homes[name] = "b"
+    engine.step()
+    assert observed["a"] > 0 and observed["b"] > 0
+    observed.clear()
+    engine.accepted.clear()
+    output = engine.step()
+    offered = [len(drafts) for drafts in output.scheduled_spec_decode_tokens.values()]
+    assert len(offered) == 2, "nothing that came was passed over"
+    looked_at = [min(n + 1, most) for n, most in zip(engine.accepted, offered, strict=True)]
+    assert observed == {"b": sum(looked_at)}
 
 
 def test_a_drafter_never_asked_is_taken_for_a_good_one() -> None:

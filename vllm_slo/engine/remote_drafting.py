@@ -213,8 +213,6 @@ class RemoteDrafting:
             name = request.request_id
             home = self._homes.get(name)
             if home is None or not self._takes(home, request):
-                if home is not None:
-                    sessions[home] -= 1
                 home = self._emptiest(request, sessions)
                 if home is None:
                     self._homes.pop(name, None)
