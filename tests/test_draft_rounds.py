@@ -109,6 +109,16 @@ def test_a_promise_that_needs_drafts_gets_them_first() -> None:
     assert found.budget >= found.least.sum()
 
 
+def test_a_promise_gets_the_drafts_it_needs_though_they_do_not_pay() -> None:
+    """Twelve tokens, each further one dear: 0.6 tokens of one request are not worth it to all."""
+    nobody = [INFINITY] * 12
+    assert plan_round(crowd_of([0.6] * 12, [0.001] * 12), STEEP, room=100).budget == 0
+    crowd = crowd_of([0.6] * 12, [0.001] * 12, paces_s=[0.014, *nobody[1:]])
+    found = plan_round(crowd, STEEP, room=100)
+    assert found.least.tolist() == [1, *[0] * 11]
+    assert found.budget == 1
+
+
 def test_a_promise_that_needs_none_bounds_the_wait() -> None:
     """Eighteen milliseconds a token and steps of sixteen: two are left, however good drafts are."""
     free = plan_round(crowd_of([0.9], [0.001]), STEEP, room=100)
