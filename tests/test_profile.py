@@ -115,6 +115,7 @@ def test_broken_files_are_refused(report: ProfileReport) -> None:
         break_(json.loads(good), "key", "colour", value="red"),
         break_(json.loads(good), "model"),
         break_(json.loads(good), "model", "terms", 0, 1, value=-1.0),
+        break_(json.loads(good), "model", "terms", value=[[0.0, 0.0, 0.0]] * 2),
         break_(json.loads(good), "model", "kv_s", value=math.nan),
         break_(json.loads(good), "model", "max_tokens", value=0),
         break_(json.loads(good), "fit", "r2"),

@@ -252,7 +252,19 @@ garbage = st.tuples(
 def test_fit_of_garbage_is_non_negative(samples: list[Sample]) -> None:
     kept = 2 * [(BatchShape(8), 0.01)]
     model = fit(kept + samples).model  # construction refuses negative coefficients
-    assert 0.0 <= model.predict_s(1) <= model.predict_s(100, 100, 1, 100) < math.inf
+    assert 0.0 < model.predict_s(1) <= model.predict_s(100, 100, 1, 100) < math.inf
+
+
+def test_a_lone_token_takes_time_in_every_fit() -> None:
+    """The first steps of a live engine: few shapes, and the slowest of all have the most context."""
+    slow = [(BatchShape(5, 4, 100 + n, 1, 515 + 5 * n), 0.025 + n * 2e-4) for n in range(8)]
+    prompts = [(BatchShape(n, 4, 0, 1, n * (n + 1) // 2), 3e-6 * n * n) for n in (40, 60, 80)]
+    attention_alone = fit(slow + prompts)
+    assert attention_alone.model.kv_s == attention_alone.model.pair_s == 0.0
+    assert attention_alone.model.predict_s(1) > 1e-4
+    drafting_alone = fit([(BatchShape(5, n, 0, 1, 15), 0.004 * n) for n in (1, 2, 4)] * 4)
+    assert drafting_alone.model.terms[0][1] == drafting_alone.model.terms[1][1] == 0.0
+    assert drafting_alone.model.predict_s(1) > 1e-3
 
 
 @pytest.mark.parametrize("samples", [[], [(BatchShape(1), 0.1)], [(BatchShape(0), 0.1)] * 9])

@@ -116,7 +116,10 @@ def load(path: str | Path) -> ProfileReport:
     try:
         samples = tuple((BatchShape(*map(int, row[:5])), float(row[5])) for row in data["samples"])
         numbers = {name: float(data["fit"][name]) for name in _FIT_NUMBERS}
-        fit = FitReport(StepTimeModel.from_dict(data["model"]), **numbers, n=int(data["fit"]["n"]))
+        model = StepTimeModel.from_dict(data["model"])
+        if not model.predict_s(1):
+            raise ValueError("by its model a step of one token takes no time")
+        fit = FitReport(model, **numbers, n=int(data["fit"]["n"]))
         return ProfileReport(_read_key(data["key"]), fit, samples)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ProfileError) as error:
         raise ProfileError(f"the step-time profile {path} is broken: {error}; {_AGAIN}") from error

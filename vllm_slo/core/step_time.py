@@ -39,6 +39,8 @@ LONGEST_HORIZON = 32
 
 _MIN_STEP_S = 1e-7
 _MAX_STEP_S = 3600.0
+NEGLIGIBLE = 1e-6
+"""Of the shortest measured step: what a step of one token must take at the least."""
 _NAMES = (
     "terms[0].k1", "terms[0].k2", "terms[0].b",
     "terms[1].k1", "terms[1].k2", "terms[1].b", "kv_s", "pair_s",
@@ -302,24 +304,37 @@ def fit(
     hardly matter (see :func:`fit_higher_of_two_lines`).  Samples that are not finite, not
     positive or beyond an hour are left out.  kv_term, pair_term: False leaves that term at 0.
 
+    A step of one token takes time in every fit: where all of it would be attention's or drafting's,
+    too few shapes were seen to tell these apart, and they are left out.
+
     Raises ProfileError if fewer than two usable samples remain.
     """
     usable = [(s, t) for s, t in samples if _is_usable(s, t)]
     if len(usable) < 2:
         raise ProfileError(f"step-time fit: {len(usable)} usable samples, at least 2 needed")
-    shapes = [s for s, _ in usable]
-    seconds = np.array([t for _, t in usable], dtype=np.float64)
-    lines = np.array([[s.tokens, s.spec_steps, 1.0] for s in shapes], dtype=np.float64)
+    least_s = NEGLIGIBLE * min(seconds for _, seconds in usable)
+    for attention, drafting in ((True, True), (False, True), (False, False)):
+        model = _fit(usable, kv_term and attention, pair_term and attention, drafting, max_tokens)
+        if model.predict_s(1) > least_s:
+            break
+    return _report(model, usable)
+
+
+def _fit(
+    samples: Sequence[Sample], kv_term: bool, pair_term: bool, draft_term: bool, max_tokens: int
+) -> StepTimeModel:
+    shapes = [s for s, _ in samples]
+    seconds = np.array([t for _, t in samples], dtype=np.float64)
+    lines = np.array([[s.tokens, s.spec_steps * draft_term, 1.0] for s in shapes], dtype=np.float64)
     attention = np.array(
         [[s.context_tokens * kv_term, s.pairs * pair_term] for s in shapes], dtype=np.float64
     )
     best = fit_higher_of_two_lines(lines, attention, seconds)
-    model = StepTimeModel(
+    return StepTimeModel(
         ((float(best[0]), float(best[1]), float(best[2])),
          (float(best[3]), float(best[4]), float(best[5]))),
         float(best[6]), max_tokens, float(best[7]),
     )  # fmt: skip
-    return _report(model, usable)
 
 
 def _is_usable(shape: BatchShape, time_s: float) -> bool:
