@@ -238,6 +238,24 @@ def profiled(ask: Mapping[str, Any], work: Path) -> None:
         raise RuntimeError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
 
 
+def in_own_process(script: str, ask: Mapping[str, Any], kv_gb: int = KV_GB) -> Any:
+    """What a benchmark's ``script`` prints last, as JSON, of an ``ask`` that it is given as a file
+    after ``--ask``; SystemExit with what it printed where it fails."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(dict(ask), file)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, script, "--ask", file.name],
+            env={**child_environment(), "VLLM_CPU_KVCACHE_SPACE": str(kv_gb)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise SystemExit(done.stdout)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def twin(name: str, parameters: float, folder: Path) -> Path:
     """A built-in model at about ``parameters`` parameters, written once; 0: itself."""
     if not parameters:

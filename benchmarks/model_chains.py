@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,7 +24,7 @@ from statistics import median, quantiles
 from typing import Any, Final, NamedTuple
 
 import adaserve_engine
-from adaserve_systems import child_environment, say, twin
+from adaserve_systems import in_own_process, say, twin
 from common import markdown, write_result
 
 from vllm_slo import profiles, tiny
@@ -245,24 +243,6 @@ def ask_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"run": run, "batches": args.batches, "rounds": args.rounds, "shifts": args.shifts}
 
 
-def in_own_process(ask: dict[str, Any]) -> dict[str, Any]:
-    """Run ``measure``; SystemExit with what it said where it fails."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(ask, file)
-        file.flush()
-        done = subprocess.run(
-            [sys.executable, __file__, "--ask", file.name],
-            env={**child_environment(), "VLLM_CPU_KVCACHE_SPACE": "4"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise SystemExit(done.stdout)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def batch_table(runs: Sequence[dict[str, Any]], passes: dict[str, list[float]]) -> str:
     """Speed of each mode over plain decoding of the same prompts, by batch and collection."""
     speeds: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -387,7 +367,7 @@ def main() -> None:
     if args.quick:
         args.parameters, args.middle, args.rounds, args.shifts, args.batches = 0.0, 0.0, 1, 1, [2]
     say("one engine, all modes by turns")
-    found = in_own_process(ask_of(args))
+    found = in_own_process(__file__, ask_of(args), kv_gb=4)
     tables = [batch_table(found["batches"], found["passes"])]
     if found["shift"]:
         tables += [

@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 import adaserve_engine
-from adaserve_systems import Kitchen, Models, System, child_environment, say, twin
+from adaserve_systems import Kitchen, Models, System, in_own_process, say, twin
 from adaserve_workload import load_trace
 from common import markdown, write_result
 
@@ -130,21 +128,6 @@ def ask_of(system: System, args: argparse.Namespace) -> dict[str, Any]:
     return {"chain": chain, "run": run, "contexts": args.contexts, "batches": args.batches}
 
 
-def in_own_process(ask: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run ``measure``; SystemExit with what it said where it fails."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(ask, file)
-        file.flush()
-        command = [sys.executable, __file__, "--ask", file.name]
-        done = subprocess.run(
-            command, env=child_environment(), capture_output=True, text=True, check=False
-        )
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}{done.stderr}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def table(steps: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     """A row for each batch and context."""
     groups = defaultdict(list)
@@ -214,7 +197,7 @@ def main() -> None:
         names = ("ours", f"chain-{NODES}")
         for name in names if turn % 2 == 0 else reversed(names):
             say(f"round {turn + 1}: {name}")
-            steps += in_own_process(ask_of(kitchen.system(name), args))
+            steps += in_own_process(__file__, ask_of(kitchen.system(name), args))
     found = table(steps, args)
     if args.quick:
         print(found)

@@ -256,7 +256,7 @@ def test_fit_of_garbage_is_non_negative(samples: list[Sample]) -> None:
 
 
 def test_a_lone_token_takes_time_in_every_fit() -> None:
-    """The first steps of a live engine: few shapes, and the slowest of all have the most context."""
+    """As in the first steps of a live engine: few shapes, and the slowest have most context."""
     slow = [(BatchShape(5, 4, 100 + n, 1, 515 + 5 * n), 0.025 + n * 2e-4) for n in range(8)]
     prompts = [(BatchShape(n, 4, 0, 1, n * (n + 1) // 2), 3e-6 * n * n) for n in (40, 60, 80)]
     attention_alone = fit(slow + prompts)
