@@ -99,6 +99,8 @@ def remote() -> SchedulerMetrics:
     rounds = DrafterRound("here", 0.010, 0.008, 4), DrafterRound("there", 0.002, 0.001, 1)
     series.draft_servers(ServersReport((here, there), rounds, (), 0.001, 0.010), {"here": FARES})
     series.draft_servers(ServersReport((here,), rounds[:1], late, 0.001, 0.020), {"here": FARES})
+    for verified, accepted in ((4, 1), (3, 3)):
+        series.drafts_verified("here", verified, accepted)
     return series
 
 
@@ -159,6 +161,8 @@ def test_draft_servers_are_counted_by_name() -> None:
         "drafter_utility{drafter=here,engine=0}": 1.25,
         "drafter_dropped_total{drafter=here,engine=0,reason=late}": 2,
         "drafter_dropped_total{drafter=,engine=0,reason=refused_hello}": 1,
+        "drafter_verified_tokens_total{drafter=here,engine=0}": 7,
+        "drafter_accepted_tokens_total{drafter=here,engine=0}": 4,
         "drafter_wait_seconds_total{drafter=here,engine=0}": pytest.approx(0.020),
         "drafter_wait_seconds_total{drafter=there,engine=0}": pytest.approx(0.002),
         "draft_receive_seconds_total{engine=0}": pytest.approx(0.030),
@@ -176,6 +180,7 @@ def test_draft_servers_without_end_are_not_all_shown(monkeypatch: pytest.MonkeyP
         rounds, dropped = (DrafterRound(name, 0.01, 0.01, 1),), ((name, "late", 1),)
         report = ServersReport((drafter(name), drafter("stays")), rounds, dropped, 0.0, 0.01)
         series.draft_servers(report, {name: FARES, "stays": FARES})
+        series.drafts_verified(name, 2, 1)
     text = generate_latest(series.registry).decode()
     assert {name for name in ("d0", "d1", "d2", "d8", "stays") if f'"{name}"' in text} == {
         *("d0", "d1", "stays")
@@ -256,7 +261,7 @@ def test_a_draft_that_has_failed_is_seen_without_another_step(
         assert until(lambda: samples(scrape(folder)).get(key) == float(on))  # noqa: B023 - at once
 
 
-@pytest.mark.parametrize(("made", "number"), [(busy, 14), (grown, 21), (remote, 23)])
+@pytest.mark.parametrize(("made", "number"), [(busy, 14), (grown, 21), (remote, 25)])
 def test_every_name_says_its_unit(
     folder: Path, made: Callable[[], SchedulerMetrics], number: int
 ) -> None:

@@ -193,6 +193,11 @@ class SchedulerMetrics:
             self._servers = _ServerSeries(self._engine, self.registry)
         self._servers.show(report, clients)
 
+    def drafts_verified(self, drafter: str, verified: int, accepted: int) -> None:
+        """Count draft tokens of a draft server that was in a report before."""
+        assert self._servers is not None
+        self._servers.verified(drafter, verified, accepted)
+
     def foretold_length(self, source: str, error: ForecastError) -> None:
         """Compare the output length foretold for a request at first with what it was."""
         series = self._order_series()
@@ -495,6 +500,16 @@ class _ServerSeries:
             "in.",
             *("drafter", "reason"),
         )
+        self._verified = counters(
+            "drafter_verified_tokens",
+            "Draft tokens of a draft server that were verified.",
+            "drafter",
+        )
+        self._accepted = counters(
+            "drafter_accepted_tokens",
+            "Draft tokens of a draft server that were accepted.",
+            "drafter",
+        )
         self._wait = counters(
             "drafter_wait_seconds", "Step time in which a draft server was waited for.", "drafter"
         )
@@ -524,6 +539,12 @@ class _ServerSeries:
         for done in report.rounds:
             if done.drafter in self._shown:
                 self._wait.of(done.drafter).inc(done.wait_s)
+
+    def verified(self, drafter: str, verified: int, accepted: int) -> None:
+        """Count drafts of one."""
+        if drafter in self._shown:
+            self._verified.of(drafter).inc(verified)
+            self._accepted.of(drafter).inc(accepted)
 
 
 class _OrderSeries:

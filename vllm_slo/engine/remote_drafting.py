@@ -305,8 +305,10 @@ class RemoteDrafting:
 
     def observe(self, verified: Iterable[Verified]) -> None:
         """Take in what became of the drafts of everybody who decoded in a step."""
-        ratios: dict[str, list[float]] = {}
+        metrics, ratios = self.steering.metrics, dict[str, list[float]]()
         tokens: Counter[str] = Counter()
+        looked_at: Counter[str] = Counter()
+        taken: Counter[str] = Counter()
         drafted = Counter({client: len(chances) for client, chances in self._likely.items()})
         for name, offered, accepted in verified:
             client = self._authors.get(name) if offered else self._homes.get(name)
@@ -314,10 +316,14 @@ class RemoteDrafting:
                 hits = ratios.setdefault(client, [])
                 hits += [1.0] * accepted + [0.0] * (accepted < offered)
                 tokens[client] += accepted + 1
+                looked_at[client] += offered
+                taken[client] += accepted
                 drafted[client] -= offered > 0
         for client, hits in ratios.items():
             passed_over = sorted(self._likely.get(client, ()))[: max(drafted[client], 0)]
             self.clients.observe(client, [*hits, *passed_over], tokens[client])
+            if looked_at[client]:
+                metrics.drafts_verified(client, looked_at[client], taken[client])
         self._likely = {}
 
     def learn(
