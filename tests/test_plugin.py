@@ -6,9 +6,12 @@ from __future__ import annotations
 import atexit
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,43 @@ from vllm_slo.errors import IncompatibleVLLMError
 
 SERVE = ["/usr/bin/vllm", "serve", "some-model"]
 OURS = ["--scheduler-cls", SCHEDULER]
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def a_log_of_vllm(*root: logging.Handler) -> Iterator[list[str]]:
+    """What vLLM's handler writes; the root logger has these handlers and no others."""
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_slo")
+    level = theirs.level
+    with pytest.MonkeyPatch.context() as patch:
+        for logger, handlers in ((logging.getLogger(), [*root]), (theirs, []), (ours, [])):
+            patch.setattr(logger, "handlers", handlers)
+        patch.setattr(ours, "parent", logging.getLogger())
+        logging.getLogger("vllm_slo.draft_link").info("too early")
+        plugin.share_log()
+        theirs.handlers.append(handler)  # vLLM sets its log up once it knows its flags
+        theirs.setLevel(logging.INFO)
+        yield written
+    theirs.setLevel(level)
+
+
+def test_what_is_logged_here_is_written_where_vllm_writes() -> None:
+    with a_log_of_vllm() as written:
+        plugin.share_log()  # vLLM calls plugins again
+        logging.getLogger("vllm_slo.draft_link").info("draft server a is there")
+        logging.getLogger("vllm_slo.draft_link").debug("too much")
+        assert written == ["draft server a is there"]
+
+
+def test_a_log_that_somebody_has_set_up_is_used() -> None:
+    with a_log_of_vllm(logging.NullHandler()) as written:
+        logging.getLogger("vllm_slo.draft_link").warning("draft server a is gone")
+        assert written == []
 
 
 # --- the version of vLLM -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -61,6 +62,7 @@ def check_vllm() -> None:
 def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once."""
     enable_amx()
+    share_log()
     if multiprocessing.parent_process() is not None:
         lifeline.watch()
         return
@@ -114,6 +116,15 @@ def enable_amx() -> None:
 
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
+
+
+def share_log() -> None:
+    """Write what this package logs where vLLM writes its own, and as vLLM is told to, also later:
+    it sets up its own logger only. Where the process has a log of its own, that one is used."""
+    ours = logging.getLogger("vllm_slo")
+    if not logging.getLogger().handlers:
+        ours.parent = logging.getLogger("vllm")
+        ours.setLevel(ours.level)  # forgets what was found to be enabled so far
 
 
 def _leave(folder: Path, owner: int) -> None:
