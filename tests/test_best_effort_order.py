@@ -97,6 +97,46 @@ def test_short_requests_wait_less_where_their_work_is_perceived(engine: Make, pl
     assert found["laps_sd"] < 0.9 * found["las"]
 
 
+FORESEEN: dict[str, Any] = {"stable_rounds": 0, "preempt_known": True}
+
+
+def test_foretold_work_is_served_shortest_first_before_any_round_of_its_own(engine: Make) -> None:
+    """One request has shown what rounds are like; the others have the same acceptance rate."""
+    lengths = {"a": 90, "b": 15, "c": 300, "d": 40}
+    for known in ({"stable_rounds": 0}, FORESEEN):
+        one = engine("laps_sd", best_effort=known)
+        one.add("first", 30, 40, declared(40), acceptance=0.5)
+        one.step()
+        one.step()
+        for name, tokens in lengths.items():
+            one.add(name, 30, tokens, declared(tokens), acceptance=0.5)
+        one.run()
+        assert [name for name in ended(one) if name != "first"] == sorted(lengths, key=lengths.get)
+
+
+def test_who_turns_out_to_accept_little_gives_way_to_what_is_shorter(engine: Make) -> None:
+    """By its length "hard" comes first; its own rounds tell that it takes longer than "easy"."""
+    order = {}
+    for known in (FORESEEN, {**FORESEEN, "preempt_known": False}):
+        one = engine("laps_sd", best_effort=known)
+        one.add("first", 30, 60, declared(60), acceptance=0.6)
+        one.step()
+        one.step()
+        one.add("hard", 30, 120, declared(120), acceptance=0.02)
+        one.add("easy", 30, 125, declared(125), acceptance=0.95)
+        one.run()
+        order[known["preempt_known"]] = ended(one)[1:]
+    assert order == {True: ["easy", "hard"], False: ["hard", "easy"]}
+
+
+def test_foreseen_work_never_waits_longer_than_by_length_alone(engine: Make) -> None:
+    mixed(foreseen := engine("laps_sd", best_effort=FORESEEN))
+    mixed(by_length := engine("lp_sjf"))
+    mixed(paper := engine("laps_sd"))
+    assert mean_s(foreseen) < mean_s(by_length)
+    assert mean_s(foreseen) < 0.95 * mean_s(paper)
+
+
 def test_with_one_place_a_newcomer_has_it_until_its_work_is_known(engine: Make) -> None:
     """The long one began alone and gives way; it is known by then, and so is its remainder."""
     one = engine("laps_sd")

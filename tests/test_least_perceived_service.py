@@ -16,6 +16,7 @@ from vllm_slo.core.least_perceived_service import (
     ServiceOrder,
     ServiceQueues,
     ServiceView,
+    TypicalRounds,
     execution_s,
 )
 from vllm_slo.core.types import BestEffortOrder
@@ -143,7 +144,7 @@ def test_least_attained_service_perceives_nothing() -> None:
 def test_the_rate_is_believed_when_it_has_stood_still() -> None:
     """After rounds of 4 drafts with 4, 0, 2, 2, 2 accepted the rate of all is 1, 1/2, 1/2, 1/2,
     1/2: in three rounds it moved by nothing after the fourth."""
-    perception = Perception(rounds=3, change=0.05)
+    perception = Perception(3, 0.05, TypicalRounds())
     for accepted in (4, 0, 2):
         perception.round(0.03, 4, accepted)
         assert perception.acceptance is None and perception.remaining_s(90) is None
@@ -154,26 +155,78 @@ def test_the_rate_is_believed_when_it_has_stood_still() -> None:
 
 
 def test_a_rate_once_believed_follows_what_happens() -> None:
-    perception = Perception(rounds=2, change=0.5)
+    perception = Perception(2, 0.5, TypicalRounds())
     for accepted in (4, 4, 0, 0, 0, 0):
         perception.round(0.03, 4, accepted)
     assert perception.acceptance == pytest.approx((8 / 20 + 8 / 24) / 2)
 
 
 def test_rounds_without_drafts_say_nothing_of_the_rate() -> None:
-    perception = Perception(rounds=2, change=0.05)
+    perception = Perception(2, 0.05, TypicalRounds())
     perception.round(0.03, 4, 2)
     for _ in range(5):
         perception.round(0.02, 0, 0)
     assert perception.acceptance is None
-    plain = Perception(rounds=2, change=0.05)
+    plain = Perception(2, 0.05, TypicalRounds())
     for _ in range(2):
         plain.round(0.02, 0, 0)
     assert plain.remaining_s(10) == pytest.approx(0.2)
 
 
+def test_with_no_rounds_to_wait_for_the_typical_ones_are_believed_at_first() -> None:
+    """Typical: of 4 drafts 2 are accepted, in 30 ms, so 3 tokens a round. Two such rounds count
+    beside one of one's own in which 4 of 4 are accepted, in 45 ms: the rate is 8/12, and a round of
+    4 drafts takes 35 ms."""
+    typical = TypicalRounds()
+    one = Perception(0, 0.2, typical)
+    assert one.remaining_s(90) is None, "nobody has seen a round"
+    for _ in range(TypicalRounds.MEMORY):
+        typical.observe(0.03, 4, 2)
+    assert one.acceptance == pytest.approx(0.5)
+    assert one.remaining_s(90) == pytest.approx(0.9)
+    one.place()
+    assert one.settled
+    assert one.shows_s == pytest.approx(3 * 0.03)
+    one.round(0.045, 4, 4)
+    assert one.acceptance == pytest.approx(8 / 12, rel=0.01)
+    assert one.remaining_s(110) == pytest.approx(110 / (4 * 8 / 12 + 1) * 0.035, rel=0.01)
+
+
+def test_one_round_without_drafts_does_not_make_a_request_a_long_one() -> None:
+    typical = TypicalRounds()
+    for _ in range(50):
+        typical.observe(0.03, 4, 2)
+    one = Perception(0, 0.2, typical)
+    one.round(0.02, 0, 0)
+    assert one.acceptance == pytest.approx(0.5, abs=0.01)
+    assert one.remaining_s(90) == pytest.approx(0.9, rel=0.25)
+
+
+def test_rounds_without_any_drafts_are_plain_decoding() -> None:
+    one = Perception(0, 0.2, TypicalRounds())
+    one.round(0.02, 0, 0)
+    assert one.acceptance == 0.0 and one.remaining_s(10) == pytest.approx(0.2)
+
+
+def test_what_is_typical_follows_the_newest_rounds_and_counts_requests_alike() -> None:
+    typical = TypicalRounds()
+    assert (typical.round_s, typical.drafted, typical.accepted) == (0.0, 0.0, 0.0)
+    for _ in range(100):
+        typical.observe(0.03, 4, 4)
+    for _ in range(5 * TypicalRounds.MEMORY):
+        typical.observe(0.02, 2, 1)
+    assert (typical.accepted, typical.drafted) == pytest.approx((1.0, 2.0), rel=0.01)
+    assert typical.round_s == pytest.approx(0.02, rel=0.01)
+    typical = TypicalRounds()
+    for rounds, accepted in ((1000, 0), (Perception.SHOWN, 4)):
+        one = Perception(3, 0.2, typical)
+        for _ in range(rounds):
+            one.round(0.03, 4, accepted)
+    assert typical.accepted == pytest.approx(2.0)
+
+
 def test_a_place_begins_anew_and_reading_is_no_progress() -> None:
-    perception = Perception(rounds=2, change=0.05)
+    perception = Perception(2, 0.05, TypicalRounds())
     perception.read(0.5)
     perception.round(0.02, 0, 0)
     assert (perception.attained_s, perception.progress_s) == pytest.approx((0.52, 0.02))
@@ -273,7 +326,7 @@ def serve(order: ServiceOrder, end_s: float) -> list[tuple[str, float]]:
     the last one has ended; returns (request, when it ended)."""
     now_s, ended, made = 0.0, [], 1
     left = {"r0": 5.0, "r1": 0.1}
-    known = {name: Perception(2, 0.05) for name in left}
+    known = {name: Perception(2, 0.05, TypicalRounds()) for name in left}
     waits = dict.fromkeys(left, 0.0)
     placed: str | None = None
     turns: dict[str, float] = {}
@@ -305,7 +358,7 @@ def serve(order: ServiceOrder, end_s: float) -> list[tuple[str, float]]:
             placed = None
             made += 1
             name = f"r{made}"
-            left[name], known[name], waits[name] = 0.1, Perception(2, 0.05), now_s
+            left[name], known[name], waits[name] = 0.1, Perception(2, 0.05, TypicalRounds()), now_s
     return ended
 
 

@@ -313,10 +313,16 @@ def send_one(
     engine.outcomes[name].slo = slo
 
 
+BEST_EFFORT: list[dict[str, Any]] = [
+    *({"order": order} for order in ("fcfs", "laps_sd", "las", "lp_sjf")),
+    {"order": "laps_sd", "stable_rounds": 0, "preempt_known": True},
+]
+
+
 @settings(max_examples=25)
 @example(  # two who were let in took the one seat from each other for ever
     seed=263, rate=15.0, blocks=25, seats=1, step_tokens=32, overlap=False, policy="fcfs",
-    caching=False, share=0.0, extras=LORA, order="fcfs",
+    caching=False, share=0.0, extras=LORA, order={"order": "fcfs"},
 )  # fmt: skip
 @given(
     seed=st.integers(0, 10**6),
@@ -329,7 +335,7 @@ def send_one(
     caching=st.booleans(),
     share=st.sampled_from([0.0, 0.05, 0.3]),
     extras=st.sampled_from([{}, {"speculative_config": NGRAM}, LORA]),
-    order=st.sampled_from(["fcfs", "laps_sd", "las", "lp_sjf"]),
+    order=st.sampled_from(BEST_EFFORT),
 )
 def test_any_mixture_of_requests(
     make: Make,
@@ -343,7 +349,7 @@ def test_any_mixture_of_requests(
     caching: bool,
     share: float,
     extras: dict[str, Any],
-    order: str,
+    order: dict[str, Any],
 ) -> None:
     engine = make(
         shape=EngineShape(blocks, 16, seats, step_tokens, 1024),
@@ -353,7 +359,7 @@ def test_any_mixture_of_requests(
         slo_config={
             "best_effort_token_share": share,
             "ageing_s": 1.0,
-            "best_effort": {"order": order, "first_queue_s": 0.1},
+            "best_effort": {"first_queue_s": 0.1, **order},
         },
         **extras,
     )

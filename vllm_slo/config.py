@@ -151,11 +151,12 @@ class BestEffortConfig(BaseModel):
     )
     stable_rounds: int = Field(
         default=3,
-        ge=2,
+        ge=0,
         le=1_000,
         description="Rounds in which a request's acceptance rate must stand still to be believed "
-        "(gamma), 2 to 1000. Scope: server. Too low: it is believed by accident; too high: it is "
-        "known too late to be of use.",
+        "(gamma), up to 1000. 0: the typical rate is taken until its own is known; best where "
+        "lengths are foretold well. Scope: server. Too low: it is believed by accident; too high: "
+        "it is known too late to be of use.",
     )
     stable_change: float = Field(
         default=0.2,

@@ -26,6 +26,11 @@ The paper schedules one request at a time. Here a batch has many *places*, and i
   goes first, and keeps its place for as long as its queue takes. So nothing starves, and a long
   request does not age before short ones only because it is long.
 
+With gamma = 0 (``stable_rounds``) nobody is imperceptible once the engine has seen rounds: a rate
+is taken to be the typical one, and follows the request's own drafts from its first round on. That
+is beyond the paper: in its batch of one, where all requests come at once, and with lengths
+foretold, what is learnt in everybody's first rounds costs more than it saves.
+
 Two policies to compare with: `las` (least attained service: the same queues and nothing
 perceptible) and `lp_sjf` (shortest predicted length first, no place is ever taken).
 """
@@ -78,40 +83,84 @@ class ServiceQueues:
         return level
 
 
+class TypicalRounds:
+    """What a request's first rounds are like, whoever's: means over the newest.
+
+    Attributes:
+        round_s: seconds of a round; 0: there was none yet.
+        drafted, accepted: drafts of a round that are verified, and accepted.
+    """
+
+    MEMORY = 512
+    """Rounds."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.round_s = self.drafted = self.accepted = 0.0
+
+    def observe(self, seconds: float, drafted: int, accepted: int) -> None:
+        """Take in a round."""
+        self._count = min(self._count + 1, self.MEMORY)
+        self.round_s += (seconds - self.round_s) / self._count
+        self.drafted += (drafted - self.drafted) / self._count
+        self.accepted += (accepted - self.accepted) / self._count
+
+
 class Perception:
     """What is known of one request's work.
 
     Args:
-        rounds: in which the acceptance rate must have stood still, gamma.
+        rounds: in which the acceptance rate must have stood still, gamma. 0: it is taken to be the
+            typical one until the request's own rounds say otherwise.
         change: by which it may have moved in them, delta.
+        typical: rounds of all requests.
 
     Attributes:
         attained_s: service since it arrived.
         progress_s: service in rounds since it last got a place.
-        acceptance: predicted rate A, of drafts that are verified; None: it has not settled.
         settled: whether it has a place that is not taken from it any more.
     """
+
+    PRIOR = 2.0
+    """Rounds of its own that count as much as what is typical."""
+    SHOWS = 3.0
+    """Rounds with a place before which it is not taken, where gamma is 0."""
+    SHOWN = 8
+    """Of its rounds, the first: whose are taken for typical, so that long requests count no more
+    than others. And the newest: whose show how long one takes, where gamma is 0."""
 
     __slots__ = (
         "_accepted",
         "_change",
+        "_count",
         "_drafted",
         "_rates",
         "_rounds",
-        "acceptance",
+        "_settled_rate",
+        "_typical",
         "attained_s",
         "progress_s",
         "settled",
     )
 
-    def __init__(self, rounds: int, change: float) -> None:
+    def __init__(self, rounds: int, change: float, typical: TypicalRounds) -> None:
         self._change = change
+        self._typical = typical
         self._rates: deque[float] = deque(maxlen=rounds)
-        self._rounds: deque[tuple[float, int]] = deque(maxlen=rounds)
-        self._drafted = self._accepted = 0
+        self._rounds: deque[tuple[float, int]] = deque(maxlen=rounds or self.SHOWN)
+        self._count = self._drafted = self._accepted = 0
+        self._settled_rate: float | None = None
         self.attained_s = self.progress_s = 0.0
-        self.acceptance: float | None = None
         self.settled = False
+
+    @property
+    def acceptance(self) -> float | None:
+        """Predicted rate A, of drafts that are verified; None: it is not known yet."""
+        typical = self._typical
+        if self._rates.maxlen or not typical.round_s:
+            return self._settled_rate
+        drafted = self._drafted + self.PRIOR * typical.drafted
+        return (self._accepted + self.PRIOR * typical.accepted) / drafted if drafted else 0.0
 
     def place(self) -> None:
         """It got a place, and begins with nothing computed."""
@@ -128,6 +177,9 @@ class Perception:
         The rate is that of all tokens so far, so it settles. A round without drafts says nothing of
         it, unless there never were any.
         """
+        if self._count < self.SHOWN:
+            self._typical.observe(seconds, drafted, accepted)
+        self._count += 1
         self.attained_s += seconds
         self.progress_s += seconds
         self._rounds.append((seconds, drafted))
@@ -135,19 +187,26 @@ class Perception:
         self._accepted += accepted
         if drafted or not self._drafted:
             self._rates.append(self._accepted / max(self._drafted, 1))
-        full = len(self._rates) == self._rates.maxlen
+        full = bool(self._rates) and len(self._rates) == self._rates.maxlen
         stands = full and max(self._rates) - min(self._rates) < self._change
-        if stands or self.acceptance is not None:
-            self.acceptance = sum(self._rates) / len(self._rates)
+        if stands or self._settled_rate is not None:
+            self._settled_rate = sum(self._rates) / len(self._rates)
+
+    @property
+    def shows_s(self) -> float:
+        """Seconds of rounds that a request needs to show how it differs from a typical one."""
+        return 0.0 if self._rates.maxlen else self.SHOWS * self._typical.round_s
 
     def remaining_s(self, tokens: float) -> float | None:
         """Seconds that so many more tokens will take; None: nobody knows."""
-        if self.acceptance is None or not self._rounds:
+        acceptance = self.acceptance
+        if acceptance is None:
             return None
-        count = len(self._rounds)
-        round_s = sum(seconds for seconds, _ in self._rounds) / count
-        drafts = sum(drafted for _, drafted in self._rounds) / count
-        return execution_s(tokens, drafts, self.acceptance, 0.0, round_s)
+        prior = 0.0 if self._rates.maxlen else self.PRIOR
+        rounds = len(self._rounds) + prior
+        seconds = sum(seconds for seconds, _ in self._rounds) + prior * self._typical.round_s
+        drafted = sum(drafted for _, drafted in self._rounds) + prior * self._typical.drafted
+        return execution_s(tokens, drafted / rounds, acceptance, 0.0, seconds / rounds)
 
 
 class ServiceView(NamedTuple):
@@ -163,8 +222,8 @@ class ServiceView(NamedTuple):
         placed: whether it holds a place.
         settled: whether that is not taken from it any more.
         progress_s: service in rounds since it last got a place.
-        kept_s: progress before which it keeps its place: what computing its KV again costs, and a
-            turn if it came by its age.
+        kept_s: progress before which it keeps its place: what computing its KV again costs, a turn
+            if it came by its age, and what it takes to show what it is like.
         blocks: KV blocks that it holds, or needs to begin.
     """
 

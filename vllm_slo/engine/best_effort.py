@@ -15,6 +15,7 @@ from vllm_slo.core.least_perceived_service import (
     ServiceOrder,
     ServiceQueues,
     ServiceView,
+    TypicalRounds,
 )
 from vllm_slo.core.length_forecast import (
     LengthForecaster,
@@ -23,7 +24,7 @@ from vllm_slo.core.length_forecast import (
     forecast_error,
 )
 from vllm_slo.core.output_length import LengthPrediction
-from vllm_slo.core.step_time import chunk_pairs
+from vllm_slo.core.step_time import StepTimeModel, chunk_pairs
 from vllm_slo.engine import views
 from vllm_slo.engine.length_regressor import LengthRegressor
 
@@ -48,9 +49,13 @@ class _Known:
         foreseen_s: what it was to take altogether when that was first known.
         placed: whether it held a place when it was last looked at.
         turn_s: seconds of rounds for which it keeps a place that it got last.
+        beginning: seconds of work and KV blocks that it needs before its next round.
+        begins: by which model, and with how many tokens, computed and in all.
     """
 
     __slots__ = (
+        "beginning",
+        "begins",
         "first",
         "foreseen_s",
         "length",
@@ -69,6 +74,8 @@ class _Known:
         self.foreseen_s: float | None = None
         self.placed = False
         self.turn_s = 0.0
+        self.beginning = 0.0, 0
+        self.begins: tuple[StepTimeModel | None, int, int] = None, 0, 0
 
 
 class BestEffort:
@@ -96,6 +103,7 @@ class BestEffort:
         if chosen.output_length == "learnt":
             self.lengths = LengthRegressor(median)
         self._stable = chosen.stable_rounds, chosen.stable_change
+        self._typical = TypicalRounds()
         self._numbers = itertools.count()
         self._known: dict[str, _Known] = {}
         self._given: dict[str, int] = {}
@@ -106,7 +114,9 @@ class BestEffort:
 
     def on_arrival(self, request: Request) -> None:
         """Begin to follow a request."""
-        self._known[request.request_id] = _Known(next(self._numbers), Perception(*self._stable))
+        self._known[request.request_id] = _Known(
+            next(self._numbers), Perception(*self._stable, self._typical)
+        )
 
     def on_tokens(self, request: Request, count: int) -> None:
         """Record tokens of the step whose output is being processed."""
@@ -188,19 +198,24 @@ class BestEffort:
             perception.place()
         known.placed = placed
         remaining_s = self._remaining_s(known, request)
-        again_s = 0.0 if placed else self._prefill_s(request)
+        if placed:
+            kept_s = max(self._switch_s(request), known.turn_s, perception.shows_s)
+            blocks = self.steering.held_blocks(request)
+        else:
+            kept_s, (again_s, blocks) = 0.0, self._beginning(known, request)
+            remaining_s = None if remaining_s is None else remaining_s + again_s
         view = ServiceView(
             name,
             known.number,
             self.steering.now_s - self.steering.since_served_s(request),
             self._foretell(known, request).tokens,
             perception.attained_s,
-            None if remaining_s is None else remaining_s + again_s,
+            remaining_s,
             placed,
             perception.settled,
             perception.progress_s,
-            max(self._switch_s(request), known.turn_s) if placed else 0.0,
-            self._blocks(request, placed=placed),
+            kept_s,
+            blocks,
         )
         if not placed:
             known.turn_s = self.order.turn_s(view)
@@ -219,22 +234,20 @@ class BestEffort:
             return left * self.steering.steps.expected_model.predict_s(1)
         return known.perception.remaining_s(left)
 
-    def _prefill_s(self, request: Request) -> float:
-        """Seconds of computing what a request needs before its next round."""
-        tokens = views.tokens_to_next_sample(request)
-        pairs = chunk_pairs(tokens, request.num_computed_tokens)
+    def _beginning(self, known: _Known, request: Request) -> tuple[float, int]:
+        """Seconds of computing what a request that waits needs before its next round, and KV blocks
+        that it has to find; worked out anew when something has changed."""
         model = self.steering.steps.expected_model
-        return model.predict_s(tokens, request.num_computed_tokens, pairs=pairs)
+        computed, tokens = request.num_computed_tokens, request.num_tokens
+        if known.begins[0] is not model or known.begins[1:] != (computed, tokens):
+            left = views.tokens_to_next_sample(request)
+            blocks = 0 if views.holds_kv(request) else self.steering.blocks_for(tokens)
+            again_s = model.predict_s(left, computed, pairs=chunk_pairs(left, computed))
+            known.beginning, known.begins = (again_s, blocks), (model, computed, tokens)
+        return known.beginning
 
     def _switch_s(self, request: Request) -> float:
         """Seconds of computing a request's KV again."""
         tokens = request.num_computed_tokens
         model = self.steering.steps.expected_model
         return model.predict_s(tokens, pairs=chunk_pairs(tokens, 0))
-
-    def _blocks(self, request: Request, *, placed: bool) -> int:
-        """KV blocks that a request holds, or has to find."""
-        if not placed:
-            return 0 if views.holds_kv(request) else self.steering.blocks_for(request.num_tokens)
-        ids = self.steering.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        return sum(len(group) for group in ids)

@@ -573,6 +573,11 @@ class Steering:
         blocks = sum(-(-tokens // size) for size in self.block_sizes)
         return min(blocks, self.total_blocks)
 
+    def held_blocks(self, request: Request) -> int:
+        """KV blocks that a request holds."""
+        blocks = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        return sum(map(len, blocks))
+
     def commitments(
         self, start_s: float, model: StepTimeModel, origin_s: float = 0.0
     ) -> tuple[list[Demand], dict[float, int], int, int]:

@@ -97,7 +97,7 @@ class StepPlanner:
         preempt = self._preemptions([t for t in starting if t.promised])
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if preempt:
-            freed = sum(self._held(r) for r in preempt)
+            freed = sum(self.steering.held_blocks(r) for r in preempt)
             self.steering.pressure.short_of(freed, self.steering.now_s)
             free += freed
         # What starts in blocks that decodes are about to take would be preempted for them.
@@ -105,7 +105,7 @@ class StepPlanner:
         if self.steering.best_effort is not None:
             places = self._seats(preempt) - len(starting)
             yielding = self._order(preempt, waiting_others, places, spare)
-            freed = sum(self._held(r) for r in yielding)
+            freed = sum(self.steering.held_blocks(r) for r in yielding)
             preempt += yielding
             free, spare = free + freed, spare + freed
         out = set(preempt)
@@ -200,7 +200,7 @@ class StepPlanner:
         promised = [*self.decodes, *(t for t in self.prefills if t.promised)]
         needed = self._decode_blocks()
         needed += sum(
-            steering.blocks_for(t.request.num_tokens + 1) - self._held(t.request)
+            steering.blocks_for(t.request.num_tokens + 1) - steering.held_blocks(t.request)
             for t in promised
             if not views.is_decoding(t.request) or t.request.num_computed_tokens == 0
         )
@@ -212,7 +212,7 @@ class StepPlanner:
         victims = list(reversed(self._ranked(self.others)))
         by_id = {request.request_id: request for request in victims}
         chosen = batch_plan.preemptions(
-            needed, free, [(r.request_id, self._held(r)) for r in victims]
+            needed, free, [(r.request_id, steering.held_blocks(r)) for r in victims]
         )
         names = [r.request_id for r in victims[: max(short, len(chosen), 0)]]
         return [
@@ -265,10 +265,6 @@ class StepPlanner:
         if request.status == RequestStatus.RUNNING or views.holds_kv(request):
             return 0
         return self.steering.blocks_for(request.num_tokens)
-
-    def _held(self, request: Request) -> int:
-        ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        return sum(len(group) for group in ids)
 
     def _plan(self, others: list[BestEffortView], preempt: list[Request]) -> StepPlan:
         steering = self.steering
