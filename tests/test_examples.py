@@ -96,6 +96,7 @@ def run_draft_servers() -> tuple[int, str, str]:
         return script.returncode, told, complaints
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_draft_server_dies_and_comes_back_and_no_request_fails() -> None:
     pytest.importorskip("ray")
