@@ -158,13 +158,16 @@ class Grants:
         decide, grants = self._shipped
         paying: Callable[..., int] = self._paying
         if mode == PLAIN:
-            decide = lambda _load: self.drafting.nothing()  # noqa: E731 - as the others
+            decide = self._never
         elif mode != SHIPPED:
             decide, paying = self._always, lambda chances, *_: len(chances)
         if mode in (FIXED, RANDOM):
             grants = self._equally if mode == FIXED else self._at_random
         self.drafting.decide, self.drafting.grants = decide, grants
         self._grove.worthwhile_nodes = paying
+
+    def _never(self, _load: Any) -> None:
+        self.drafting.nothing()
 
     def _always(self, _load: Any) -> None:
         drafting, wait_s = self.drafting, DEADLINE_MS * 1e-3
