@@ -50,6 +50,23 @@ MAX_POOL: Final = 4
 _MAPPABLE_TIERS: Final = ("flex", "priority")
 
 
+class StageConfig(BaseModel):
+    """A stretch of the answers of a class."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    until: str | None = Field(
+        default=None,
+        description="Text that ends the stage, 1 to 64 characters; the last stage has none. Scope: "
+        "every request of the class. A text that never comes: the stage lasts to the end.",
+    )
+    tpot_ms: float | None = Field(
+        default=None,
+        description="Time per output token, milliseconds, above 0 and at most 3600000; unset: no "
+        "objective. Scope: the stage. Admission takes the tightest of all stages.",
+    )
+
+
 class ClassConfig(BaseModel):
     """A named class of requests: the SLO fields that a request of the class starts from."""
 
@@ -64,6 +81,26 @@ class ClassConfig(BaseModel):
         default=None,
         description="Time per output token, milliseconds, above 0 and at most 3600000. "
         "Scope: every request of the class. Too tight: small batches, little throughput.",
+    )
+    thinking_tpot_ms: float | None = Field(
+        default=None,
+        description="The same while the model thinks, milliseconds; tpot_ms is then for what "
+        "follows. Scope: every request of the class. Needs vLLM's --reasoning-parser.",
+    )
+    stages: list[StageConfig] | None = Field(
+        default=None,
+        description="Up to 8 stages in place of both, each with a TPOT and the text that ends it. "
+        "Scope: every request of the class. Admission takes the tightest of them.",
+    )
+    session_e2e_ms: float | None = Field(
+        default=None,
+        description="Time of a whole job of several rounds, milliseconds, at most 86400000. Scope: "
+        "requests of the class that name a session. Too tight: its rounds are not promised.",
+    )
+    session_rounds: int | None = Field(
+        default=None,
+        description="Rounds that a job is expected to have, 1 to 10000; unset: learnt. Scope: as "
+        "session_e2e_ms. Too low: the first rounds take the time of the last ones.",
     )
     value: float = Field(
         default=1.0,
@@ -610,6 +647,7 @@ def _describe(error: ValidationError, origin: str, node: yaml.Node | None) -> st
     key = ".".join(loc)
     if first["type"] == "extra_forbidden":
         model = _SECTIONS.get(loc[0], SLOConfig) if len(loc) > 1 else SLOConfig
+        model = StageConfig if loc[2:3] == ("stages",) else model
         near = difflib.get_close_matches(loc[-1], model.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(model.model_fields)
         message = f"{key}: unknown key; {hint}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm_slo.config import SLOConfig
-from vllm_slo.slo import HEADER_FIELDS, SLO, has_slo_key, resolve_slo
+from vllm_slo.slo import HEADER_FIELDS, SLO, check_thinking, has_slo_key, resolve_slo
 
 __all__ = ["MAX_BODY_BYTES", "ROUTES", "Carriers", "Policy", "carriers_of", "slo_headers"]
 
@@ -28,18 +28,20 @@ class Policy:
         classes: configured classes by name.
         service_tiers: service tier -> class name.
         default: SLO of the requests that carry none; None when no default class is configured.
+        thinking: whether the server tells thinking from the answer.
     """
 
     classes: Mapping[str, SLO]
     service_tiers: Mapping[str, str | None]
     default: SLO | None
+    thinking: bool = True
 
     @classmethod
-    def from_config(cls, config: SLOConfig) -> Policy:
+    def from_config(cls, config: SLOConfig, *, thinking: bool = True) -> Policy:
         """The policy of a checked configuration."""
         classes = config.slo_classes()
         default = classes[config.default_class] if config.default_class else None
-        return cls(classes, config.service_tiers, default)
+        return cls(classes, config.service_tiers, default, thinking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Carriers:
         Raises:
             InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
         """
-        return resolve_slo(
+        slo = resolve_slo(
             body_slo=self.body,
             xargs=self.xargs,
             headers=self.headers,
@@ -81,6 +83,9 @@ class Carriers:
             service_tiers=policy.service_tiers,
             arrival_s=arrival_s,
         )
+        if slo is not None:
+            check_thinking(slo, told=policy.thinking)
+        return slo
 
 
 def carriers_of(request: Mapping[str, Any], headers: Mapping[str, str]) -> Carriers:

@@ -8,13 +8,14 @@ carrier goes through it, so one mistake has one text wherever it was made.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import numbers
 import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from vllm_slo.errors import InvalidSLOError
 
@@ -27,7 +28,9 @@ __all__ = [
     "TICKET_KEY",
     "OnUnattainable",
     "Speculate",
+    "Stage",
     "Tier",
+    "check_thinking",
     "has_slo_key",
     "is_slo_key",
     "resolve_slo",
@@ -41,6 +44,9 @@ MAX_TTFT_MS: Final = 86_400_000
 MAX_TPOT_MS: Final = 3_600_000
 MAX_VALUE: Final = 1_000_000
 MAX_OUTPUT_TOKENS: Final = 10_000_000
+MAX_SESSION_ROUNDS: Final = 10_000
+MAX_STAGES: Final = 8
+MAX_MARK_CHARS: Final = 64
 MAX_ECHO_CHARS: Final = 80
 EXPIRED_TTFT_MS: Final = 0.001
 """TTFT of a `prefill_ddl` that lies in the past: valid, and never attainable."""
@@ -55,6 +61,7 @@ HEADER_FIELDS: Final[Mapping[str, str]] = {
     "x-slo-tpot-ms": "tpot_ms",
     "x-slo-class": "slo_class",
     "x-slo-tier": "tier",
+    "x-slo-session-id": "session_id",
 }
 """Request header (lower case) -> SLO field."""
 
@@ -75,6 +82,18 @@ _DDL_KEY: Final = "prefill_ddl"
 _TPOT_S_KEY: Final = "slo_tpot"
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:@/-]{1,64}")
 _DECIMAL: Final = re.compile(r"[+-]?(\d{1,32}(\.\d{0,32})?|\.\d{1,32})([eE][+-]?\d{1,3})?", re.A)
+
+
+class Stage(NamedTuple):
+    """A stretch of one answer with an objective of its own (SLOs-Serve, table 1).
+
+    Attributes:
+        tpot_ms: time per output token, milliseconds; None: no objective.
+        until: text that ends the stage, itself included; None: it lasts to the end.
+    """
+
+    tpot_ms: float | None
+    until: str | None = None
 
 
 def _echo(value: object) -> str:
@@ -130,9 +149,68 @@ def _name(name: str, value: object) -> str:
     raise InvalidSLOError(name, f"{_echo(value)} is not a name", fix)
 
 
+def _flag(name: str, value: object) -> bool:
+    """`value` as a bool; 0 and 1 too, which is what `vllm_xargs` can carry."""
+    if isinstance(value, bool | int) and value in (0, 1):
+        return bool(value)
+    raise InvalidSLOError(name, f"{_echo(value)} is not a bool", "give true or false")
+
+
+def _stages(name: str, value: object) -> tuple[Stage, ...]:
+    """`value` as stages: a list of objects, or that as JSON (which is what `vllm_xargs` can carry).
+
+    Every stage but the last has a text that ends it.
+    """
+    fix = 'give a list such as [{"until": "</think>", "tpot_ms": 20}, {"tpot_ms": 100}]'
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidSLOError(name, f"{_echo(value)} is not JSON", fix) from None
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidSLOError(name, f"{_echo(value)} is not a list of stages", fix)
+    if len(value) > MAX_STAGES:
+        raise InvalidSLOError(name, f"{len(value)} stages are too many", f"give up to {MAX_STAGES}")
+    stages = tuple(_stage(f"{name}[{i}]", one, fix) for i, one in enumerate(value))
+    for i, stage in enumerate(stages):
+        if (stage.until is None) != (i == len(stages) - 1):
+            problem = "nothing ends it" if stage.until is None else "is the last stage"
+            raise InvalidSLOError(
+                f"{name}[{i}].until", problem, "every stage but the last needs until, and it none"
+            )
+    if all(stage.tpot_ms is None for stage in stages):
+        raise InvalidSLOError(name, "no stage has an objective", "give one of them tpot_ms")
+    return stages
+
+
+def _stage(name: str, value: object, fix: str) -> Stage:
+    if isinstance(value, Stage):
+        value = value._asdict()
+    if not isinstance(value, Mapping):
+        raise InvalidSLOError(name, f"{_echo(value)} is not an object", fix)
+    if unknown := next((key for key in value if key not in Stage._fields), None):
+        raise InvalidSLOError(name, f"{_echo(unknown)} is unknown", "a stage has until and tpot_ms")
+    tpot_ms, until = value.get("tpot_ms"), value.get("until")
+    if tpot_ms is not None:
+        tpot_ms = _number(f"{name}.tpot_ms", tpot_ms, MAX_TPOT_MS, "milliseconds", "50")
+    if until is not None and not (isinstance(until, str) and 1 <= len(until) <= MAX_MARK_CHARS):
+        raise InvalidSLOError(
+            f"{name}.until",
+            f"{_echo(until)} is not a text to look for",
+            f"give 1 to {MAX_MARK_CHARS} characters, for example </think>",
+        )
+    return Stage(tpot_ms, until)
+
+
 _VALIDATORS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "ttft_ms": lambda n, v: _number(n, v, MAX_TTFT_MS, "milliseconds", "500"),
     "tpot_ms": lambda n, v: _number(n, v, MAX_TPOT_MS, "milliseconds", "50"),
+    "thinking_tpot_ms": lambda n, v: _number(n, v, MAX_TPOT_MS, "milliseconds", "20"),
+    "stages": _stages,
+    "session_id": _name,
+    "session_e2e_ms": lambda n, v: _number(n, v, MAX_TTFT_MS, "milliseconds", "10000"),
+    "session_rounds": lambda n, v: _whole(n, v, MAX_SESSION_ROUNDS),
+    "session_last": _flag,
     "value": lambda n, v: _number(n, v, MAX_VALUE, "a weight", "1"),
     "tier": lambda n, v: _choice(n, v, ("guaranteed", "best_effort")),
     "on_unattainable": lambda n, v: _choice(n, v, ("best_effort", "decline")),
@@ -160,6 +238,16 @@ class SLO:
         ttft_ms: time to first token, milliseconds from arrival at the server, queueing included;
             0 < ttft_ms <= 86,400,000. None: no objective.
         tpot_ms: time per output token, milliseconds; 0 < tpot_ms <= 3,600,000. None: no objective.
+        thinking_tpot_ms: the same while the model thinks, as the server's reasoning parser tells;
+            `tpot_ms` is then for what follows.
+        stages: up to 8 stages, each with a TPOT of its own, in place of both; mappings and JSON are
+            taken, too. The text that ends a stage is looked for in the answer.
+        session_id: requests of one id (and tenant) are the rounds of one job, such as a tool loop;
+            a name as `tenant`.
+        session_e2e_ms: the whole job, milliseconds from the arrival of its first round to the last
+            token of its last one, tools included; at most 86,400,000.
+        session_rounds: how many rounds the job is expected to have, 1 to 10,000.
+        session_last: whether this is its last round; None: nobody knows.
         value: weight of the request when not all can be promised; 0 < value <= 1e6.
         tier: None means `guaranteed` when an objective is set, else `best_effort`.
         on_unattainable: what happens when no promise can be made: served `best_effort`, or
@@ -171,18 +259,25 @@ class SLO:
             object leaves at their defaults are taken from the class where the class is known.
 
     Raises:
-        InvalidSLOError: a field is out of its range, or `tier` is ``guaranteed`` with neither an
-            objective nor a class.
+        InvalidSLOError: a field is out of its range, `tier` is ``guaranteed`` with neither an
+            objective nor a class, `stages` stand beside another TPOT, or something is said of a
+            session that has no id.
     """
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    thinking_tpot_ms: float | None = None
+    stages: tuple[Stage, ...] | None = None
     value: float = 1.0
     tier: Tier | None = None
     on_unattainable: OnUnattainable = "best_effort"
     expected_output_tokens: int | None = None
     tenant: str | None = None
     speculation: Speculate | None = None
+    session_id: str | None = None
+    session_e2e_ms: float | None = None
+    session_rounds: int | None = None
+    session_last: bool | None = None
     slo_class: str | None = None
 
     def __post_init__(self) -> None:
@@ -190,13 +285,31 @@ class SLO:
             given = getattr(self, name)
             if given is not None or name in ("value", "on_unattainable"):
                 object.__setattr__(self, name, _validate(name, given))
+        _check_stages(self)
+        _check_session(self)
         if self.slo_class is None:
             _check_guarantee(self)
 
     @property
     def has_objective(self) -> bool:
-        """Whether a TTFT or a TPOT is asked for."""
-        return self.ttft_ms is not None or self.tpot_ms is not None
+        """Whether a TTFT or a TPOT is asked for, or a time for the whole session."""
+        asked = (self.ttft_ms, self.tpot_ms, self.thinking_tpot_ms, self.session_e2e_ms)
+        return self.stages is not None or any(one is not None for one in asked)
+
+    @property
+    def answer_stages(self) -> tuple[Stage, ...]:
+        """The stages of the answer, at least one; of thinking, `until` is left to the server."""
+        if self.stages is not None:
+            return self.stages
+        last = Stage(self.tpot_ms)
+        return (last,) if self.thinking_tpot_ms is None else (Stage(self.thinking_tpot_ms), last)
+
+    @property
+    def tightest_tpot_ms(self) -> float | None:
+        """What stands for all stages in admission (SLOs-Serve, section 3.2.1, "Multi-Decode
+        SLOs")."""
+        asked = [s.tpot_ms for s in self.answer_stages if s.tpot_ms is not None]
+        return min(asked, default=None)
 
     @property
     def effective_tier(self) -> Tier:
@@ -217,6 +330,10 @@ class SLO:
         for spec in fields(self):
             given = getattr(self, spec.name)
             if (resolved and given is not None) or given != spec.default:
+                if spec.name == "stages":
+                    given = json.dumps([stage._asdict() for stage in given])
+                elif isinstance(given, bool):
+                    given = int(given)
                 flat[_PREFIX + _PUBLIC_OF[spec.name]] = given
         return flat
 
@@ -245,6 +362,37 @@ class SLO:
         claims = _Claims()
         claims.add_xargs(extra, arrival_s, internal=_INTERNAL_KEYS)
         return _build(claims.values(), {}, classes)
+
+
+def _check_stages(slo: SLO) -> None:
+    if slo.stages is None:
+        return
+    for name in ("tpot_ms", "thinking_tpot_ms"):
+        if getattr(slo, name) is not None:
+            fix = "give the stages their own tpot_ms, or leave stages out"
+            raise InvalidSLOError("stages", f"stand beside {name}", fix)
+
+
+def check_thinking(slo: SLO, *, told: bool) -> None:
+    """Refuse an objective for thinking where it is not ``told`` apart from the answer.
+
+    Raises:
+        InvalidSLOError: there is one.
+    """
+    if slo.thinking_tpot_ms is not None and not told:
+        raise InvalidSLOError(
+            "thinking_tpot_ms",
+            "the server does not tell thinking from the answer",
+            "start it with --reasoning-parser, or give stages with the text that ends thinking",
+        )
+
+
+def _check_session(slo: SLO) -> None:
+    if slo.session_id is not None or slo.slo_class is not None:
+        return
+    for name in ("session_e2e_ms", "session_rounds", "session_last"):
+        if getattr(slo, name):
+            raise InvalidSLOError(name, "there is no session", "add session_id, or leave it out")
 
 
 def _check_guarantee(slo: SLO) -> None:
@@ -439,10 +587,24 @@ def _fill_from_class(said: dict[str, object], classes: Mapping[str, SLO] | None)
     if classes is None:
         return
     name = str(said["slo_class"])
+    others = _instead_of(said)
     if name not in classes:
         known = ", ".join(sorted(classes)[:16]) or "none"
         raise InvalidSLOError("class", f"{_echo(name)} is unknown", f"configured classes: {known}")
     for spec in fields(SLO):
         given = getattr(classes[name], spec.name)
-        if given != spec.default:
+        if given != spec.default and spec.name not in others:
             said.setdefault(spec.name, given)
+
+
+def _instead_of(said: Mapping[str, object]) -> tuple[str, ...]:
+    """Fields of a class that a request replaces by saying the same in another way; of a class of
+    sessions, what it says of them is nothing to a request that is in none."""
+    replaced: tuple[str, ...] = ()
+    if "stages" in said:
+        replaced += ("tpot_ms", "thinking_tpot_ms")
+    elif "tpot_ms" in said or "thinking_tpot_ms" in said:
+        replaced += ("stages",)
+    if "session_id" not in said:
+        replaced += ("session_e2e_ms", "session_rounds")
+    return replaced

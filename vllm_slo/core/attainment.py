@@ -75,6 +75,14 @@ class WindowTPOT:
             self._closed_worst_s = max(self._closed_worst_s, closed_s)
             self._start_s, self._end_s, self._gaps = self._end_s, time_s, self._window
 
+    def successor(self) -> WindowTPOT:
+        """What measures the tokens after the last one, the gap before the first of them included;
+        of nothing recorded, nothing."""
+        found = WindowTPOT(self._window)
+        if self._tokens:
+            found.add(self._last_s)
+        return found
+
     @property
     def tokens(self) -> int:
         """Tokens recorded so far."""

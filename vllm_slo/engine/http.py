@@ -105,7 +105,11 @@ class SLOMiddleware:
             state = getattr(scope.get("app"), "state", None)
             vllm_config = getattr(state, "vllm_config", None)
             additional = getattr(vllm_config, "additional_config", None)
-            self._policy = Policy.from_config(SLOConfig.from_additional_config(additional))
+            outputs = getattr(vllm_config, "structured_outputs_config", None)
+            self._policy = Policy.from_config(
+                SLOConfig.from_additional_config(additional),
+                thinking=bool(getattr(outputs, "reasoning_parser", "")),
+            )
         forwarded = scope.get(FORWARDED)
         return plan_request(body, scope["headers"], self._policy, self._clock(), forwarded)
 

@@ -31,6 +31,7 @@ from prometheus_client.registry import Collector
 
 from vllm_slo.core.length_forecast import ForecastError
 from vllm_slo.core.proportional_fairness import ClientView
+from vllm_slo.core.stages import StageResult
 from vllm_slo.engine.servers_report import ServersReport
 
 FOLDER_VARIABLE = "VLLMSLO_METRICS_DIR"
@@ -109,6 +110,13 @@ class SchedulerMetrics:
             buckets=_TPOT_BUCKETS,
             registry=self.registry,
         )
+        self._stages = Counter(
+            "vllm_slo:stages_finished",
+            "Stages of requests that ended by themselves, of requests with more than one stage, by "
+            "number and whether they attained.",
+            ["engine", "slo_class", "stage", "attained"],
+            registry=self.registry,
+        )
         self._step_ratio = Histogram(
             "vllm_slo:step_time_ratio",
             "Measured step time over predicted step time.",
@@ -168,6 +176,14 @@ class SchedulerMetrics:
             self._ttft.labels(self._engine, slo_class).observe(ttft_s)
         if tpot_s is not None:
             self._tpot.labels(self._engine, slo_class).observe(tpot_s)
+
+    def stages(self, slo_class: str, results: Iterable[StageResult]) -> None:
+        """Count the stages of a request that ended by itself; those without an objective, or that
+        did not begin, not."""
+        for number, one in enumerate(results, start=1):
+            if one.attained is not None:
+                kept = str(one.attained).lower()
+                self._stages.labels(self._engine, slo_class, str(number), kept).inc()
 
     def step(self, predicted_s: float, actual_s: float) -> None:
         """Compare one step's time with its prediction."""

@@ -34,6 +34,7 @@ from vllm_slo.engine.draft_lengths import DraftLengths
 from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
 from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.speculation import Speculation
+from vllm_slo.engine.stage_marks import StageMarks
 from vllm_slo.engine.steering import Steering
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.engine.trees import DraftTrees, drafting_of, speculation_of, without_scratch
@@ -46,9 +47,8 @@ class Scheduler(AsyncScheduler):
     """Multi-SLO scheduler for ``--scheduler-cls vllm_slo.Scheduler``.
 
     Subclasses vLLM's ``AsyncScheduler`` so that async scheduling stays on where vLLM turns it on;
-    it behaves the same without. Two keywords that vLLM does not use inject time and the step times
-    to begin with:
-    ``clock`` and ``step_time``.
+    it behaves the same without. Three keywords that vLLM does not use inject time, the step times
+    to begin with and the ends of stages: ``clock``, ``step_time`` and ``stage_marks``.
 
     Raises:
         ConfigError: the configuration in ``--additional-config`` cannot be used.
@@ -68,6 +68,7 @@ class Scheduler(AsyncScheduler):
         *args: Any,
         clock: Clock | None = None,
         step_time: StepTimeEstimator | None = None,
+        stage_marks: StageMarks | None = None,
         **kwargs: Any,
     ) -> None:
         self._nudge: Nudge | None = None
@@ -81,7 +82,7 @@ class Scheduler(AsyncScheduler):
                 # vLLM reserves nothing for proposers of others. Here the draft reads a step's last
                 # token, which the target will see in the next one.
                 self.num_lookahead_tokens = 1
-            self._steering = Steering(self, clock or SystemClock(), step_time)
+            self._steering = Steering(self, clock or SystemClock(), step_time, stage_marks)
         except VllmSLOError as error:
             # vLLM shows only tracebacks of what goes wrong here, in two processes.
             logger.critical("vllm-slo: error: %s", error)

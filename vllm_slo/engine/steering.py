@@ -25,6 +25,7 @@ from vllm_slo.engine import views
 from vllm_slo.engine.best_effort import BestEffort
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
+from vllm_slo.engine.stage_marks import AnswerMarks, StageMarks
 from vllm_slo.engine.state import INTERVAL_S, StatePublisher, state_of
 from vllm_slo.engine.step_clock import StepClock
 from vllm_slo.engine.step_planner import Nudge, StepPlanner
@@ -55,6 +56,7 @@ class Steering:
         scheduler: whose requests, blocks and limits it reads. It changes none of them.
         clock: time.
         step_time: what is known of step times; None: a profile of this engine, or the prior.
+        marks: where stages end; None: as the answers say.
 
     Attributes:
         tracked: the live requests that carry an SLO, by id.
@@ -76,7 +78,11 @@ class Steering:
     """
 
     def __init__(
-        self, scheduler: Scheduler, clock: Clock, step_time: StepTimeEstimator | None = None
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        step_time: StepTimeEstimator | None = None,
+        marks: StageMarks | None = None,
     ) -> None:
         vllm_config = scheduler.vllm_config
         if not vllm_config.scheduler_config.enable_chunked_prefill and (
@@ -87,6 +93,12 @@ class Steering:
             )
         self.config = SLOConfig.from_additional_config(vllm_config.additional_config)
         self.classes = self.config.slo_classes()
+        self._marks = marks or AnswerMarks(scheduler.structured_output_manager)
+        for name, slo in self.classes.items():
+            try:
+                self._marks.check(slo)
+            except InvalidSLOError as error:
+                raise ConfigError(f"classes.{name}.{error}") from None
         self.clock = clock
         self.now_s = clock.monotonic_s()
         estimator = step_time or StepTimeEstimator(
@@ -173,10 +185,12 @@ class Steering:
         now_s = self.clock.monotonic_s()
         arrival_s = now_s - views.age_s(request, self.clock.epoch_s()) - before_s
         tracked = Tracked(request, slo, arrival_s, self.config.tpot_window_tokens, ticket)
+        for _ in range(self._marks.first_stage(request, slo)):
+            tracked.next_stage()
         self.tracked[request.request_id] = tracked
         self._arrived = True
         self._unpromised += 1
-        self._recent.add(tracked.deadline_s - arrival_s, tracked.tpot_s, now_s)
+        self._recent.add(tracked.deadline_s - arrival_s, tracked.reserved_tpot_s, now_s)
         if tracked.slo.effective_tier != "guaranteed":
             self.metrics.admission(tracked.slo_class, "best_effort_asked")
 
@@ -184,6 +198,8 @@ class Steering:
         slo = None
         if has_slo_key(extra):
             slo = SLO.from_extra_args(extra, classes=self.classes, arrival_s=arrival_epoch_s)
+            if slo is not None:
+                self._marks.check(slo)
         if slo is None and self.config.default_class:
             return self.classes[self.config.default_class]
         return slo
@@ -195,9 +211,24 @@ class Steering:
         tracked = self.tracked.get(request.request_id)
         if tracked is not None and count:
             first = tracked.first_token_s is None
-            tracked.on_tokens(count, self.now_s)
+            self._record(tracked, count)
             if first and tracked.promised and tracked.missed:
                 self._break(tracked, "ttft")
+
+    def _record(self, tracked: Tracked, count: int) -> None:
+        """Add new tokens to the stages they belong to."""
+        request, slo = tracked.request, tracked.slo
+        while count and not tracked.tpot.is_last:
+            stage, before = tracked.tpot.stage, tracked.tpot.tokens
+            ended = self._marks.end_of(request, slo, stage, before, count)
+            if ended is None:
+                break
+            tracked.on_tokens(ended, self.now_s)
+            tracked.next_stage()
+            self._ended_since_plan += tracked.promised  # it may draw less from here on
+            count -= ended
+        if count:
+            tracked.on_tokens(count, self.now_s)
 
     def on_end(self, request: Request) -> dict[str, Any] | None:
         """Stop tracking a request; returns its report if it carried an SLO."""
@@ -228,6 +259,8 @@ class Steering:
                 ttft_s=tracked.first_token_s and tracked.first_token_s - tracked.arrival_s,
                 tpot_s=tracked.tpot.worst_s,
             )
+            if tracked.tpot.stages > 1:
+                self.metrics.stages(tracked.slo_class, tracked.tpot.results())
         if not self.tracked:
             self.metrics.publish_soon(**self._gauges())
         return tracked.report(attained)
@@ -413,7 +446,7 @@ class Steering:
             return self._ways[1]
         ways = [(self.plain(), admission.PLAIN)]
         tightest_s = min(
-            (t.tpot_s for t in self.tracked.values() if t.promised or not t.missed),
+            (t.reserved_tpot_s for t in self.tracked.values() if t.promised or not t.missed),
             default=INFINITY,
         )
         trees = self.speculation(tightest_s) if tightest_s < INFINITY else None
@@ -430,11 +463,11 @@ class Steering:
         """
         return (
             tracked.deadline_s == INFINITY
-            and tracked.tpot_s < INFINITY
+            and tracked.reserved_tpot_s < INFINITY
             and tracked.request.num_computed_tokens == 0
             and tracked.wants_promise(self.now_s)
             and not self.is_aged(tracked.request)
-            and self.bearable(tracked.tpot_s * NEARLY)[0] >= 1.0
+            and self.bearable(tracked.reserved_tpot_s * NEARLY)[0] >= 1.0
         )
 
     def has_room_for(self, tracked: Tracked) -> bool:
@@ -443,7 +476,9 @@ class Steering:
         keeping = [
             self._pace(t)
             for name, t in self.tracked.items()
-            if (t.promised or t.let_in or name in live) and not t.missed and t.tpot_s < INFINITY
+            if (t.promised or t.let_in or name in live)
+            and not t.missed
+            and t.reserved_tpot_s < INFINITY
         ]
         return has_room(keeping, self._pace(tracked), self.bearable)
 
@@ -464,7 +499,7 @@ class Steering:
         length = self.lengths.predict(
             tracked.slo_class, request.max_tokens, tracked.slo.expected_output_tokens
         )
-        return Pace(tracked.tpot_s, request.num_prompt_tokens / length.tokens)
+        return Pace(tracked.reserved_tpot_s, request.num_prompt_tokens / length.tokens)
 
     def _turn_away_expired(self, start_s: float) -> None:
         """New requests whose deadline passed before anything could be planned for them."""
@@ -593,7 +628,7 @@ class Steering:
                 continue
             if tracked.decodes:
                 blocks += self._blocks_of(tracked)
-                decoding[tracked.tpot_s] = decoding.get(tracked.tpot_s, 0) + 1
+                decoding[tracked.reserved_tpot_s] = decoding.get(tracked.reserved_tpot_s, 0) + 1
                 context += tracked.request.num_computed_tokens
             else:
                 demand = self.demand(tracked, start_s, model, origin_s)

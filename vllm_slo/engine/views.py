@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_slo.core.attainment import WindowTPOT
 from vllm_slo.core.output_length import LengthPrediction
+from vllm_slo.core.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
 from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY
 
@@ -38,7 +38,9 @@ class Tracked:
         deadline_s: when its first token is due; infinite without a TTFT.
         begin_by_s: the same once it is promised; without a TTFT, when its prefill is to have ended
             for the promises that follow it.
-        tpot_s: its TPOT; infinite without one.
+        tpot_s: its TPOT in the stage that goes on; infinite without one.
+        reserved_tpot_s: the tightest TPOT from here on, by which it is promised.
+        tpot: how it keeps them.
         promised: whether its objectives are guaranteed now.
         was_promised: whether they ever were.
         let_in: whether it could begin without, as there was room by typical step times.
@@ -61,6 +63,7 @@ class Tracked:
         "promised",
         "reason",
         "request",
+        "reserved_tpot_s",
         "slo",
         "slo_class",
         "ticket",
@@ -80,7 +83,9 @@ class Tracked:
         self.arrival_s = arrival_s
         self.deadline_s = INFINITY if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1e3
         self.begin_by_s = self.deadline_s
-        self.tpot_s = INFINITY if slo.tpot_ms is None else slo.tpot_ms / 1e3
+        asked = (stage.tpot_ms for stage in slo.answer_stages)
+        self.tpot = StagedTPOT([INFINITY if ms is None else ms / 1e3 for ms in asked], window)
+        self.tpot_s, self.reserved_tpot_s = self.tpot.tpot_s, self.tpot.tightest_s
         self.promised = False
         self.was_promised = False
         self.let_in = False
@@ -89,7 +94,6 @@ class Tracked:
         self.cached_tokens = 0
         self.first_token_s: float | None = None
         self.window = window
-        self.tpot = WindowTPOT(window)
 
     def on_tokens(self, count: int, now_s: float) -> None:
         """Record that ``count`` tokens came out at ``now_s``."""
@@ -97,9 +101,14 @@ class Tracked:
             self.first_token_s = now_s
         self.tpot.add(now_s, count)
 
+    def next_stage(self) -> None:
+        """The last token was the last of its stage."""
+        self.tpot.next_stage()
+        self.tpot_s, self.reserved_tpot_s = self.tpot.tpot_s, self.tpot.tightest_s
+
     def due_s(self, now_s: float, prefill_s: float) -> float:
         """When its prefill, which takes ``prefill_s`` by itself, is to end in a plan made now."""
-        if self.promised or self.deadline_s < INFINITY or self.tpot_s == INFINITY:
+        if self.promised or self.deadline_s < INFINITY or self.reserved_tpot_s == INFINITY:
             return self.begin_by_s
         if self.slo.on_unattainable == "decline":
             return INFINITY  # it would rather wait than be told to come back
@@ -128,9 +137,7 @@ class Tracked:
         """Whether an objective has already been missed for good."""
         if self.first_token_s is not None and self.first_token_s > self.deadline_s:
             return True
-        # An open window may still recover; a full one may not.
-        worst_s = self.tpot.worst_full_s
-        return worst_s is not None and worst_s > self.tpot_s
+        return self.tpot.missed  # an open window may still recover
 
     @property
     def in_good_faith(self) -> bool:
@@ -151,14 +158,13 @@ class Tracked:
             return None
         if self.first_token_s is None or self.first_token_s > self.deadline_s:
             return False
-        worst_s = self.tpot.worst_s
-        return worst_s is None or worst_s <= self.tpot_s
+        return self.tpot.attained
 
     def report(self, attained: bool | None) -> dict[str, Any]:
         """What the client is told when the request ends; times in milliseconds."""
         worst_s = self.tpot.worst_s
         first = self.first_token_s
-        return {
+        report: dict[str, Any] = {
             "tier": "guaranteed" if self.was_promised else "best_effort",
             "promised": self.was_promised,
             "reason": self.reason,
@@ -166,6 +172,17 @@ class Tracked:
             "tpot_ms": None if worst_s is None else round(worst_s * 1e3, 3),
             "attained": attained,
         }
+        if self.tpot.stages > 1:
+            report["stages"] = [_stage_report(one) for one in self.tpot.results()]
+        return report
+
+
+def _stage_report(result: StageResult) -> dict[str, Any]:
+    return {
+        "tpot_ms": None if result.worst_s is None else round(result.worst_s * 1e3, 3),
+        "tokens": result.tokens,
+        "attained": result.attained,
+    }
 
 
 def age_s(request: Request, epoch_s: float) -> float:
@@ -252,7 +269,7 @@ def decode_view(
     if tracked.tpot_s == INFINITY:
         return DecodeView(name, INFINITY, INFINITY, 1, INFINITY, tokens, context)
     tpot_s = tracked.tpot_s * strength
-    window_s, held = tracked.tpot.open_window
+    window_s, held = tracked.tpot.measure.open_window
     place = held + (request.num_output_placeholders if in_flight is None else in_flight)
     if tracked.first_token_s is None:
         window_s, place = start_s, max(place - 1, 0)
@@ -276,7 +293,7 @@ def prefill_view(tracked: Tracked) -> PrefillView:
         tracked.request.request_id,
         deadline_s,
         tracked.remaining_tokens,
-        tracked.tpot_s,
+        tracked.reserved_tpot_s,
         tracked.request.num_computed_tokens,
     )
 
@@ -316,7 +333,7 @@ def demand(
         request.request_id,
         now_s if begun else due_s - guard_s,
         0 if tracked.decodes else max(round(work_tokens), 1),
-        tracked.tpot_s,
+        tracked.reserved_tpot_s,
         blocks,
         tracked.slo.value,
         request.num_prompt_tokens + length.tokens // 2,

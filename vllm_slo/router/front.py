@@ -396,7 +396,7 @@ class Front:
             tokens,
             most,
             math.inf if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1000,
-            math.inf if slo.tpot_ms is None else slo.tpot_ms / 1000,
+            math.inf if slo.tightest_tpot_ms is None else slo.tightest_tpot_ms / 1000,
             guaranteed,
             slo.on_unattainable == "decline",
             slo.slo_class or "custom",

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -28,7 +29,7 @@ from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult
 from vllm_slo.sim.measure import round_kept
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.text import own_text
-from vllm_slo.slo import SLO
+from vllm_slo.slo import SLO, Stage
 
 Overhead = Literal["modelled", "measured", "none"]
 Watch = Callable[[JobResult], bool]
@@ -136,15 +137,18 @@ class Run:
 
 
 def slo_of(application: str, one: Round, *, lost: bool = False) -> SLO:
-    """What the client asks for; an answer's tightest stage stands for all of them.
+    """What the client asks for.
 
     A job whose objectives are ``lost`` already, by a round before this one, claims no promise any
     more: as SLOs-Serve's server, which sees all stages of a job, would treat it (section 4.1).
     """
-    tpot_s = one.tightest_tpot_s
+    tpots_ms = [None if math.isinf(s.tpot_s) else s.tpot_s * 1e3 for s in one.stages]
+    staged = len(set(tpots_ms)) > 1
+    marks = [*(f"end of stage {n}" for n in range(1, len(tpots_ms))), None]
     return SLO(
         ttft_ms=None if math.isinf(one.ttft_s) else one.ttft_s * 1e3,
-        tpot_ms=None if math.isinf(tpot_s) else tpot_s * 1e3,
+        tpot_ms=None if staged else tpots_ms[0],
+        stages=tuple(map(Stage, tpots_ms, marks)) if staged else None,
         slo_class=application,
         tier="best_effort" if lost else None,
     )
@@ -161,6 +165,7 @@ class Offer:
         slo: what is asked for.
         sent_s, seen_s: when the client sent it, and when an engine can see it.
         acceptance: probability that a drafted token of its answer is accepted.
+        stage_ends: number of the last token of each stage but the last; no policy is told before.
     """
 
     name: str
@@ -170,6 +175,7 @@ class Offer:
     sent_s: float
     seen_s: float
     acceptance: float
+    stage_ends: tuple[int, ...] = ()
 
 
 class Replica(Protocol):
@@ -273,6 +279,7 @@ class Simulation:
             sent_s,
             sent_s + self.hardware.frontend_s,
             self.acceptance.get(job.application, 0.0),
+            tuple(accumulate(stage.tokens for stage in one.stages))[:-1],
         )
         self.front.send(offer, cached)
 

@@ -134,7 +134,7 @@ def routed(offer: Offer, cached: dict[str, int]) -> RoutedRequest:
         len(offer.prompt),
         None,
         deadline_s=INFINITY if slo.ttft_ms is None else offer.sent_s + slo.ttft_ms / 1e3,
-        tpot_s=INFINITY if slo.tpot_ms is None else slo.tpot_ms / 1e3,
+        tpot_s=INFINITY if slo.tightest_tpot_ms is None else slo.tightest_tpot_ms / 1e3,
         wants_promise=slo.effective_tier == "guaranteed",
         slo_class=slo.slo_class or "custom",
         cached_tokens=cached,

@@ -72,6 +72,28 @@ class Outcome:
     """Probability that the next drafted token is accepted."""
 
 
+class KnownEnds:
+    """Where stages end, by the lengths that a simulation knows beforehand.
+
+    Attributes:
+        ends: request id -> number of the last token of each of its stages but the last.
+    """
+
+    def __init__(self) -> None:
+        self.ends: dict[str, tuple[int, ...]] = {}
+
+    def check(self, slo: SLO) -> None:
+        """Every end is known."""
+
+    def first_stage(self, request: Request, slo: SLO) -> int:
+        return 0
+
+    def end_of(self, request: Request, slo: SLO, stage: int, tokens: int, new: int) -> int | None:
+        before = request.num_output_tokens - new
+        number = self.ends[request.request_id][stage] - before
+        return number if number <= new else None
+
+
 @dataclass
 class EngineShape:
     """Size of the virtual engine: KV blocks, tokens per block, seats, tokens per step."""
@@ -162,8 +184,10 @@ class VirtualEngine:
         estimator = StepTimeEstimator(believed)
         estimator.correction = OnlineCorrection(margin)
         options = dict(options or {})
+        self.stages = KnownEnds()
         if issubclass(scheduler_cls, Scheduler):
             options["step_time"] = estimator
+            options.setdefault("stage_marks", self.stages)
         if issubclass(scheduler_cls, Scheduler | ShedEDF):
             options["clock"] = self.clock
         self.config = config
@@ -192,8 +216,10 @@ class VirtualEngine:
         arrival_s: float | None = None,
         acceptance: float = 0.0,
         ticket: int = 0,
+        stage_ends: Sequence[int] = (),
     ) -> Request:
-        """Send a request now: a prompt (or its length) and the output length only we know."""
+        """Send a request now: a prompt (or its length), and the output length and the ends of its
+        stages (see ``KnownEnds``) that only we know."""
         ids = self._prompt(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked = slo.to_extra_args() if slo else None
         if asked and ticket:
@@ -215,6 +241,7 @@ class VirtualEngine:
         )
         self.outcomes[request_id] = Outcome(arrival_s, slo, acceptance=acceptance)
         self.lengths[request_id] = output_tokens
+        self.stages.ends[request_id] = tuple(stage_ends)
         self.scheduler.add_request(request)
         return request
 
@@ -228,7 +255,7 @@ class VirtualEngine:
 
     def forget(self, request_id: str) -> Outcome:
         """Hand out what became of a request, and keep nothing of it."""
-        del self.lengths[request_id]
+        del self.lengths[request_id], self.stages.ends[request_id]
         return self.outcomes.pop(request_id)
 
     def wait_until(self, time_s: float) -> None:

@@ -168,6 +168,7 @@ class Colocated:
             arrival_s=offer.sent_s,
             acceptance=offer.acceptance,
             ticket=ticket,
+            stage_ends=offer.stage_ends,
         )
 
     def step(self) -> list[str]:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An answer in stages, each with a TPOT of its own: thinking, then the response.
+
+Source: SLOs-Serve, table 1 (stages and their objectives) and section 3.2.1, "Multi-Decode SLOs":
+the tightest objective stands for the request in admission. Here it is the tightest of what is still
+to come, so a request draws less once its tight stage is over.
+
+The gap before a stage's first token belongs to that stage, so every gap after the first token
+counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_slo.core.attainment import WindowTPOT
+from vllm_slo.core.types import INFINITY
+
+
+class StageResult(NamedTuple):
+    """How a stage went.
+
+    Attributes:
+        tpot_s: its objective, seconds per token; infinite without one.
+        worst_s: its worst window; None while it has no gap between two tokens.
+        tokens: of it, so far.
+        attained: whether it keeps its objective; None without one, or where it did not begin.
+    """
+
+    tpot_s: float
+    worst_s: float | None
+    tokens: int
+    attained: bool | None
+
+
+class StagedTPOT:
+    """TPOT of an answer, stage by stage; with one stage, that of the answer.
+
+    Args:
+        tpots_s: objective of each stage, seconds per token; infinite without one.
+        window: tokens per TPOT window.
+
+    Attributes:
+        stage: number of the stage that goes on.
+        tpot_s: its objective.
+        tokens: of it, so far.
+        tightest_s: the tightest from here on, itself included.
+        measure: its windows.
+    """
+
+    __slots__ = ("_done", "_kept", "_tpots_s", "measure", "stage", "tightest_s", "tokens")
+
+    def __init__(self, tpots_s: Sequence[float], window: int) -> None:
+        self._tpots_s = tuple(tpots_s)
+        self._done: list[tuple[WindowTPOT, int]] = []
+        self._kept = True
+        self.tokens = 0
+        self.stage = 0
+        self.tightest_s = min(self._tpots_s)
+        self.measure = WindowTPOT(window)
+
+    @property
+    def tpot_s(self) -> float:
+        return self._tpots_s[self.stage]
+
+    @property
+    def stages(self) -> int:
+        """How many stages the answer has."""
+        return len(self._tpots_s)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other stage follows."""
+        return self.stage + 1 == len(self._tpots_s)
+
+    def add(self, time_s: float, count: int = 1) -> None:
+        """Record tokens of the stage that goes on."""
+        self.measure.add(time_s, count)
+        self.tokens += count
+
+    def next_stage(self) -> None:
+        """The last token recorded was the last of its stage."""
+        assert not self.is_last
+        self._done.append((self.measure, self.tokens))
+        self._kept = self._kept and _keeps(self.tpot_s, self.measure.worst_s)
+        self.stage += 1
+        self.tightest_s = min(self._tpots_s[self.stage :])
+        ended, self.tokens = self.measure, 0
+        self.measure = ended.successor()
+
+    @property
+    def missed(self) -> bool:
+        """Whether an objective has been missed for good: of a stage that is over, or by a window
+        that is full."""
+        worst_s = self.measure.worst_full_s
+        return not self._kept or (worst_s is not None and worst_s > self.tpot_s)
+
+    @property
+    def attained(self) -> bool:
+        """Whether every stage so far keeps its objective, given that no token is to come."""
+        return self._kept and _keeps(self.tpot_s, self.measure.worst_s)
+
+    @property
+    def worst_s(self) -> float | None:
+        """The worst window of all stages; None before the second token."""
+        found = [m.worst_s for m in (*(m for m, _ in self._done), self.measure)]
+        return max((one for one in found if one is not None), default=None)
+
+    def results(self) -> list[StageResult]:
+        """How each stage went, or goes."""
+        seen = [*self._done, (self.measure, self.tokens)]
+        found = []
+        for number, tpot_s in enumerate(self._tpots_s):
+            if number >= len(seen):
+                found.append(StageResult(tpot_s, None, 0, None))
+                continue
+            measure, tokens = seen[number]
+            attained = None if tpot_s == INFINITY or not tokens else _keeps(tpot_s, measure.worst_s)
+            found.append(StageResult(tpot_s, measure.worst_s, tokens, attained))
+        return found
+
+
+def _keeps(tpot_s: float, worst_s: float | None) -> bool:
+    return worst_s is None or worst_s <= tpot_s

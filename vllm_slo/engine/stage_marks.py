@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a stage of an answer ends: at a text, or where the reasoning parser says thinking does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_slo.errors import InvalidSLOError
+from vllm_slo.slo import SLO, check_thinking
+
+
+class StageMarks(Protocol):
+    """Finds the ends of stages; a simulation knows them beforehand."""
+
+    def check(self, slo: SLO) -> None:
+        """Raises InvalidSLOError where the ends of these stages cannot be found here."""
+
+    def first_stage(self, request: Request, slo: SLO) -> int:
+        """The stage with which the answer to a prompt begins."""
+
+    def end_of(self, request: Request, slo: SLO, stage: int, tokens: int, new: int) -> int | None:
+        """Of the ``new`` last tokens of an answer the number of that which ends the stage, from 1;
+        None: it goes on. ``tokens`` of the stage came before them."""
+
+
+class AnswerMarks:
+    """Reads the answers, with the tokenizer that vLLM keeps in the engine for structured output.
+
+    Args:
+        manager: vLLM's, which has the tokenizer and the reasoning parser's class.
+    """
+
+    def __init__(self, manager: StructuredOutputManager) -> None:
+        self._tokenizer: Any = getattr(manager, "tokenizer", None)
+        self._reasoner_cls = manager.reasoner_cls
+
+    @cached_property
+    def _reasoner(self) -> Any:
+        assert self._reasoner_cls is not None
+        return self._reasoner_cls(tokenizer=self._tokenizer)
+
+    def check(self, slo: SLO) -> None:
+        check_thinking(slo, told=self._reasoner_cls is not None)
+        if slo.stages is not None and len(slo.stages) > 1 and self._tokenizer is None:
+            raise InvalidSLOError(
+                "stages", "the server has no tokenizer to read answers", "give one tpot_ms"
+            )
+
+    def first_stage(self, request: Request, slo: SLO) -> int:
+        if slo.thinking_tpot_ms is None:
+            return 0
+        return int(self._reasoner.is_reasoning_end(request.prompt_token_ids or []))
+
+    def end_of(self, request: Request, slo: SLO, stage: int, tokens: int, new: int) -> int | None:
+        until = slo.answer_stages[stage].until
+        if until is not None:
+            return self._end_of_text(request.output_token_ids, until, tokens, new)
+        ids = request.all_token_ids
+        for number in range(1, new + 1):
+            end = len(ids) - new + number
+            seen = ids if number == new else ids[:end]
+            if self._reasoner.is_reasoning_end_streaming(seen, ids[len(ids) - new : end]):
+                return number
+        return None
+
+    def _end_of_text(self, ids: Sequence[int], until: str, tokens: int, new: int) -> int | None:
+        # Every token has at least a byte, so no more of them can hold the beginning of the text.
+        before = min(len(until.encode()) - 1, tokens)
+        tail = list(ids[len(ids) - new - before :])
+        if until not in self._text(tail):
+            return None
+        return next(n for n in range(1, new + 1) if until in self._text(tail[: before + n]))
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
