@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": ("vllm_slo.engine.profile", "measure a model's step times on this machine"),
     "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
+    "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),
     "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),
 }
 """Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""

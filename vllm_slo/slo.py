@@ -22,6 +22,7 @@ from vllm_slo.errors import InvalidSLOError
 __all__ = [
     "AGE_KEY",
     "HEADER_FIELDS",
+    "QUOTE_KEY",
     "SERVICE_TIERS",
     "SLO",
     "STREAM_KEY",
@@ -33,7 +34,9 @@ __all__ = [
     "check_thinking",
     "has_slo_key",
     "is_slo_key",
+    "pack_quote",
     "resolve_slo",
+    "unpack_quote",
 ]
 
 Tier: TypeAlias = Literal["guaranteed", "best_effort"]
@@ -75,7 +78,10 @@ AGE_KEY: Final = "slo_age_ms"
 TICKET_KEY: Final = "slo_ticket"
 """As `STREAM_KEY`: by which mark somebody ahead of this server knows the request, from 1."""
 
-_INTERNAL_KEYS: Final = (STREAM_KEY, AGE_KEY, TICKET_KEY)
+QUOTE_KEY: Final = "slo_quote"
+"""As `STREAM_KEY`: the request is not to be served, but told what it would be promised."""
+
+_INTERNAL_KEYS: Final = (STREAM_KEY, AGE_KEY, TICKET_KEY, QUOTE_KEY)
 
 _PREFIX: Final = "slo_"
 _DDL_KEY: Final = "prefill_ddl"
@@ -352,7 +358,7 @@ class SLO:
 
         Args:
             extra: `SamplingParams.extra_args`; keys that are not the SLO's are left alone, and
-                `STREAM_KEY`, `AGE_KEY` and `TICKET_KEY` say nothing about the SLO.
+                `STREAM_KEY` and its like say nothing about the SLO.
             classes: the configured classes; None leaves a named class unapplied.
             arrival_s: when the request arrived, epoch seconds; needed for `prefill_ddl` only.
 
@@ -402,6 +408,21 @@ def _check_guarantee(slo: SLO) -> None:
             "'guaranteed' has no objective to guarantee",
             "add ttft_ms or tpot_ms, or use tier best_effort",
         )
+
+
+_QUOTE_PREFIX: Final = "slo_quote:"
+
+
+def pack_quote(quote: Mapping[str, Any]) -> str:
+    """The stop reason by which a request is told what it would be promised."""
+    return _QUOTE_PREFIX + json.dumps(quote, separators=(",", ":"))
+
+
+def unpack_quote(stop_reason: object) -> dict[str, Any] | None:
+    """Inverse of `pack_quote`; None of any other stop reason."""
+    if not isinstance(stop_reason, str) or not stop_reason.startswith(_QUOTE_PREFIX):
+        return None
+    return dict(json.loads(stop_reason.removeprefix(_QUOTE_PREFIX)))
 
 
 def is_slo_key(key: object) -> bool:

@@ -353,6 +353,7 @@ def judge_one(
     counts: Ints,
     engine: Floats,
     kv_per_token: float,
+    tokens_in: float,
     new_deadline: float,
     new_prefill: float,
     new_tier: int,
@@ -362,6 +363,7 @@ def judge_one(
 
     Otherwise `prefill_wait` of it. ``deadline`` (N,) is absolute and ascending; ``counts`` and
     ``contexts`` (L,) are the requests of a tier, committed and decoding, and their KV tokens.
+    ``tokens_in`` as `Speculated` has it.
     """
     size = len(deadline)
     place = np.searchsorted(deadline, new_deadline, side="right")
@@ -382,7 +384,7 @@ def judge_one(
     everyone[new_tier] += 1
     for t in range(len(tpots)):
         read = contexts[t] + (new_context if t == new_tier else 0.0)
-        weights[t] = 1.0 + kv_per_token * read / max(everyone[t], 1)
+        weights[t] = tokens_in + kv_per_token * read / max(everyone[t], 1)
     nothing = np.zeros(size + 1)
     worth = np.ones(size + 1)
     if solve(due, work, tiers, nothing, worth, forced, tpots, weights, decoding, engine, 0.0, 1, 2):

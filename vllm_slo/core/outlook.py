@@ -7,15 +7,18 @@ The program is `admission.judge_one`; what does not change from one request to t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from vllm_slo.core.admission import (
     EPS,
+    PLAIN,
     Capacity,
     Floats,
     Ints,
+    Speculated,
     engine_array,
     judge_one,
     kv_per_token,
@@ -45,7 +48,8 @@ class Outlook:
     ``judge`` says what `plan_admission` would say of that request alone.
 
     Args:
-        committed, decoding, model, capacity, decoding_context: as `plan_admission` takes them.
+        committed, decoding, model, capacity, decoding_context, speculated: as `plan_admission`
+            takes them.
     """
 
     def __init__(
@@ -56,7 +60,12 @@ class Outlook:
         capacity: Capacity,
         *,
         decoding_context: int = 0,
+        speculated: Speculated = PLAIN,
     ) -> None:
+        self._factor, self._tokens_in = speculated.tokens_out, speculated.tokens_in
+        if self._factor != 1.0:
+            committed = [replace(d, tpot_s=d.tpot_s * self._factor) for d in committed]
+            decoding = {tpot_s * self._factor: n for tpot_s, n in decoding.items()}
         ranked = sorted(committed, key=lambda d: (d.deadline_s, d.request_id))
         self._capacity = capacity
         self._committed = ranked
@@ -83,6 +92,7 @@ class Outlook:
             *arrays,
             self._engine,
             self._kv_per_token,
+            self._tokens_in,
             demand.deadline_s,
             float(demand.prefill_tokens),
             tier,
@@ -96,7 +106,8 @@ class Outlook:
 
     def prepare(self, tpot_s: float) -> tuple[int, Tiers]:
         """Be ready for requests of this TPOT; (its tier, the arrays that depend on the tiers)."""
-        tiers = tiers_of([*(d.tpot_s for d in self._committed), *self._running, tpot_s])
+        slowed_s = tpot_s * self._factor
+        tiers = tiers_of([*(d.tpot_s for d in self._committed), *self._running, slowed_s])
         places = np.array([tier_of(d.tpot_s, tiers) for d in self._committed], dtype=np.int64)
         decoding = np.zeros(len(tiers), dtype=np.int64)
         for tpot, count in self._running.items():
@@ -108,7 +119,7 @@ class Outlook:
             contexts[place] += demand.context_tokens
             counts[place] += 1
         tpots = np.array(tiers, dtype=np.float64)
-        known = (tier_of(tpot_s, tiers), (places, tpots, decoding, contexts, counts))
+        known = (tier_of(slowed_s, tiers), (places, tpots, decoding, contexts, counts))
         if len(self._by_tpot) < MAX_KNOWN_TPOTS:
             self._by_tpot[tpot_s] = known
         return known

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
+from vllm_slo.engine.http_quote import QUOTE_ROUTE, answer_quote, error_messages
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
 from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY, OnUnattainable, is_slo_key
@@ -81,6 +82,9 @@ class SLOMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection; anything but a generation request goes straight through."""
+        if _is_post(scope, {QUOTE_ROUTE}):
+            await answer_quote(self.app, self.plan, scope, receive, send)
+            return
         if not _is_generation(scope):
             await self.app(scope, receive, send)
             return
@@ -116,17 +120,22 @@ class SLOMiddleware:
 
 def _is_generation(scope: Scope) -> bool:
     """Whether this is a JSON POST to one of `ROUTES` that is not too large to look into."""
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "").rstrip("/")
-    if path not in ROUTES and path.removeprefix(root) not in ROUTES:
+    if not _is_post(scope, ROUTES):
         return False
     headers = dict(scope["headers"])
     if not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
         return False
     length = headers.get(b"content-length", b"0")
     return not (length.isdigit() and int(length[:12]) > MAX_BODY_BYTES)
+
+
+def _is_post(scope: Scope, routes: Collection[str]) -> bool:
+    """Whether this is a POST to one of ``routes``."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "").rstrip("/")
+    return path in routes or path.removeprefix(root) in routes
 
 
 def plan_request(
@@ -363,13 +372,8 @@ class _Exchange:
     ) -> None:
         """Answer in OpenAI's error shape and close the exchange."""
         self.refused = True
-        error = {"message": text, "type": kind, "param": param, "code": status}
-        body = json.dumps({"error": error}).encode()
-        base = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [*base, *headers]}
-        )
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        for message in error_messages(status, kind, text, param, [*headers]):
+            await self._send(message)
 
 
 def _resized(headers: Iterable[tuple[bytes, bytes]], size: int) -> list[tuple[bytes, bytes]]:

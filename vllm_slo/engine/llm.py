@@ -17,7 +17,7 @@ from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.serve_args import TINY, tiny_arguments, tree_arguments, with_draft
-from vllm_slo.slo import SLO
+from vllm_slo.slo import QUOTE_KEY, SLO, unpack_quote
 
 SLOs = SLO | Sequence[SLO | None] | None
 
@@ -103,14 +103,8 @@ class LLM(vllm.LLM):
         Raises:
             InvalidSLOError: as many SLOs as prompts are needed, or one names an unknown class.
         """
-        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-        if several and prompts and isinstance(prompts[0], int):
-            several = False
-        return super().generate(
-            prompts,
-            self._with_slo(len(prompts) if several else 1, sampling_params, slo),
-            **kwargs,
-        )
+        params = self._with_slo(_count(prompts), sampling_params, slo)
+        return super().generate(prompts, params, **kwargs)
 
     def chat(
         self,
@@ -124,6 +118,30 @@ class LLM(vllm.LLM):
         several = bool(messages) and not isinstance(messages[0], dict)
         params = self._with_slo(len(messages) if several else 1, sampling_params, slo)
         return super().chat(messages, params, *args, **kwargs)
+
+    def quote(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        slo: SLOs = None,
+    ) -> list[dict[str, Any]]:
+        """What each prompt would be promised if it came now; nothing is generated or changed.
+
+        Returns:
+            One answer for each prompt, as ``POST /v1/slo/quote`` gives it; times in milliseconds.
+
+        Raises:
+            InvalidSLOError: as `generate`.
+        """
+        count = _count(prompts)
+        params = self._with_slo(count, sampling_params, slo)
+        listed = list(params) if isinstance(params, Sequence) else [params] * count
+        asking = [self._carry(one, None) for one in listed]
+        for one in asking:
+            one.n, one.extra_args = 1, {**(one.extra_args or {}), QUOTE_KEY: 1}
+        outputs = super().generate(prompts, asking, use_tqdm=False)
+        return [_quote_of(output) for output in outputs]
 
     def _with_slo(self, count: int, params: Any, slo: SLOs) -> Any:
         """Sampling parameters that carry the SLOs, one per prompt; as given where none is set."""
@@ -148,6 +166,20 @@ class LLM(vllm.LLM):
             SLO.from_extra_args(flat, classes=self._slo_classes)
             params.extra_args = {**(params.extra_args or {}), **flat}
         return params
+
+
+def _count(prompts: Any) -> int:
+    """How many prompts these are; a list of ints is one."""
+    several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    if several and prompts and isinstance(prompts[0], int):
+        several = False
+    return len(prompts) if several else 1
+
+
+def _quote_of(output: RequestOutput) -> dict[str, Any]:
+    said = unpack_quote(output.outputs[0].stop_reason)
+    assert said is not None, output
+    return said
 
 
 def _given(kwargs: Mapping[str, Any]) -> set[str]:

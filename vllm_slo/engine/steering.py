@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,11 +20,12 @@ from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.room import Bearable, Pace, has_room
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel, horizon_of
-from vllm_slo.core.types import INFINITY, DecodeView, Demand, PrefillView
+from vllm_slo.core.types import INFINITY, AdmissionPlan, DecodeView, Demand, PrefillView
 from vllm_slo.engine import views
 from vllm_slo.engine.best_effort import BestEffort
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
+from vllm_slo.engine.quotes import Quotes
 from vllm_slo.engine.stage_marks import AnswerMarks, StageMarks
 from vllm_slo.engine.state import INTERVAL_S, StatePublisher, state_of
 from vllm_slo.engine.step_clock import StepClock
@@ -47,6 +48,14 @@ NEARLY = 1.25
 UNLABELLED = "none"
 
 WayToDecode: TypeAlias = tuple[StepTimeModel, admission.Speculated]
+
+
+class _Ways(NamedTuple):
+    """What promises may count on at a time, beside requests of which this is the tightest TPOT."""
+
+    now_s: float
+    tightest_s: float
+    ways: list[WayToDecode]
 
 
 class Steering:
@@ -130,8 +139,9 @@ class Steering:
         self._unpromised = 0
         self._ended: list[Request] = []
         self._refused: list[Request] = []
+        self._quotes = Quotes(self)
         self._unordered = False
-        self._ways: tuple[float, list[WayToDecode]] = -INFINITY, []
+        self._ways = _Ways(-INFINITY, INFINITY, [])
         self.seen = 0
         self.expected: dict[str, float] = {}
         self.in_flight: dict[str, float] = {}
@@ -160,13 +170,14 @@ class Steering:
     def active(self) -> bool:
         """Whether any live request carries an SLO, or there is an order for those without."""
         ordered = self.best_effort is not None and bool(self.scheduler.requests)
-        return bool(self.tracked) or bool(self._refused) or ordered
+        return bool(self.tracked) or bool(self._refused) or bool(self._quotes) or ordered
 
     # What happens to requests.
 
     def on_arrival(self, request: Request) -> None:
         """Begin to track a request if it carries an SLO; an invalid one is refused in this step."""
-        if self.best_effort is not None:
+        quote = views.wants_quote(request)
+        if self.best_effort is not None and not quote:
             self.best_effort.on_arrival(request)
         params = request.sampling_params
         if params is None:
@@ -180,10 +191,16 @@ class Steering:
             request.stop_reason = f"slo_invalid:{error}"
             self._refused.append(request)
             return
-        if slo is None:
-            return
         now_s = self.clock.monotonic_s()
         arrival_s = now_s - views.age_s(request, self.clock.epoch_s()) - before_s
+        if quote:
+            self._quotes.add(request, slo, arrival_s)
+        elif slo is not None:
+            self._track(request, slo, arrival_s, ticket, now_s)
+
+    def _track(
+        self, request: Request, slo: SLO, arrival_s: float, ticket: int, now_s: float
+    ) -> None:
         tracked = Tracked(request, slo, arrival_s, self.config.tpot_window_tokens, ticket)
         for _ in range(self._marks.first_stage(request, slo)):
             tracked.next_stage()
@@ -343,6 +360,9 @@ class Steering:
             return None
         self._settle_refused()
         start_s = self.steps.next_start_s(self.now_s)
+        if self._quotes:
+            for request, answer in self._quotes.take(start_s):
+                self._end(request, answer)
         self._withdraw_expired(start_s)
         model = self.steps.promise_model
         if self._should_admit():
@@ -365,6 +385,7 @@ class Steering:
             self._arrived
             or self._unpromised
             or self._refused
+            or self._quotes
             or scheduler.waiting
             or scheduler._inflight_prefills
             or len(scheduler.running) != len(self.tracked)
@@ -407,21 +428,28 @@ class Steering:
         self._last_plan_s = self.now_s
         self._ended_since_plan = 0
         self._turn_away_expired(start_s)
-        asking = [t for t in self.tracked.values() if t.wants_promise(start_s)]
+        asking = self.asking(start_s)
         if not asking:
             return
+        plan, new = self.best_plan(asking, start_s, model)
+        due_s = {demand.request_id: demand.deadline_s for demand in new}
+        self._settle(plan.admitted, plan.refused, plan.retry_after_s, due_s)
+
+    def asking(self, start_s: float, *others: Tracked) -> list[Tracked]:
+        """Whom the dynamic program is to consider in a step that begins at ``start_s``."""
+        asking = [t for t in (*self.tracked.values(), *others) if t.wants_promise(start_s)]
         asking.sort(key=lambda t: (t.planned, t.deadline_s))
-        asking = asking[: self.config.max_planned_new]
+        return asking[: self.config.max_planned_new]
+
+    def best_plan(
+        self, asking: Sequence[Tracked], start_s: float, model: StepTimeModel
+    ) -> tuple[AdmissionPlan, list[Demand]]:
+        """Whom the dynamic program would promise what they ask, by the best way to decode; and what
+        each of them asks of the engine. Nothing is promised by it."""
         new = [self.demand(t, start_s, model) for t in asking]
         committed, decoding, context, blocks = self.commitments(start_s, model)
-        promised = len(committed) + sum(decoding.values())
-        capacity = admission.Capacity(
-            blocks=self.total_blocks - blocks,
-            seats=self.scheduler.max_num_active_reqs - promised,
-            max_step_tokens=self.max_step_tokens,
-            token_share=1.0 - self.kept_share(),
-            finish_interval_s=self.finish_interval_s,
-        )
+        capacity = self.capacity(len(committed) + sum(decoding.values()), blocks)
+        tightest_s = min((t.reserved_tpot_s for t in asking), default=INFINITY)
         plans = [
             admission.plan_admission(
                 start_s,
@@ -433,26 +461,37 @@ class Steering:
                 decoding_context=context,
                 speculated=speculated,
             )
-            for believed, speculated in self._ways_to_decode()
+            for believed, speculated in self.ways_to_decode(tightest_s)
         ]
         worth = {demand.request_id: demand.value for demand in new}
-        plan = max(plans, key=lambda plan: sum(worth[name] for name in plan.admitted))
-        due_s = {demand.request_id: demand.deadline_s for demand in new}
-        self._settle(plan.admitted, plan.refused, plan.retry_after_s, due_s)
+        return max(plans, key=lambda plan: sum(worth[name] for name in plan.admitted)), new
 
-    def _ways_to_decode(self) -> list[WayToDecode]:
-        """What a promise may count on: plain steps, and steps that verify trees."""
-        if self._ways[0] == self.now_s:
-            return self._ways[1]
-        ways = [(self.plain(), admission.PLAIN)]
+    def capacity(self, promised: int, blocks: int) -> admission.Capacity:
+        """What is left beside so many promises that hold so many KV blocks."""
+        return admission.Capacity(
+            blocks=self.total_blocks - blocks,
+            seats=self.scheduler.max_num_active_reqs - promised,
+            max_step_tokens=self.max_step_tokens,
+            token_share=1.0 - self.kept_share(),
+            finish_interval_s=self.finish_interval_s,
+        )
+
+    def ways_to_decode(self, tpot_s: float = INFINITY) -> list[WayToDecode]:
+        """What a promise may count on: plain steps, and steps that verify trees; also one of a
+        request that is not there, of such a TPOT."""
+        known = self._ways
+        if known.now_s == self.now_s and known.tightest_s <= tpot_s:
+            return known.ways
         tightest_s = min(
             (t.reserved_tpot_s for t in self.tracked.values() if t.promised or not t.missed),
             default=INFINITY,
         )
+        tightest_s = min(tightest_s, tpot_s)
+        ways = [(self.plain(), admission.PLAIN)]
         trees = self.speculation(tightest_s) if tightest_s < INFINITY else None
         if trees is not None:
             ways.append(trees)
-        self._ways = self.now_s, ways
+        self._ways = _Ways(self.now_s, tightest_s, ways)
         return ways
 
     def can_wait(self, tracked: Tracked) -> bool:
@@ -654,7 +693,7 @@ class Steering:
                 decoding_context=context,
                 speculated=speculated,
             )
-            for believed, speculated in self._ways_to_decode()
+            for believed, speculated in self.ways_to_decode()
         )
 
     def decode_view(self, tracked: Tracked, start_s: float) -> DecodeView:

@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.core.output_length import LengthPrediction
 from vllm_slo.core.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
-from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY
+from vllm_slo.slo import AGE_KEY, QUOTE_KEY, SLO, STREAM_KEY, TICKET_KEY
 
 UNCLASSED = "custom"
 """Metric label of a request whose objectives name no class."""
@@ -201,6 +201,11 @@ def ticket(request: Request) -> int:
     """The mark by which a front knows the request; 0: there is none."""
     mark = _internal(request, TICKET_KEY)
     return mark if isinstance(mark, int) and mark > 0 else 0
+
+
+def wants_quote(request: Request) -> bool:
+    """Whether the request only asks what it would be promised."""
+    return _internal(request, QUOTE_KEY) is not None
 
 
 def _internal(request: Request, key: str) -> Any:

@@ -42,7 +42,7 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.baselines import ShedEDF
 from vllm_slo.sim.text import STOP_TOKEN, own_text
 from vllm_slo.sim.twin import LightOutput, LightResult, LightScheduler
-from vllm_slo.slo import SLO, TICKET_KEY
+from vllm_slo.slo import QUOTE_KEY, SLO, TICKET_KEY
 
 __all__ = [
     "STOP_TOKEN",
@@ -217,13 +217,16 @@ class VirtualEngine:
         acceptance: float = 0.0,
         ticket: int = 0,
         stage_ends: Sequence[int] = (),
+        quote: bool = False,
     ) -> Request:
         """Send a request now: a prompt (or its length), and the output length and the ends of its
-        stages (see ``KnownEnds``) that only we know."""
+        stages (see ``KnownEnds``) that only we know. A ``quote`` only asks."""
         ids = self._prompt(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked = slo.to_extra_args() if slo else None
         if asked and ticket:
             asked[TICKET_KEY] = ticket
+        if quote:
+            asked = {**(asked or {}), QUOTE_KEY: 1}
         params = SamplingParams(
             max_tokens=max_tokens or output_tokens,
             stop_token_ids=[STOP_TOKEN],

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-slo quote``: asks a server what a request would be promised now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.slo import SLO
+
+ROUTE: Final = "/v1/slo/quote"
+KEY_VARIABLE: Final = "OPENAI_API_KEY"
+TIMEOUT_S: Final = 60.0
+NOT_PROMISED: Final = 1
+"""Exit status where the request would not be promised."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The request that one might send."""
+    parser.add_argument("--base-url", default="http://localhost:8000", help="of the server")
+    parser.add_argument("--model", help="as the server names it; default: the first it serves")
+    parser.add_argument(
+        "--prompt", required=True, help="its text, or @FILE; with --chat a user's message"
+    )
+    parser.add_argument("--chat", action="store_true", help="ask for a chat completion")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
+    parser.add_argument("--ttft-ms", type=float, help="objective for the first token")
+    parser.add_argument("--tpot-ms", type=float, help="objective for each token after it")
+    parser.add_argument("--class", dest="slo_class", help="class of the server's configuration")
+    parser.add_argument("--value", type=float, help="weight where not everything can be promised")
+    parser.add_argument("--json", action="store_true", help="print the answer as it came")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask and print; status 0 if it would be promised, 1 if not.
+
+    Raises:
+        InvalidSLOError: an objective is out of its range.
+        BenchError: the server cannot be asked.
+    """
+    said = ask(args.base_url, _body(args))
+    console = Console(highlight=False)
+    if args.json:
+        console.print_json(json.dumps(said))
+    else:
+        for line in in_words(said):
+            console.print(line)
+    return 0 if said["promised"] else NOT_PROMISED
+
+
+def ask(base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The quote for a request with this body.
+
+    Raises:
+        BenchError: the server cannot be reached, or refuses.
+    """
+    return _call(f"{base_url.rstrip('/')}{ROUTE}", json.dumps(body).encode())
+
+
+def _body(args: argparse.Namespace) -> dict[str, Any]:
+    slo = {
+        "ttft_ms": args.ttft_ms,
+        "tpot_ms": args.tpot_ms,
+        "slo_class": args.slo_class,
+        "value": args.value,
+    }
+    SLO(**{name: given for name, given in slo.items() if given is not None})
+    slo["class"] = slo.pop("slo_class")
+    text = args.prompt
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BenchError("--prompt", f"cannot read {text[1:]!r}: {error}") from error
+    model = args.model or _first_model(args.base_url)
+    asked = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
+    given = {name: value for name, value in slo.items() if value is not None}
+    return {"model": model, "max_tokens": args.max_tokens, **asked, "slo": given}
+
+
+def _first_model(base_url: str) -> str:
+    listed = _call(f"{base_url.rstrip('/')}/v1/models", None)
+    try:
+        return str(listed["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise BenchError("--model", f"{base_url} names none; give one") from None
+
+
+def _call(url: str, body: bytes | None) -> dict[str, Any]:
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["authorization"] = f"Bearer {key}"
+    if not url.startswith(("http://", "https://")):
+        raise BenchError("--base-url", f"{url!r} is not an HTTP address")
+    request = urllib.request.Request(url, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        raise BenchError("--base-url", f"{url} says {error.code}: {_message(text)}") from error
+    except (OSError, ValueError) as error:
+        raise BenchError("--base-url", f"{url}: {error}; is the server up?") from error
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]
+
+
+_WHY: Final[Mapping[str, str]] = {
+    "prefill": "its prompt would not be done in time",
+    "decode": "steps have no room for more tokens at that pace",
+    "memory": "KV memory is spoken for",
+    "seats": "every seat is promised",
+    "expired": "its deadline has passed already",
+    "quota": "its tenant's quota is used up",
+    "best_effort": "it asks for best effort",
+    "no_objective": "it asks for nothing",
+}
+
+
+def in_words(quote: Mapping[str, Any]) -> list[str]:
+    """A quote for people, a line each."""
+    if quote["promised"]:
+        lines = ["promised: yes"]
+    else:
+        why = _WHY.get(quote["reason"], str(quote["reason"]))
+        lines = [f"promised: no, {why}"]
+        if quote["in_the_way"]:
+            listed = ", ".join(f"{n} of {name}" for name, n in quote["in_the_way"].items())
+            lines.append(f"promises in the way: {listed}")
+        if quote["reason"] in ("prefill", "decode", "memory", "seats", "quota"):
+            lines.append(f"worth asking again in {quote['retry_after_ms']} ms")
+        if quote["cheapest"]:
+            lines.append(f"would be promised now: {_objectives(quote['cheapest'])}")
+    shortest = {name: quote[name] for name in ("ttft_ms", "tpot_ms") if quote[name] is not None}
+    if shortest:
+        lines.append(f"shortest that could be promised, each alone: {_objectives(shortest)}")
+    return lines
+
+
+def _objectives(one: Mapping[str, float | None]) -> str:
+    named = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))
+    said = [f"{label} {one[name]:.3g} ms" for name, label in named if one.get(name) is not None]
+    return ", ".join(said)
