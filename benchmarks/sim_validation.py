@@ -324,7 +324,7 @@ def replay(model: str, jobs: Sequence[Job], ours: bool, profile: Path, out: Path
         (asked,) = job.rounds
         # The simulator's prompts, so that both find the same in their prefix caches: nothing.
         prompt = own_text(f"{number}.0", asked.prompt_tokens)
-        extra = slo_of(job.application, asked).to_extra_args()
+        extra = slo_of(job, 0).to_extra_args()
         requests.append(
             (job.arrival_s, prepare(engine, job.job_id, prompt, asked.output_tokens, extra))
         )

@@ -25,6 +25,7 @@ __all__ = [
     "ClassConfig",
     "RoutingConfig",
     "SLOConfig",
+    "SessionsConfig",
     "SpeculationConfig",
     "pool_value",
 ]
@@ -202,6 +203,30 @@ class BestEffortConfig(BaseModel):
         allow_inf_nan=False,
         description="By how much it may move in them (delta), above 0 to 1. Scope: server. Too "
         "low: known too late; too high: believed by accident.",
+    )
+
+
+class SessionsConfig(BaseModel):
+    """Jobs of several rounds: requests that share a session_id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    idle_s: float = Field(
+        default=300.0,
+        gt=0.0,
+        le=86_400.0,
+        allow_inf_nan=False,
+        description="Seconds without a request after which a session counts as ended, above 0 to "
+        "86400. Scope: server. Too low: slow tools begin sessions anew; too high: the attainment "
+        "of sessions that did not say which round is the last is known late.",
+    )
+    kv_share: float = Field(
+        default=0.25,
+        ge=0.0,
+        le=1.0,
+        description="Share of the KV cache's blocks that are kept warm, evicted after all others, "
+        "for rounds to come, 0 to 1. Scope: server. 0: prefixes are evicted like any other while "
+        "tools run; too high: prefixes that everybody shares go first.",
     )
 
 
@@ -511,6 +536,10 @@ class SLOConfig(BaseModel):
         default_factory=RoutingConfig,
         description="How requests are spread over replicas (vllm-slo serve --replicas).",
     )
+    sessions: SessionsConfig = Field(
+        default_factory=SessionsConfig,
+        description="Jobs of several rounds, such as tool loops.",
+    )
     speculation: SpeculationConfig = Field(
         default_factory=SpeculationConfig,
         description="Tokens drafted by small models (vllm-slo serve --draft-model), or by servers "
@@ -636,6 +665,7 @@ _SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
     "best_effort": BestEffortConfig,
     "classes": ClassConfig,
     "routing": RoutingConfig,
+    "sessions": SessionsConfig,
     "speculation": SpeculationConfig,
 }
 

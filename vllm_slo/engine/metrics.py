@@ -47,6 +47,11 @@ _ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 _TREE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17)
 
 
+def _kept(attained: bool | None) -> str:
+    """The label ``attained``."""
+    return "none" if attained is None else str(attained).lower()
+
+
 class SchedulerMetrics:
     """The series of one scheduler. Labels are class names from the configuration, nothing wider.
 
@@ -117,6 +122,12 @@ class SchedulerMetrics:
             ["engine", "slo_class", "stage", "attained"],
             registry=self.registry,
         )
+        self._sessions = Counter(
+            "vllm_slo:sessions_finished",
+            "Sessions that ended, by whether every round and the whole attained.",
+            ["engine", "slo_class", "attained"],
+            registry=self.registry,
+        )
         self._step_ratio = Histogram(
             "vllm_slo:step_time_ratio",
             "Measured step time over predicted step time.",
@@ -147,6 +158,8 @@ class SchedulerMetrics:
                 "best_effort_age_seconds": "Age of the oldest request with an SLO and no promise.",
                 "step_time_margin_ratio": "Margin that promises keep on predicted step times.",
                 "step_time_bias_ratio": "Correction learnt from live steps.",
+                "sessions": "Sessions that have not ended.",
+                "warm_prefix_blocks": "KV blocks of sessions that are evicted after all others.",
             }.items()
         }
 
@@ -169,7 +182,7 @@ class SchedulerMetrics:
         tpot_s: float | None,
     ) -> None:
         """Count a request that ended by itself."""
-        kept = "none" if attained is None else str(attained).lower()
+        kept = _kept(attained)
         self._finished.labels(self._engine, slo_class, str(promised).lower(), kept).inc()
         self._tokens.labels(self._engine, slo_class, kept).inc(tokens)
         if ttft_s is not None:
@@ -182,8 +195,12 @@ class SchedulerMetrics:
         did not begin, not."""
         for number, one in enumerate(results, start=1):
             if one.attained is not None:
-                kept = str(one.attained).lower()
+                kept = _kept(one.attained)
                 self._stages.labels(self._engine, slo_class, str(number), kept).inc()
+
+    def session(self, slo_class: str, attained: bool | None) -> None:
+        """Count a session that ended."""
+        self._sessions.labels(self._engine, slo_class, _kept(attained)).inc()
 
     def step(self, predicted_s: float, actual_s: float) -> None:
         """Compare one step's time with its prediction."""

@@ -260,8 +260,9 @@ class Scheduler(AsyncScheduler):
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        blocks = self._steering.sessions.blocks_of(request)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
-        report = self._steering.on_end(request)
+        report = self._steering.on_end(request, blocks)
         if self._speculation is not None:
             self._speculation.forget(request.request_id)
         if self._lengths is not None:

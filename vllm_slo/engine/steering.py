@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -16,7 +17,7 @@ from vllm_slo.core import admission
 from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.length_forecast import LengthQuery
-from vllm_slo.core.output_length import OutputLengthPredictor
+from vllm_slo.core.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.room import Bearable, Pace, has_room
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel, horizon_of
@@ -26,6 +27,7 @@ from vllm_slo.engine.best_effort import BestEffort
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
 from vllm_slo.engine.quotes import Quotes
+from vllm_slo.engine.sessions import SessionRounds
 from vllm_slo.engine.stage_marks import AnswerMarks, StageMarks
 from vllm_slo.engine.state import INTERVAL_S, StatePublisher, state_of
 from vllm_slo.engine.step_clock import StepClock
@@ -153,6 +155,7 @@ class Steering:
         self.best_effort = BestEffort(self, self.config) if ordered else None
         fair = self.config.speculation.share == "tenants"
         self.tenants = TenantShares(self) if fair else None
+        self.sessions = SessionRounds(self)
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
         if self._publisher is not None:
@@ -204,12 +207,15 @@ class Steering:
         tracked = Tracked(request, slo, arrival_s, self.config.tpot_window_tokens, ticket)
         for _ in range(self._marks.first_stage(request, slo)):
             tracked.next_stage()
+        self.sessions.begin(tracked)
         self.tracked[request.request_id] = tracked
         self._arrived = True
         self._unpromised += 1
         self._recent.add(tracked.deadline_s - arrival_s, tracked.reserved_tpot_s, now_s)
         if tracked.slo.effective_tier != "guaranteed":
-            self.metrics.admission(tracked.slo_class, "best_effort_asked")
+            stands_back = tracked.reason is not None
+            outcome = "best_effort" if stands_back else "best_effort_asked"
+            self.metrics.admission(tracked.slo_class, outcome, tracked.reason or "")
 
     def _slo_of(self, extra: dict[str, Any] | None, arrival_epoch_s: float) -> SLO | None:
         slo = None
@@ -247,8 +253,15 @@ class Steering:
         if count:
             tracked.on_tokens(count, self.now_s)
 
-    def on_end(self, request: Request) -> dict[str, Any] | None:
-        """Stop tracking a request; returns its report if it carried an SLO."""
+    def on_end(
+        self, request: Request, blocks: Sequence[KVCacheBlock] = ()
+    ) -> dict[str, Any] | None:
+        """Stop tracking a request; returns its report if it carried an SLO.
+
+        Args:
+            request: which; it has been freed.
+            blocks: what ``sessions.blocks_of`` said of it before.
+        """
         by_itself = request.status in (
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -267,6 +280,7 @@ class Steering:
         else:
             self._unpromised -= 1
         attained = tracked.attained() if by_itself else None
+        attained, session = self.sessions.end(tracked, attained, blocks, by_itself=by_itself)
         if by_itself:
             self.metrics.finished(
                 tracked.slo_class,
@@ -280,7 +294,8 @@ class Steering:
                 self.metrics.stages(tracked.slo_class, tracked.tpot.results())
         if not self.tracked:
             self.metrics.publish_soon(**self._gauges())
-        return tracked.report(attained)
+        report = tracked.report(attained)
+        return report if session is None else {**report, "session": session}
 
     def on_empty(self) -> None:
         """The last live request has ended: no step may follow that says so."""
@@ -317,6 +332,7 @@ class Steering:
     def on_scheduled(self, shape: BatchShape, begun_s: float) -> None:
         """A step was handed to the engine."""
         self.steps.scheduled(shape, begun_s)
+        self.sessions.scheduled(shape.tokens)
         if self._publisher is not None:
             # A long step says nothing while it runs.
             long = self.steps.next_start_s(begun_s) - begun_s > INTERVAL_S
@@ -330,6 +346,7 @@ class Steering:
         if measured is not None:
             self.metrics.step(*measured)
         if self.metrics.due(self.now_s):
+            self.sessions.close_quiet(self.now_s)
             self.metrics.publish(self.now_s, **self._gauges())
 
     def on_updated(self, output: SchedulerOutput) -> None:
@@ -346,6 +363,7 @@ class Steering:
             "best_effort_age_seconds": self.now_s - oldest_s,
             "step_time_margin_ratio": self.steps.margin,
             "step_time_bias_ratio": self.steps.estimator.correction.bias,
+            **self.sessions.gauges(),
         }
 
     def state(self) -> ReplicaState:
@@ -602,13 +620,8 @@ class Steering:
         Its deadline is counted from ``origin_s``.
         """
         request = tracked.request
-        length = self.lengths.predict(
-            tracked.slo_class,
-            request.max_tokens,
-            tracked.slo.expected_output_tokens,
-            request.num_output_tokens,
-        )
-        self._look_up_prefix(tracked)
+        length = self.predicted_length(tracked)
+        self.look_up_prefix(tracked)
         work = admission.work_tokens(model, tracked.remaining_tokens, request.num_computed_tokens)
         return views.demand(
             tracked,
@@ -618,6 +631,16 @@ class Steering:
             length,
             self._blocks_of(tracked),
             origin_s + model.predict_s(0),
+        )
+
+    def predicted_length(self, tracked: Tracked) -> LengthPrediction:
+        """Of a request's answer, what it has of it counted."""
+        request = tracked.request
+        return self.lengths.predict(
+            tracked.slo_class,
+            request.max_tokens,
+            tracked.slo.expected_output_tokens,
+            request.num_output_tokens,
         )
 
     def _blocks_of(self, tracked: Tracked) -> int:
@@ -632,7 +655,7 @@ class Steering:
         )
         return self.blocks_for(tokens)
 
-    def _look_up_prefix(self, tracked: Tracked) -> None:
+    def look_up_prefix(self, tracked: Tracked) -> None:
         """How much of a prompt that has not started the prefix cache holds now."""
         manager, request = self.scheduler.kv_cache_manager, tracked.request
         if request.num_computed_tokens == 0 and manager.prefix_cache_lookup_enabled(request):

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.output_length import LengthPrediction
+from vllm_slo.core.sessions import Session
 from vllm_slo.core.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
 from vllm_slo.slo import AGE_KEY, QUOTE_KEY, SLO, STREAM_KEY, TICKET_KEY
@@ -50,9 +51,12 @@ class Tracked:
         cached_tokens: prompt tokens found in the prefix cache when last asked; they count until
             it starts.
         ticket: mark by which a front knows the request; 0: there is none.
+        session: the job of which it is a round, or None.
     """
 
     __slots__ = (
+        "_asked_deadline_s",
+        "_pace_s",
         "arrival_s",
         "begin_by_s",
         "cached_tokens",
@@ -64,6 +68,7 @@ class Tracked:
         "reason",
         "request",
         "reserved_tpot_s",
+        "session",
         "slo",
         "slo_class",
         "ticket",
@@ -82,10 +87,12 @@ class Tracked:
         self.slo_class = slo.slo_class or UNCLASSED
         self.arrival_s = arrival_s
         self.deadline_s = INFINITY if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1e3
-        self.begin_by_s = self.deadline_s
+        self.begin_by_s = self._asked_deadline_s = self.deadline_s
+        self.session: Session | None = None
+        self._pace_s = INFINITY
         asked = (stage.tpot_ms for stage in slo.answer_stages)
         self.tpot = StagedTPOT([INFINITY if ms is None else ms / 1e3 for ms in asked], window)
-        self.tpot_s, self.reserved_tpot_s = self.tpot.tpot_s, self.tpot.tightest_s
+        self._set_tpot()
         self.promised = False
         self.was_promised = False
         self.let_in = False
@@ -104,7 +111,19 @@ class Tracked:
     def next_stage(self) -> None:
         """The last token was the last of its stage."""
         self.tpot.next_stage()
-        self.tpot_s, self.reserved_tpot_s = self.tpot.tpot_s, self.tpot.tightest_s
+        self._set_tpot()
+
+    def _set_tpot(self) -> None:
+        self.tpot_s = min(self.tpot.tpot_s, self._pace_s)
+        self.reserved_tpot_s = min(self.tpot.tightest_s, self._pace_s)
+
+    def keep_pace(self, ttft_s: float, tpot_s: float) -> None:
+        """Its session needs it to be no slower than this; it is promised by that, too, but attains
+        by what it asked for itself."""
+        self.deadline_s = min(self.deadline_s, self.arrival_s + ttft_s)
+        self.begin_by_s = self.deadline_s
+        self._pace_s = tpot_s
+        self._set_tpot()
 
     def due_s(self, now_s: float, prefill_s: float) -> float:
         """When its prefill, which takes ``prefill_s`` by itself, is to end in a plan made now."""
@@ -135,7 +154,7 @@ class Tracked:
     @property
     def missed(self) -> bool:
         """Whether an objective has already been missed for good."""
-        if self.first_token_s is not None and self.first_token_s > self.deadline_s:
+        if self.first_token_s is not None and self.first_token_s > self._asked_deadline_s:
             return True
         return self.tpot.missed  # an open window may still recover
 
@@ -156,7 +175,7 @@ class Tracked:
         """Whether every objective was kept, given that the request has ended by itself."""
         if not self.slo.has_objective:
             return None
-        if self.first_token_s is None or self.first_token_s > self.deadline_s:
+        if self.first_token_s is None or self.first_token_s > self._asked_deadline_s:
             return False
         return self.tpot.attained
 

@@ -25,8 +25,7 @@ from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.front import Front
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult
-from vllm_slo.sim.measure import round_kept
+from vllm_slo.sim.jobs import Job, JobResult, RoundResult
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo import SLO, Stage
@@ -136,12 +135,9 @@ class Run:
     aborted: bool
 
 
-def slo_of(application: str, one: Round, *, lost: bool = False) -> SLO:
-    """What the client asks for.
-
-    A job whose objectives are ``lost`` already, by a round before this one, claims no promise any
-    more: as SLOs-Serve's server, which sees all stages of a job, would treat it (section 4.1).
-    """
+def slo_of(job: Job, place: int) -> SLO:
+    """What the client of a job asks for in one of its rounds, by number; rounds are one session."""
+    one, several = job.rounds[place], len(job.rounds) > 1
     tpots_ms = [None if math.isinf(s.tpot_s) else s.tpot_s * 1e3 for s in one.stages]
     staged = len(set(tpots_ms)) > 1
     marks = [*(f"end of stage {n}" for n in range(1, len(tpots_ms))), None]
@@ -149,8 +145,9 @@ def slo_of(application: str, one: Round, *, lost: bool = False) -> SLO:
         ttft_ms=None if math.isinf(one.ttft_s) else one.ttft_s * 1e3,
         tpot_ms=None if staged else tpots_ms[0],
         stages=tuple(map(Stage, tpots_ms, marks)) if staged else None,
-        slo_class=application,
-        tier="best_effort" if lost else None,
+        session_id=job.job_id if several else None,
+        session_last=place + 1 == len(job.rounds) if several else None,
+        slo_class=job.application,
     )
 
 
@@ -240,7 +237,6 @@ class Simulation:
         heapq.heapify(self._sends)
         self._begun: list[list[RoundResult]] = [[] for _ in jobs]
         self._texts: dict[int, list[int]] = {}
-        self._on_course = [True for _ in jobs]
         self._ended: dict[int, JobResult] = {}
         self.aborted = False
 
@@ -275,7 +271,7 @@ class Simulation:
             name,
             prompt,
             one.output_tokens,
-            slo_of(job.application, one, lost=not self._on_course[number]),
+            slo_of(job, place),
             sent_s,
             sent_s + self.hardware.frontend_s,
             self.acceptance.get(job.application, 0.0),
@@ -289,7 +285,6 @@ class Simulation:
         self.front.ended(name)
         result, text = replica.take(name)
         self._begun[number].append(result)
-        self._on_course[number] &= round_kept(job.rounds[place], result)
         if result.finished and place + 1 < len(job.rounds):
             self._texts[number] = text
             end_s = result.token_times_s[-1]

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of several rounds, such as tool loops: what one round may take so that the whole job is in
+time.
+
+Source: SLOs-Serve, table 1 ("LLM with tools": tight on every prompt, a fast loop). A job may have
+an end-to-end objective. What is left of it is divided anew when a round begins: rounds that ended
+early, or tools that were quick, leave more for those to come.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from vllm_slo.core.types import INFINITY
+
+Key: TypeAlias = tuple[str | None, str]
+"""(tenant, session id)."""
+
+MOST_SESSIONS: Final = 4_096
+"""Sessions that are remembered; then the one that was quiet the longest is closed."""
+TYPICAL_OF: Final = 64
+"""Rounds and tools that the typical numbers of a class are taken from."""
+TIGHT: Final = 3.0
+"""TTFT of a round, in multiples of a lone request's (SLOs-Serve, table 3), where none was asked."""
+
+
+class RoundPace(NamedTuple):
+    """What a round may take. Seconds; infinite where its job does not say.
+
+    Attributes:
+        ttft_s: to its first token.
+        tpot_s: for each token after that.
+    """
+
+    ttft_s: float
+    tpot_s: float
+
+
+UNPACED: Final = RoundPace(INFINITY, INFINITY)
+
+
+@dataclass(slots=True)
+class Session:
+    """One job.
+
+    Attributes:
+        key: whose.
+        slo_class: of its latest round.
+        started_s: arrival of its first round.
+        deadline_s: end of the last token of its last round; infinite without an objective.
+        rounds: begun so far; requests that overlap are of one round.
+        live: its requests that have not ended.
+        expected: rounds that it is to have; None: as its class.
+        ended_s: when its latest request ended.
+        kept: whether every objective so far was kept.
+        has_objective: whether any of its rounds had one.
+    """
+
+    key: Key
+    slo_class: str
+    started_s: float
+    deadline_s: float = INFINITY
+    rounds: int = 0
+    live: int = 0
+    expected: int | None = None
+    ended_s: float = 0.0
+    kept: bool = True
+    has_objective: bool = False
+
+    @property
+    def attained(self) -> bool | None:
+        """Whether it kept everything so far; None without an objective."""
+        return self.kept if self.has_objective else None
+
+
+class _Typical:
+    """Rounds of a job and seconds between two of them, of the last jobs of a class."""
+
+    def __init__(self) -> None:
+        self.rounds: deque[int] = deque(maxlen=TYPICAL_OF)
+        self.tools_s: deque[float] = deque(maxlen=TYPICAL_OF)
+
+
+class Sessions:
+    """The jobs of one engine.
+
+    Args:
+        idle_s: quiet for so long, a session counts as ended.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._live: OrderedDict[Key, Session] = OrderedDict()  # by when something happened last
+        self._typical: dict[str, _Typical] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, key: Key) -> Session | None:
+        """The session of that key, if it is live."""
+        return self._live.get(key)
+
+    def begin(
+        self,
+        key: Key,
+        slo_class: str,
+        now_s: float,
+        *,
+        e2e_s: float = INFINITY,
+        expected: int | None = None,
+        has_objective: bool = False,
+    ) -> Session:
+        """A request of a session has come.
+
+        Args:
+            key: whose.
+            slo_class: its class, of which the typical number of rounds is learnt.
+            now_s: its arrival.
+            e2e_s: the job's end-to-end objective, seconds from its first arrival.
+            expected: rounds that it is to have altogether, if the client knows.
+            has_objective: whether the request has one, the job's included.
+        """
+        session = self._live.get(key)
+        if session is None:
+            session = self._live[key] = Session(key, slo_class, now_s)
+        elif not session.live:
+            self._of(slo_class).tools_s.append(max(now_s - session.ended_s, 0.0))
+        self._live.move_to_end(key)
+        session.slo_class = slo_class
+        session.rounds += not session.live
+        session.live += 1
+        session.deadline_s = min(session.deadline_s, session.started_s + e2e_s)
+        session.expected = expected or session.expected
+        session.has_objective |= has_objective
+        return session
+
+    def pace(
+        self,
+        session: Session,
+        now_s: float,
+        lone_ttft_s: float,
+        tokens: float | None,
+        *,
+        last: bool,
+    ) -> RoundPace:
+        """What the round that has just begun may take, so that the whole job is in time.
+
+        Args:
+            session: its job.
+            now_s: when it came.
+            lone_ttft_s: what its prompt takes an engine without other work.
+            tokens: how long its answer will be; None: nobody knows.
+            last: whether it is the last one.
+        """
+        left_s = session.deadline_s - now_s
+        if left_s == INFINITY or left_s <= 0.0:
+            return UNPACED
+        more = 0 if last else self._more_rounds(session)
+        budget_s = max(left_s - more * self._tool_s(session.slo_class), 0.0) / (1 + more)
+        ttft_s = min(TIGHT * lone_ttft_s, budget_s / 2)
+        if tokens is None or tokens <= 1.0:
+            return RoundPace(budget_s if tokens is not None else ttft_s, INFINITY)
+        return RoundPace(ttft_s, (budget_s - ttft_s) / (tokens - 1.0))
+
+    def _more_rounds(self, session: Session) -> int:
+        """Rounds that are to follow the one that has begun: one, where nobody knows."""
+        if session.expected is not None:
+            return max(session.expected - session.rounds, 0)
+        known = self._of(session.slo_class).rounds
+        longer = sorted(rounds for rounds in known if rounds >= session.rounds)
+        return longer[len(longer) // 2] - session.rounds if longer else 1
+
+    def _tool_s(self, slo_class: str) -> float:
+        known = sorted(self._of(slo_class).tools_s)
+        return known[len(known) // 2] if known else 0.0
+
+    def end(self, key: Key, now_s: float, *, attained: bool | None, last: bool) -> Session | None:
+        """A request of a session has ended; returns the session if it ended with it.
+
+        Args:
+            key: whose.
+            now_s: when.
+            attained: whether the request kept its objectives; None without any, or if it was
+                aborted.
+            last: whether no other round follows.
+        """
+        session = self._live[key]
+        session.live -= 1
+        session.ended_s = now_s
+        session.kept &= attained is not False and now_s <= session.deadline_s
+        self._live.move_to_end(key)
+        if last and not session.live:
+            return self._close(key)
+        return None
+
+    def take_quiet(self, now_s: float) -> list[Session]:
+        """Close the sessions that nothing has been heard of for too long, and those of which there
+        are too many; the longest quiet first."""
+        found = []
+        for key, session in list(self._live.items()):
+            quiet = now_s - session.ended_s > self._idle_s
+            if not quiet and len(self._live) <= MOST_SESSIONS:
+                break
+            if not session.live:
+                found.append(self._close(key))
+        return found
+
+    def _close(self, key: Key) -> Session:
+        session = self._live.pop(key)
+        self._of(session.slo_class).rounds.append(session.rounds)
+        return session
+
+    def _of(self, slo_class: str) -> _Typical:
+        return self._typical.setdefault(slo_class, _Typical())
