@@ -413,10 +413,6 @@ class Pressure:
         if ttft:
             self._late_s = now_s
 
-    def presses(self, now_s: float) -> bool:
-        """Whether somebody could not be promised for want of time, of late."""
-        return now_s - self._refused_s < self._hold_s
-
     def first_tokens_late(self, now_s: float) -> bool:
         """Whether somebody's TTFT could not be promised of late."""
         return now_s - self._late_s < self._hold_s
@@ -429,7 +425,7 @@ class Pressure:
     def prompt_step_s(self, now_s: float, shortest_s: float, *, promises: bool) -> float:
         """Longest step that prompts of best effort may cause: after a refusal none beside live
         ``promises``, and what is nearly free (``shortest_s``: a step of one token) without."""
-        if not self.presses(now_s):
+        if now_s - self._refused_s >= self._hold_s:
             return INFINITY
         return 0.0 if promises else 1.5 * shortest_s
 

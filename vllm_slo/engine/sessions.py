@@ -53,7 +53,7 @@ class SessionRounds:
             has_objective=slo.has_objective,
         )
         tracked.session = session
-        if not session.kept and self.steering.pressure.presses(tracked.arrival_s):
+        if not session.kept:
             self._stand_back(tracked)
         if session.deadline_s < INFINITY:
             pace = self._sessions.pace(
@@ -68,8 +68,8 @@ class SessionRounds:
     @staticmethod
     def _stand_back(tracked: Tracked) -> None:
         """The round of a session that has lost an objective: the session is lost as a whole, so
-        where promises press they go to others (SLOs-Serve, section 4.1). Who wants an answer with a
-        promise or none asks all the same."""
+        promises go to others (SLOs-Serve, section 4.1). Who wants an answer with a promise or none
+        asks all the same."""
         if tracked.slo.on_unattainable == "best_effort":
             tracked.slo = replace(tracked.slo, tier="best_effort")
             tracked.reason = "session"
