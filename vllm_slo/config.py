@@ -11,6 +11,7 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vllm_slo.access_config import AccessConfig, GrantConfig, KeyConfig, QuotaConfig, QuotasConfig
 from vllm_slo.core.types import Backup, BestEffortOrder, DraftShares, LengthSource, RoutingPolicy
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, OnUnattainable, Speculate, Tier
@@ -546,9 +547,23 @@ class SLOConfig(BaseModel):
         "elsewhere (--draft-servers).",
     )
 
+    access: AccessConfig | None = Field(
+        default=None,
+        description="Which API key may ask for which class, tier, objective and value; unset: "
+        "anybody for anything. Scope: server. Not for the Python LLM, which has no keys.",
+    )
+    quotas: QuotasConfig = Field(
+        default_factory=QuotasConfig,
+        description="How many tokens a tenant is promised at most. Scope: each engine. With any, "
+        "value ranks the requests of one tenant, and across tenants only that of classes counts.",
+    )
+
     @model_validator(mode="after")
     def _check_names(self) -> SLOConfig:
         self.slo_classes()
+        for key, grant in self.access.grants.items() if self.access else ():
+            for allowed in grant.classes or ():
+                self._require_class(f"access.{key}.classes", allowed)
         for tier, name in self.service_tiers.items():
             if tier not in _MAPPABLE_TIERS:
                 raise ValueError(f"service_tiers: {tier!r} cannot be mapped; use priority or flex")
@@ -662,8 +677,14 @@ class SLOConfig(BaseModel):
 
 
 _SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
+    "access": AccessConfig,
+    "access.keys": KeyConfig,
+    "access.others": GrantConfig,
     "best_effort": BestEffortConfig,
     "classes": ClassConfig,
+    "quotas": QuotasConfig,
+    "quotas.default": QuotaConfig,
+    "quotas.tenants": QuotaConfig,
     "routing": RoutingConfig,
     "sessions": SessionsConfig,
     "speculation": SpeculationConfig,
@@ -678,11 +699,13 @@ def _describe(error: ValidationError, origin: str, node: yaml.Node | None) -> st
     if first["type"] == "extra_forbidden":
         model = _SECTIONS.get(loc[0], SLOConfig) if len(loc) > 1 else SLOConfig
         model = StageConfig if loc[2:3] == ("stages",) else model
+        model = _SECTIONS.get(".".join(loc[:2]), model) if len(loc) > 2 else model
         near = difflib.get_close_matches(loc[-1], model.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(model.model_fields)
         message = f"{key}: unknown key; {hint}"
     elif first["type"] == "value_error":
         message = str(first["ctx"]["error"])
+        message = f"{key}: {message}" if loc[:1] in (("access",), ("quotas",)) else message
         loc = loc or tuple(message.split(":", 1)[0].split("."))
     else:
         message = f"{key}: {first['msg']}"
