@@ -24,7 +24,10 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.errors": set(),
     "vllm_slo.core": {"vllm_slo.errors"},
     "vllm_slo.slo": {"vllm_slo.core.types", "vllm_slo.errors"},
+    "vllm_slo.access_config": {"vllm_slo.errors", "vllm_slo.slo"},
+    "vllm_slo.access": {"vllm_slo.access_config", "vllm_slo.errors", "vllm_slo.slo"},
     "vllm_slo.config": {
+        "vllm_slo.access_config",
         "vllm_slo.core.types",
         "vllm_slo.errors",
         "vllm_slo.slo",
@@ -42,7 +45,13 @@ LOCAL_LAW: dict[str, set[str]] = {
     | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine": POLICY
     | DRAFT_LINK
-    | {"vllm_slo.http_slo", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
+    | {
+        "vllm_slo.access",
+        "vllm_slo.http_slo",
+        "vllm_slo.profiles",
+        "vllm_slo.serve_args",
+        "vllm_slo.tiny",
+    },
     "vllm_slo.engine.cpu_alias": set(),
     "vllm_slo.router": POLICY | {"vllm_slo.http_slo", "vllm_slo.serve_args"},
     "vllm_slo.router.draft_fleet": {
@@ -98,6 +107,8 @@ CLOSED: dict[str, set[str]] = {
     "vllm_slo.errors": set(),
     "vllm_slo.core": {"numpy", "numba"},
     "vllm_slo.slo": {"pydantic", "yaml"},
+    "vllm_slo.access_config": {"pydantic"},
+    "vllm_slo.access": set(),
     "vllm_slo.config": {"pydantic", "yaml"},
     "vllm_slo.profiles": {"numpy"},
     "vllm_slo.http_slo": set(),

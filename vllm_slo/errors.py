@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigError",
+    "ForbiddenSLOError",
     "IncompatibleVLLMError",
     "InvalidSLOError",
     "ProfileError",
@@ -36,6 +37,10 @@ class InvalidSLOError(VllmSLOError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}; {self.fix}"
+
+
+class ForbiddenSLOError(InvalidSLOError):
+    """A request asks for a valid SLO that its API key may not have; 403 over HTTP."""
 
 
 class ConfigError(VllmSLOError, ValueError):

@@ -23,6 +23,7 @@ __all__ = [
     "AGE_KEY",
     "HEADER_FIELDS",
     "QUOTE_KEY",
+    "SEAL_KEY",
     "SERVICE_TIERS",
     "SLO",
     "STREAM_KEY",
@@ -81,7 +82,10 @@ TICKET_KEY: Final = "slo_ticket"
 QUOTE_KEY: Final = "slo_quote"
 """As `STREAM_KEY`: the request is not to be served, but told what it would be promised."""
 
-_INTERNAL_KEYS: Final = (STREAM_KEY, AGE_KEY, TICKET_KEY, QUOTE_KEY)
+SEAL_KEY: Final = "slo_seal"
+"""As `STREAM_KEY`: proves that access was checked; see `vllm_slo.access`."""
+
+_INTERNAL_KEYS: Final = (STREAM_KEY, AGE_KEY, TICKET_KEY, QUOTE_KEY, SEAL_KEY)
 
 _PREFIX: Final = "slo_"
 _DDL_KEY: Final = "prefill_ddl"
