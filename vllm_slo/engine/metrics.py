@@ -76,10 +76,11 @@ class SchedulerMetrics:
         self._order: _OrderSeries | None = None
         self._tenants: _ClientSeries | None = None
         self._servers: _ServerSeries | None = None
+        self._promised: _Children[Counter] | None = None
         self._admissions = Counter(
             "vllm_slo:admissions",
             "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
-            "declined) and the resource that stood in the way.",
+            "declined) and the resource, or quota, that stood in the way.",
             ["engine", "slo_class", "outcome", "reason"],
             registry=self.registry,
         )
@@ -214,6 +215,19 @@ class SchedulerMetrics:
         if self._tenants is None:
             self._tenants = _ClientSeries("tenant", self._engine, self.registry)
         self._tenants.show(tenant, view)
+
+    def promised_tokens(self, tenant: str, tokens: float) -> None:
+        """Count what a promise that is over has cost its tenant."""
+        if self._promised is None:
+            series = Counter(
+                "vllm_slo:tenant_promised_tokens",
+                "Tokens of promises that are over, as they count against quotas: what a tight TPOT "
+                "makes of a step makes its tokens dearer.",
+                ["engine", "tenant"],
+                registry=self.registry,
+            )
+            self._promised = _Children(series, self._engine)
+        self._promised.of(tenant).inc(tokens)
 
     def draft_servers(self, report: ServersReport, clients: Mapping[str, ClientView]) -> None:
         """Count what the draft servers did in a step.
