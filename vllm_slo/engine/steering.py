@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_slo.access import Seal
 from vllm_slo.config import SLOConfig
 from vllm_slo.core import admission
 from vllm_slo.core.batch_plan import Pressure, RecentObjectives
@@ -26,6 +27,7 @@ from vllm_slo.engine import views
 from vllm_slo.engine.best_effort import BestEffort
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
+from vllm_slo.engine.quotas import REASON, Quotas
 from vllm_slo.engine.quotes import Quotes
 from vllm_slo.engine.sessions import SessionRounds
 from vllm_slo.engine.stage_marks import AnswerMarks, StageMarks
@@ -83,6 +85,7 @@ class Steering:
             like.
         best_effort: in which order requests without a promise are served; None: as they arrive.
         tenants: whose drafts are verified beyond what objectives need; None: the likeliest.
+        quotas: how much each tenant may be promised; None: as much as there is.
 
     Raises:
         ConfigError, ProfileError: the configuration cannot be used.
@@ -156,6 +159,8 @@ class Steering:
         fair = self.config.speculation.share == "tenants"
         self.tenants = TenantShares(self) if fair else None
         self.sessions = SessionRounds(self)
+        self.quotas = Quotas(self, self.config) if self.config.quotas.on else None
+        self._seal = None if self.config.access is None else Seal.from_environment()
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
         if self._publisher is not None:
@@ -185,9 +190,11 @@ class Steering:
         params = request.sampling_params
         if params is None:
             return
-        ticket, before_s = views.ticket(request), views.age_before_s(request)
-        self.seen = max(self.seen, ticket)
         try:
+            if self._seal is not None:
+                self._seal.check(params.extra_args)
+            ticket, before_s = views.ticket(request), views.age_before_s(request)
+            self.seen = max(self.seen, ticket)
             slo = self._slo_of(params.extra_args, request.arrival_time - before_s)
         except InvalidSLOError as error:
             logger.warning("request %s refused: %s", request.request_id, error)
@@ -276,6 +283,8 @@ class Steering:
         if tracked is None:
             return None
         if tracked.promised:
+            if self.quotas is not None:
+                self.quotas.ended(tracked, self.now_s, refunded=by_itself)
             self._count_finish(tracked.arrival_s)
         else:
             self._unpromised -= 1
@@ -318,6 +327,8 @@ class Steering:
     def _break(self, tracked: Tracked, objective: str) -> None:
         """A promise that can no longer be kept is withdrawn: the request goes on best effort."""
         tracked.promised = False
+        if self.quotas is not None:
+            self.quotas.ended(tracked, self.now_s, refunded=True)
         self._unpromised += 1
         self._unordered = True
         self.metrics.broken(tracked.slo_class, objective)
@@ -431,6 +442,8 @@ class Steering:
             waits = tracked.promised and tracked.first_token_s is None
             if waits and tracked.deadline_s <= start_s:
                 self._break(tracked, "ttft")
+        for request_id in self.quotas.overdrawn(self.now_s) if self.quotas else ():
+            self._break(self.tracked[request_id], REASON)
 
     def _should_admit(self) -> bool:
         since_s = self.now_s - self._last_plan_s
@@ -446,6 +459,10 @@ class Steering:
         self._last_plan_s = self.now_s
         self._ended_since_plan = 0
         self._turn_away_expired(start_s)
+        if self.quotas is not None:
+            wanting = [t for t in self.tracked.values() if t.wants_promise(start_s)]
+            waits = self.quotas.sift(wanting, self.now_s, model)
+            self._settle((), dict.fromkeys(waits, REASON), waits, {})
         asking = self.asking(start_s)
         if not asking:
             return
@@ -456,6 +473,8 @@ class Steering:
     def asking(self, start_s: float, *others: Tracked) -> list[Tracked]:
         """Whom the dynamic program is to consider in a step that begins at ``start_s``."""
         asking = [t for t in (*self.tracked.values(), *others) if t.wants_promise(start_s)]
+        if self.quotas is not None:
+            asking = [t for t in asking if t.request.request_id not in self.quotas.over]
         asking.sort(key=lambda t: (t.planned, t.deadline_s))
         return asking[: self.config.max_planned_new]
 
@@ -465,6 +484,8 @@ class Steering:
         """Whom the dynamic program would promise what they ask, by the best way to decode; and what
         each of them asks of the engine. Nothing is promised by it."""
         new = [self.demand(t, start_s, model) for t in asking]
+        if self.quotas is not None:
+            new = self.quotas.levelled(asking, new)
         committed, decoding, context, blocks = self.commitments(start_s, model)
         capacity = self.capacity(len(committed) + sum(decoding.values()), blocks)
         tightest_s = min((t.reserved_tpot_s for t in asking), default=INFINITY)
@@ -580,6 +601,8 @@ class Steering:
         for request_id in admitted:
             tracked = self.tracked[request_id]
             tracked.promise(due_s[request_id])
+            if self.quotas is not None:
+                self.quotas.promised(tracked, self.now_s)
             self._unpromised -= 1
             self._served_s.pop(request_id, None)
             self._unordered = True
