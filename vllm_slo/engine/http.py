@@ -12,16 +12,25 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
+from vllm_slo.access import Access, Seal
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
 from vllm_slo.engine.http_quote import QUOTE_ROUTE, answer_quote, error_messages
-from vllm_slo.errors import ConfigError, InvalidSLOError
+from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
-from vllm_slo.slo import AGE_KEY, SLO, STREAM_KEY, TICKET_KEY, OnUnattainable, is_slo_key
+from vllm_slo.slo import (
+    AGE_KEY,
+    SEAL_KEY,
+    SLO,
+    STREAM_KEY,
+    TICKET_KEY,
+    OnUnattainable,
+    is_slo_key,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -58,7 +67,8 @@ class SLOMiddleware:
 
     Request: the body field ``slo``, the ``slo_*`` keys of ``vllm_xargs``, the SLO headers and
     ``service_tier`` are resolved into flat ``vllm_xargs`` keys; a mistake is answered with 400 in
-    OpenAI's error shape before the engine sees the request. A request with none of these carriers
+    OpenAI's error shape before the engine sees the request, and what its API key may not ask for
+    (section ``access`` of the configuration) with 403. A request with none of these carriers
     passes through unchanged, as does one whose body is above 32 MiB or is not JSON.
 
     Response (only of requests with a carrier, or if a default class is configured): the
@@ -79,6 +89,8 @@ class SLOMiddleware:
         self.app = app
         self._clock = clock
         self._policy: Policy | None = None
+        self._access: Access | None = None
+        self._seal = Seal.from_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection; anything but a generation request goes straight through."""
@@ -109,13 +121,14 @@ class SLOMiddleware:
             state = getattr(scope.get("app"), "state", None)
             vllm_config = getattr(state, "vllm_config", None)
             additional = getattr(vllm_config, "additional_config", None)
+            config = SLOConfig.from_additional_config(additional)
+            self._access = None if config.access is None else Access(config.access)
             outputs = getattr(vllm_config, "structured_outputs_config", None)
-            self._policy = Policy.from_config(
-                SLOConfig.from_additional_config(additional),
-                thinking=bool(getattr(outputs, "reasoning_parser", "")),
-            )
+            thinking = bool(getattr(outputs, "reasoning_parser", ""))
+            self._policy = Policy.from_config(config, thinking=thinking)
         forwarded = scope.get(FORWARDED)
-        return plan_request(body, scope["headers"], self._policy, self._clock(), forwarded)
+        headers, now_s = scope["headers"], self._clock()
+        return plan_request(body, headers, self._policy, now_s, forwarded, self._access, self._seal)
 
 
 def _is_generation(scope: Scope) -> bool:
@@ -140,10 +153,12 @@ def _is_post(scope: Scope, routes: Collection[str]) -> bool:
 
 def plan_request(
     body: bytes,
-    raw_headers: Iterable[tuple[bytes, bytes]],
+    raw_headers: Sequence[tuple[bytes, bytes]],
     policy: Policy,
     arrival_s: float,
     forwarded: Forwarded | None = None,
+    access: Access | None = None,
+    seal: Seal | None = None,
 ) -> tuple[bytes, Asked | None]:
     """The body to forward, and what was asked; None when the response is none of our business.
 
@@ -153,13 +168,16 @@ def plan_request(
         policy: classes, service tiers and the default.
         arrival_s: arrival here, epoch seconds.
         forwarded: what the front says of the request, if it came through one.
+        access: what its key may ask for; None: anything.
+        seal: proves to the scheduler that this was checked; None: it does not ask for a proof.
 
     Raises:
         InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
+        ForbiddenSLOError: the key may not ask for that.
     """
     fallback = None if policy.default is None else Asked(policy.default, None)
     headers = slo_headers(raw_headers)
-    telling = forwarded is not None and fallback is not None
+    telling = fallback is not None and (forwarded is not None or access is not None)
     if not headers and not telling and not any(mark in body for mark in _BODY_MARKS):
         return body, fallback
     try:
@@ -175,6 +193,10 @@ def plan_request(
     slo = carriers.resolve(policy, arrival_s - before_s)
     asked = Asked(policy.default if slo is None else slo, carriers.service_tier)
     flat = {} if slo is None else slo.to_extra_args(resolved=True)
+    if access is not None and asked.slo is not None:
+        ruled = access.ruled(asked.slo, raw_headers, policy.classes, own=slo is not None)
+        asked = replace(asked, slo=ruled)
+        flat = ruled.to_extra_args(resolved=True)
     if forwarded is not None and asked.slo is not None:
         wish = _as_forwarded(asked.slo, request, forwarded)
         asked = replace(asked, slo=wish)
@@ -185,6 +207,8 @@ def plan_request(
         flat[STREAM_KEY] = 1
     elif not flat and not carriers.in_body and not carriers.in_xargs:
         return body, asked
+    if access is not None and seal is not None and flat:
+        flat[SEAL_KEY] = seal.of(flat)
     return _with_xargs(request, flat), asked
 
 
@@ -269,6 +293,9 @@ class _Exchange:
         """The body to forward; None when the request was refused."""
         try:
             changed, self._asked = self._middleware.plan(self._scope, body)
+        except ForbiddenSLOError as error:
+            await self._refuse(403, "PermissionDeniedError", str(error), error.field)
+            return None
         except InvalidSLOError as error:
             await self._refuse(400, "BadRequestError", str(error), error.field)
             return None
