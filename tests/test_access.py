@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which API key may ask for what: the configuration, the middleware, and the scheduler's seal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import yaml
+from http_app import CONFIG, REPORT, ROUTES, Server, refused
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_slo import SLO, SLOConfig
+from vllm_slo.access import SEAL_VARIABLE, Access, Seal, bearer_of
+from vllm_slo.access_config import (
+    AccessConfig,
+    GrantConfig,
+    KeyConfig,
+    QuotaConfig,
+    QuotasConfig,
+)
+from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.engine import plugin
+from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
+from vllm_slo.sim.harness import VirtualEngine
+from vllm_slo.slo import SEAL_KEY
+
+GOLD, SILVER, OPS = "gold-key-0123456789", "silver-key-0123456789", "ops-key-0123456789"
+
+
+def sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+KEYS: dict[str, Any] = {
+    "gold": {
+        "sha256": sha256(GOLD),
+        "tenant": "acme",
+        "min_ttft_ms": 300,
+        "min_tpot_ms": 40,
+        "max_value": 3,
+    },
+    "silver": {
+        "sha256": sha256(SILVER),
+        "classes": ["chat"],
+        "objectives": False,
+    },
+    "ops": {"sha256": sha256(OPS), "tiers": ["best_effort"]},
+}
+GUARDED = {**CONFIG, "access": {"keys": KEYS}}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def server(**access: Any) -> Server:
+    return Server(config={**GUARDED, "access": {"keys": KEYS, **access}})
+
+
+# --- over HTTP -----------------------------------------------------------------------------------
+
+ALLOWED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (GOLD, {"ttft_ms": 300, "value": 3}, {"slo_ttft_ms": 300.0, "slo_value": 3.0}),
+    (GOLD, {"class": "strict"}, {"slo_ttft_ms": 100.0, "slo_class": "strict"}),
+    (GOLD, {"class": "strict", "tpot_ms": 40}, {"slo_tpot_ms": 40.0}),
+    (GOLD, {"ttft_ms": 900, "tenant": "acme"}, {}),
+    (SILVER, {"class": "chat"}, {"slo_tpot_ms": 50.0, "slo_value": 2.0}),
+    (SILVER, {"class": "chat", "tpot_ms": 50, "expected_output_tokens": 9}, {"slo_tpot_ms": 50.0}),
+    (SILVER, {"tier": "best_effort", "speculation": "off"}, {"slo_tier": "best_effort"}),
+    (SILVER, {"class": "chat", "value": 1.5}, {"slo_value": 1.5}),
+    (OPS, {"class": "chat", "tier": "best_effort"}, {"slo_tier": "best_effort"}),
+]
+TENANTS = {GOLD: "acme", SILVER: "silver", OPS: "ops"}
+
+
+@pytest.mark.parametrize(("key", "slo", "expected"), ALLOWED)
+def test_what_a_key_may_ask_for_passes_with_its_tenant(
+    key: str, slo: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    seen = server().forwarded({"prompt": "x", "slo": slo}, headers=bearer(key))["vllm_xargs"]
+    assert seen["slo_tenant"] == TENANTS[key]
+    assert seen == {**seen, **expected}
+
+
+FORBIDDEN: list[tuple[str | None, dict[str, Any], str, str]] = [
+    (GOLD, {"slo": {"ttft_ms": 299}}, "ttft_ms", "300 or more"),
+    (GOLD, {"slo": {"class": "chat", "tpot_ms": 39.9}}, "tpot_ms", "40 or more"),
+    (GOLD, {"slo": {"class": "strict", "ttft_ms": 99}}, "ttft_ms", "99 is not allowed"),
+    (GOLD, {"vllm_xargs": {"slo_tpot": 0.001}}, "tpot_ms", "40 or more"),
+    (GOLD, {"slo": {"ttft_ms": 900, "value": 3.5}}, "value", "at most 3"),
+    (GOLD, {"slo": {"ttft_ms": 900, "tenant": "silver"}}, "tenant", "leave it out, or say acme"),
+    (GOLD, {"slo": {"tier": "best_effort", "tenant": "silver"}}, "tenant", "silver"),
+    (SILVER, {"slo": {"class": "strict"}}, "class", "allowed: chat"),
+    (SILVER, {"slo": {"class": "chat", "ttft_ms": 400}}, "ttft_ms", "objectives of a class"),
+    (SILVER, {"slo": {"class": "chat", "ttft_ms": 600}}, "ttft_ms", "objectives of a class"),
+    (SILVER, {"slo": {"tpot_ms": 50}}, "tpot_ms", "objectives of a class"),
+    (SILVER, {"slo": {"class": "chat", "value": 2.1}}, "value", "at most 2"),
+    (OPS, {"slo": {"class": "chat"}}, "tier", "allowed: best_effort"),
+    (OPS, {"service_tier": "priority"}, "tier", "guaranteed is not allowed"),
+    ("unknown", {"slo": {"class": "chat"}}, "class", "allowed: none"),
+    ("unknown", {"service_tier": "priority"}, "class", "chat is not allowed"),
+    (None, {"slo": {"ttft_ms": 500}}, "tier", "allowed: best_effort"),
+    (None, {"slo": {"ttft_ms": 500, "tier": "best_effort"}}, "ttft_ms", "objectives of a class"),
+    (None, {"slo": {"tier": "best_effort", "tenant": "acme"}}, "tenant", "say nothing"),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("key", "body", "param", "says"), FORBIDDEN)
+def test_what_it_may_not_is_403_and_names_the_field(
+    key: str | None, body: dict[str, Any], param: str, says: str, path: str
+) -> None:
+    one = server()
+    headers = {} if key is None else bearer(key)
+    response = one.post(path, json={"prompt": "x", **body}, headers=headers)
+    text = refused(response, param, 403)
+    assert text.startswith(f"{param}: ") and says in text
+    assert response.json()["error"]["type"] == "PermissionDeniedError"
+    assert one.bodies == []
+
+
+def test_a_mistake_is_still_400() -> None:
+    refused(server().post(json={"slo": {"ttft_ms": -1}}, headers=bearer(GOLD)), "ttft_ms", 400)
+
+
+@pytest.mark.parametrize("tier", ["auto", "default", "flex", None])
+def test_who_asks_for_nothing_needs_no_key(tier: str | None) -> None:
+    body = {"prompt": "x"} if tier is None else {"prompt": "x", "service_tier": tier}
+    assert server().post(json=body).status_code == 200
+
+
+def test_others_may_be_granted_something() -> None:
+    one = server(others={"classes": ["chat"], "objectives": False, "tenant": "guests"})
+    for headers in ({}, bearer("unknown"), {"authorization": f"Basic {GOLD}"}):
+        seen = one.forwarded({"slo": {"class": "chat"}}, headers=headers)["vllm_xargs"]
+        assert seen["slo_tenant"] == "guests"
+        refused(one.post(json={"slo": {"class": "strict"}}, headers=headers), "class", 403)
+
+
+def test_the_default_class_is_for_those_who_may_have_it() -> None:
+    one = Server(config={**GUARDED, "default_class": "strict"})
+    gold = one.forwarded({"prompt": "x"}, headers=bearer(GOLD))["vllm_xargs"]
+    assert (gold["slo_class"], gold["slo_tenant"]) == ("strict", "acme")
+    silver = one.forwarded({"prompt": "x"}, headers=bearer(SILVER))["vllm_xargs"]
+    assert silver == {
+        "slo_tier": "best_effort",
+        "slo_tenant": "silver",
+        "slo_value": 1.0,
+        "slo_on_unattainable": "best_effort",
+    }
+
+
+def test_answers_are_as_without_access() -> None:
+    one = server()
+    one.reply = lambda body: {"choices": [], "kv_transfer_params": {"vllm_slo": REPORT}}
+    answer = one.post(json={"slo": {"class": "chat"}}, headers=bearer(SILVER)).json()
+    assert answer["slo"] == REPORT and answer["service_tier"] == "default"
+
+
+def test_the_first_authorization_counts_as_in_vllm() -> None:
+    twice = [(b"authorization", b"bearer one"), (b"authorization", b"Bearer two")]
+    assert bearer_of(twice) == b"one"
+    assert bearer_of([(b"authorization", b"Bearer  spaced")]) == b" spaced"
+    assert bearer_of([(b"authorization", b"\xff\xfe")]) is None
+    assert bearer_of([]) is None
+
+
+# --- the configuration ---------------------------------------------------------------------------
+
+
+def test_keys_come_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(f"{GOLD}\n")
+    keys = {"a": {"file": str(tmp_path / "key")}, "b": {"env": "SILVER_KEY"}}
+    access = Access(AccessConfig.model_validate({"keys": keys}), {"SILVER_KEY": SILVER})
+    for key, tenant in ((GOLD, "a"), (SILVER, "b")):
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        assert access.ruled(SLO(ttft_ms=5), headers, {}, own=True).tenant == tenant
+    with pytest.raises(ForbiddenSLOError, match=r"^tier: "):
+        access.ruled(SLO(ttft_ms=5), [(b"authorization", b"Bearer x")], {}, own=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"a": {"env": "NOT_SET"}}, "access.keys.a.env: the variable NOT_SET holds no key"),
+        ({"a": {"file": "/nowhere"}}, "access.keys.a.file: /nowhere: No such file"),
+        ({"a": {"sha256": sha256("x")}, "b": {"env": "X"}}, "access.keys.b: another name has"),
+    ],
+)
+def test_keys_that_cannot_be_had(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Access(AccessConfig.model_validate({"keys": keys}), {"X": "x"})
+    assert str(caught.value).startswith(says)
+
+
+DIGEST = "sha256: " + "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("access:\n  key: {}", 2, "access.key: unknown key; did you mean 'keys'?"),
+        ("access:\n  keys:\n    a:\n      key: sk-1", 4, "access.keys.a.key: unknown key; known:"),
+        ("access:\n  keys:\n    a: {}", 3, "access.keys.a: give exactly one of sha256, env, file"),
+        ("access:\n  keys:\n    a: {env: A, file: B}", 3, "access.keys.a: give exactly one of"),
+        ("access:\n  keys:\n    a: {sha256: sk-12345}", 3, "access.keys.a.sha256: String should"),
+        (f"access:\n  keys:\n    a: {{{DIGEST}, tenant: a b}}", 3, "tenant: 'a b' is not a name"),
+        (f"access:\n  keys:\n    a b: {{{DIGEST}}}", 1, "access: tenant: 'a b' is not a name"),
+        (f"access:\n  keys:\n    a: {{{DIGEST}, tiers: []}}", 3, "at least one of guaranteed"),
+        (f"access:\n  keys:\n    a: {{{DIGEST}, clases: []}}", 3, "did you mean 'classes'?"),
+        (
+            f"access:\n  keys:\n    a: {{{DIGEST}, classes: [x]}}",
+            3,
+            "access.keys.a.classes: class 'x' is not configured",
+        ),
+        ("access:\n  others: {classes: [x]}", 2, "access.others.classes: class 'x'"),
+        ("access:\n  others: {max_valu: 1}", 2, "did you mean 'max_value'?"),
+        ("access:\n  others: {min_tpot_ms: 0}", 2, "access.others.min_tpot_ms: Input should"),
+        ("quotas:\n  tenant: {}", 2, "quotas.tenant: unknown key; did you mean 'tenants'?"),
+        ("quotas:\n  default: {burst: 1}", 2, "quotas.default.promised_tokens_per_s: Field req"),
+        (
+            "quotas:\n  tenants:\n    a: {promised_tokens_per_s: 0, burst_tokens: 5}",
+            3,
+            "quotas.tenants.a.promised_tokens_per_s: Input should be greater than 0",
+        ),
+        (
+            "quotas:\n  tenants:\n    a b: {promised_tokens_per_s: 1, burst_tokens: 5}",
+            1,
+            "quotas: tenant: 'a b' is not a name",
+        ),
+    ],
+)
+def test_mistakes(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = tmp_path / "slo.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        SLOConfig.load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{line}: ") and says in message
+    assert "\n" not in message and "sk-1" not in message
+
+
+def test_every_field_is_documented() -> None:
+    for model in (AccessConfig, GrantConfig, KeyConfig, QuotaConfig, QuotasConfig):
+        for spec in model.model_fields.values():
+            assert "Scope: " in (spec.description or "") and len(spec.description or "") > 60
+
+
+def test_a_broken_key_stops_the_server_before_it_loads_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"slo_config": {"access": {"keys": {"a": {"env": "NOT_SET_ANYWHERE"}}}}}
+    argv = ["vllm", "serve", "--additional-config", json.dumps(config)]
+    monkeypatch.delenv(SEAL_VARIABLE, raising=False)
+    with pytest.raises(SystemExit, match=r"^vllm-slo: error: access\.keys\.a\.env: "):
+        plugin._check_or_exit(argv)
+
+
+def test_the_first_process_makes_up_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SEAL_VARIABLE, "x")
+    monkeypatch.delenv(SEAL_VARIABLE)  # so that it is put back as it was
+    plugin._check_or_exit(["vllm", "serve"])
+    assert Seal.from_environment() is None
+    argv = ["vllm", "serve", "--additional-config", '{"slo_config": {"access": {}}}']
+    plugin._check_or_exit(argv)
+    first = Seal.from_environment()
+    plugin._check_or_exit(argv)
+    second = Seal.from_environment()
+    assert first and second and first.of({"slo_value": 1}) == second.of({"slo_value": 1})
+
+
+# --- the seal ------------------------------------------------------------------------------------
+
+flats = st.dictionaries(
+    st.sampled_from(["slo_ttft_ms", "slo_value", "slo_tenant", "slo_tier", "prefill_ddl"]),
+    st.integers() | st.floats() | st.text(max_size=8),
+    min_size=1,
+)
+
+
+@given(flats, flats, st.text(max_size=8))
+def test_a_seal_covers_every_slo_key(one: dict[str, Any], other: dict[str, Any], key: str) -> None:
+    seal = Seal("secret")
+    sealed = {**one, SEAL_KEY: seal.of(one), f"x{key}": 1, "top": [1, {}]}
+    seal.check(sealed)
+    seal.check(json.loads(json.dumps(sealed)))
+    if repr(sorted(one.items())) != repr(sorted(other.items())) and seal.of(one) != seal.of(other):
+        with pytest.raises(InvalidSLOError, match=r"^slo: "):
+            seal.check({**other, SEAL_KEY: seal.of(one)})
+    with pytest.raises(InvalidSLOError):
+        seal.check({**one, "slo_extra": 1, SEAL_KEY: seal.of(one)})
+    with pytest.raises(InvalidSLOError):
+        Seal("another").check(sealed)
+
+
+def test_forged_seals_and_odd_values_are_refused() -> None:
+    for value in (1, 10**5000, [[[]]], "\ud800", float("nan"), None):
+        for forged in (None, "", "0" * 64, "\ud800", 5, 10**5000, [], {"a": 1}):
+            with pytest.raises(InvalidSLOError, match="access is not checked"):
+                Seal("secret").check({"slo_value": value, SEAL_KEY: forged})
+
+
+def test_different_values_have_different_seals() -> None:
+    said = [1, "1", "'1'", 2, 1.5, "1.5", "", "\n", "a", "A"]
+    assert len({Seal("s").of({"slo_value": value}) for value in said}) == len(said)
+    assert Seal("s").of({"slo_value": 1}) == Seal("s").of({"slo_value": 1.0})
+    injected = {"slo_tenant": "a\nslo_value=5"}
+    assert Seal("s").of(injected) != Seal("s").of({"slo_tenant": "a", "slo_value": 5})
+
+
+MODEL = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
+
+
+@pytest.fixture
+def guarded(config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> VirtualEngine:
+    monkeypatch.setenv(SEAL_VARIABLE, "secret")
+    return VirtualEngine(
+        Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=GUARDED
+    )
+
+
+def send(engine: VirtualEngine, name: str, extra: dict[str, Any]) -> None:
+    """A request as it reaches the scheduler from whatever route."""
+    engine.add(name, 20, 5, cast(SLO, SimpleNamespace(to_extra_args=lambda: extra)))
+
+
+def test_the_scheduler_believes_no_key_that_was_not_checked(guarded: VirtualEngine) -> None:
+    flat = {"slo_ttft_ms": 900.0, "slo_tenant": "acme"}
+    sealed = {**flat, SEAL_KEY: Seal("secret").of(flat), "other": 1}
+    cases = {
+        "sealed": sealed,
+        "plain": {"other": 1},
+        "bare": flat,
+        "raised": {**sealed, "slo_value": 1e6},
+        "ticket": {"slo_ticket": 2**62, "slo_age_ms": 5.0},
+        "stream": {"slo_stream": 1},
+    }
+    for name, extra in cases.items():
+        send(guarded, name, extra)
+    guarded.run()
+    believed = {"sealed", "plain"}
+    for name, outcome in guarded.outcomes.items():
+        refused_as = str(outcome.stop_reason or "")
+        assert refused_as.startswith("slo_invalid:slo: ") == (name not in believed), name
+        assert (outcome.finish_reason == "stop") == (name in believed), name
+    assert guarded.outcomes["sealed"].report["promised"]
+    assert guarded.scheduler.state().seen == 0
+
+
+def test_what_the_middleware_passes_on_is_believed(
+    guarded: VirtualEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = server()  # reads the same secret
+    for number, (key, slo, _) in enumerate(ALLOWED):
+        body = {"prompt": "x", "slo": slo, "stream": number % 2 == 1}
+        passed = one.forwarded(body, headers=bearer(key))["vllm_xargs"]
+        assert SEAL_KEY in passed
+        send(guarded, f"r{number}", passed)
+    guarded.run()
+    assert {outcome.finish_reason for outcome in guarded.outcomes.values()} == {"stop"}
+
+
+def test_who_offers_a_seal_over_http_is_refused(guarded: VirtualEngine) -> None:
+    response = server().post(json={"vllm_xargs": {"slo_seal": "x"}}, headers=bearer(GOLD))
+    refused(response, "seal", 400)
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        {"content": b'{"vllm_xargs": {"\\u0073lo_value": 1000000, "\\u0073lo_ttft_ms": 1}}'},
+        {"json": {"vllm_xargs": {"slo_value": 1}}, "headers": {"content-type": "text/plain"}},
+        {"path": "/v1/embeddings", "json": {"vllm_xargs": {"slo_value": 1}}},
+    ],
+)
+def test_what_slips_by_the_middleware_has_no_seal(
+    guarded: VirtualEngine, trick: dict[str, Any]
+) -> None:
+    one = server()
+    trick.setdefault("headers", {"content-type": "application/json"})
+    one.post(**trick)
+    passed = json.loads(one.bodies[-1])["vllm_xargs"]
+    send(guarded, "trick", passed)
+    guarded.run()
+    assert str(guarded.outcomes["trick"].stop_reason).startswith("slo_invalid:slo: ")
+
+
+# --- the documentation ---------------------------------------------------------------------------
+
+
+def test_the_example_in_the_documentation_is_valid() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
+    blocks = [part.split("```")[0] for part in text.split("```yaml\n")[1:]]
+    configs = [SLOConfig._from_yaml(block, "security.md") for block in blocks]
+    (config,) = [one for one in configs if one.access is not None]
+    assert config.quotas.on
+    access = Access(config.access, {"NIGHTLY_KEY": "a long random key"})
+    headers = [(b"authorization", b"Bearer correct horse battery staple")]
+    slo = access.ruled(SLO(slo_class="chat"), headers, config.slo_classes(), own=True)
+    assert slo.tenant == "acme"
+    assert set(yaml.safe_load(blocks[0])["quotas"]["tenants"]) <= config.access.tenants
