@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP = $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: help setup test lint demo simulate clean install-cpu install-cuda
+.PHONY: help setup test lint audit demo simulate clean install-cpu install-cuda
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,6 +29,16 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# pip-audit skips what its source does not know and is content; nothing looked up is no audit.
+audit: setup ## bandit over the package, pip-audit over the environment (asks PyPI)
+	$(BIN)/bandit -q -c pyproject.toml -r vllm_slo
+	$(BIN)/pip-audit --local --skip-editable --progress-spinner off -f json -o $(VENV)/audit.json
+	@$(BIN)/python -c 'import json; \
+	    found = json.load(open("$(VENV)/audit.json"))["dependencies"]; \
+	    known = sum("skip_reason" not in one for one in found); \
+	    print(f"pip-audit: looked up {known} of {len(found)} packages"); \
+	    raise SystemExit(0 if known else "pip-audit: the index does not tell of vulnerabilities")'
 
 demo: setup ## stock vLLM and vllm-slo on the same arrivals, with the built-in models
 	$(BIN)/vllm-slo demo
