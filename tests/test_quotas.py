@@ -374,6 +374,17 @@ def test_a_long_answer_pays_on_and_then_loses_its_promise(engine: Make) -> None:
     assert 180 < promised_tokens(one, "(others)") < 215
 
 
+def test_who_shares_a_bucket_is_not_pushed_aside_by_values_or_deadlines(engine: Make) -> None:
+    one = engine(quotas={"default": {**ENDLESS, "burst_tokens": 130}})
+    one.add("meek", 60, 40, SLO(ttft_ms=9_000, tenant="b"), max_tokens=40)
+    for n in range(9):
+        greedy = SLO(ttft_ms=100, tpot_ms=900, value=1e6, tenant=f"a{n}")
+        one.add(f"greedy{n}", 60, 40, greedy, max_tokens=40, arrival_s=0.001)
+    one.step()
+    tracked = one.scheduler._steering.tracked
+    assert [name for name, t in tracked.items() if t.promised] == ["meek"]
+
+
 def test_without_quotas_nothing_is_counted(engine: Make) -> None:
     one = engine()
     one.add("r", 100, 20, SLO(tpot_ms=900, tenant="t"))

@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -25,12 +26,20 @@ from vllm_slo import tiny
 
 pytestmark = pytest.mark.engine
 
-CONFIG = """\
+KEY = "the key of acme, long and random"
+CONFIG = f"""\
 classes:
-  chat: {ttft_ms: 60000, tpot_ms: 10000}
-  code: {ttft_ms: 120000, value: 2}
+  chat: {{ttft_ms: 60000, tpot_ms: 10000}}
+  code: {{ttft_ms: 120000, value: 2}}
 service_tiers:
   priority: chat
+access:
+  keys:
+    acme: {{sha256: {sha256(KEY.encode()).hexdigest()}, classes: [chat], objectives: false}}
+  others: {{max_value: 1000000}}
+quotas:
+  tenants:
+    acme: {{promised_tokens_per_s: 0.001, burst_tokens: 40}}
 """
 Ask = Callable[..., Answer]
 
@@ -219,6 +228,37 @@ def test_mistakes_are_400(server: LiveServer, api: str, stream: bool, case: Any)
         assert (answer.error["param"], answer.error["code"]) == (name, 400)
         assert answer.error["message"].startswith(f"{name}: ")
         assert fix in answer.error["message"]
+
+
+def test_a_key_gets_what_it_is_granted_up_to_its_quota(server: LiveServer, ask: Ask) -> None:
+    held = {"authorization": f"Bearer {KEY}"}
+    asked = {"slo": {"class": "chat"}, "max_tokens": 60}
+    reports = [ask(server, "completions", False, asked, held).reports[0] for _ in range(3)]
+    # Another client may have had the first of them: this test runs once for each.
+    assert [report["promised"] for report in reports[1:]] == [False, False]
+    assert reports[1]["reason"] == reports[2]["reason"] == "quota"
+    others = ask(server, "completions", False, asked)
+    assert others.reports[0]["promised"]
+    forbidden = [({"class": "code"}, "class"), ({"ttft_ms": 5}, "ttft_ms"), ({"value": 9}, "value")]
+    for slo, name in (*forbidden, ({"class": "chat", "tenant": "mallory"}, "tenant")):
+        answer = ask(server, "chat", False, {"slo": slo}, held)
+        assert (answer.status, answer.error and answer.error["param"]) == (403, name)
+
+
+def test_what_came_past_the_check_is_ended_by_the_scheduler(server: LiveServer) -> None:
+    """The same JSON, written so that the middleware does not see it."""
+    text = json.dumps(request_body(server, "completions", {"vllm_xargs": {"slo_value": 1e6}}))
+    escaped = text.replace("slo_value", "\\u0073lo_value")
+    for content in (escaped, text + " " * (33 << 20)):
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            content=content,
+            headers={"content-type": "application/json"},
+            timeout=120,
+        )
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] == "abort", answer.text
+        assert choice["stop_reason"].startswith("slo_invalid:slo: SLO keys came by a way")
 
 
 def bad_value(rng: random.Random) -> Any:

@@ -83,7 +83,8 @@ class Quotas:
     def sift(
         self, asking: Sequence[Tracked], now_s: float, model: StepTimeModel
     ) -> tuple[list[Tracked], dict[str, float]]:
-        """Who may ask for a promise now; of a tenant the most valuable first, then the most urgent.
+        """Who may ask for a promise now; of those who share a bucket the most valuable first, then
+        who is new, then who came first.
 
         Args:
             asking: requests without a promise.
@@ -97,7 +98,9 @@ class Quotas:
         waits: dict[str, float] = {}
         left = {name: bucket.level(now_s) for name, bucket in self._buckets.items()}
         weights: dict[float, float] = {}
-        for tracked in sorted(asking, key=lambda t: (-t.slo.value, t.planned, t.deadline_s)):
+        worths = zip(self._worths(asking), asking, strict=True)
+        ranked = sorted(worths, key=lambda one: (-one[0], one[1].planned, one[1].arrival_s))
+        for _, tracked in ranked:
             bucket = self._bucket_of(tracked.slo.tenant)
             if bucket not in left:
                 continue
@@ -116,11 +119,15 @@ class Quotas:
 
     def levelled(self, asking: Sequence[Tracked], demands: Iterable[Demand]) -> list[Demand]:
         """The demands of those who ask, with values that compare between tenants."""
+        worths = self._worths(asking)
+        return [replace(d, value=value) for d, value in zip(demands, worths, strict=True)]
+
+    def _worths(self, asking: Sequence[Tracked]) -> list[float]:
+        """What each is worth beside those of other tenants, those who name none being one."""
         classes = self._steering.classes
         usual = [classes[t.slo_class].value if t.slo_class in classes else 1.0 for t in asking]
-        owners = [self._bucket_of(t.slo.tenant) for t in asking]
-        values = relative_values(owners, [t.slo.value for t in asking], usual)
-        return [replace(d, value=v) for d, v in zip(demands, values, strict=True)]
+        tenants = [t.slo.tenant for t in asking]
+        return relative_values(tenants, [t.slo.value for t in asking], usual)
 
     def promised(self, tracked: Tracked, now_s: float) -> None:
         """A request that was offered gets its promise, and its tenant pays."""
