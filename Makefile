@@ -25,10 +25,11 @@ setup: $(STAMP) ## make .venv and install vLLM, vllm-slo and the tools
 test: setup ## run the tests; PYTEST_ARGS='-m "not engine"' narrows them
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy and bandit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit -q -c pyproject.toml -r vllm_slo
 
 # pip-audit skips what its source does not know and is content; nothing looked up is no audit.
 audit: setup ## bandit over the package, pip-audit over the environment (asks PyPI)

@@ -173,12 +173,12 @@ Make = Callable[..., VirtualEngine]
 
 @pytest.fixture
 def engine(config_folder: Path) -> Make:
-    def make(**config: Any) -> VirtualEngine:
+    def make(seats: int = 256, **config: Any) -> VirtualEngine:
         return VirtualEngine(
             Scheduler,
             config_folder,
             ROOFLINE.predict_shape_s,
-            EngineShape(num_blocks=6_000),
+            EngineShape(num_blocks=6_000, max_num_seqs=seats),
             believed=ROOFLINE,
             margin=1.02,
             slo_config=config,
@@ -385,6 +385,17 @@ def test_who_shares_a_bucket_is_not_pushed_aside_by_values_or_deadlines(engine: 
     one.step()
     tracked = one.scheduler._steering.tracked
     assert [name for name, t in tracked.items() if t.promised] == ["meek"]
+
+
+@pytest.mark.parametrize("quotas", [False, True])
+def test_where_one_can_be_promised_it_is_by_the_operators_word(engine: Make, quotas: bool) -> None:
+    config = {"quotas": {"default": quota(1e6, 1e6)}} if quotas else {}
+    one = engine(seats=1, classes={"good": {"ttft_ms": 9_000, "value": 2.0}}, **config)
+    one.add("greedy", 60, 40, SLO(ttft_ms=9_000, value=1e6, tenant="a"), max_tokens=40)
+    one.add("good", 60, 40, SLO(slo_class="good", tenant="b"), max_tokens=40)
+    one.step()
+    promised = [name for name, t in one.scheduler._steering.tracked.items() if t.promised]
+    assert promised == (["good"] if quotas else ["greedy"])
 
 
 def test_without_quotas_nothing_is_counted(engine: Make) -> None:
