@@ -32,7 +32,7 @@ from vllm_slo.engine import plugin
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.sim.harness import VirtualEngine
-from vllm_slo.slo import SEAL_KEY
+from vllm_slo.slo import SEAL_KEY, unpack_quote
 
 GOLD, SILVER, OPS = "gold-key-0123456789", "silver-key-0123456789", "ops-key-0123456789"
 
@@ -100,6 +100,7 @@ FORBIDDEN: list[tuple[str | None, dict[str, Any], str, str]] = [
     (GOLD, {"slo": {"ttft_ms": 900, "value": 3.5}}, "value", "at most 3"),
     (GOLD, {"slo": {"ttft_ms": 900, "tenant": "silver"}}, "tenant", "leave it out, or say acme"),
     (GOLD, {"slo": {"tier": "best_effort", "tenant": "silver"}}, "tenant", "silver"),
+    (GOLD, {"slo": {"stages": [{"until": "x", "tpot_ms": 9}, {}]}}, "tpot_ms", "9 is not allowed"),
     (SILVER, {"slo": {"class": "strict"}}, "class", "allowed: chat"),
     (SILVER, {"slo": {"class": "chat", "ttft_ms": 400}}, "ttft_ms", "objectives of a class"),
     (SILVER, {"slo": {"class": "chat", "ttft_ms": 600}}, "ttft_ms", "objectives of a class"),
@@ -368,6 +369,17 @@ def test_what_the_middleware_passes_on_is_believed(
         send(guarded, f"r{number}", passed)
     guarded.run()
     assert {outcome.finish_reason for outcome in guarded.outcomes.values()} == {"stop"}
+
+
+def test_a_quote_is_for_who_may_have_it_and_sealed(guarded: VirtualEngine) -> None:
+    one = server()
+    forbidden = {"prompt": "x", "slo": {"class": "strict"}}
+    refused(one.post("/v1/slo/quote", json=forbidden, headers=bearer(SILVER)), "class", 403)
+    assert one.bodies == []
+    one.post("/v1/slo/quote", json={**forbidden, "slo": {"class": "chat"}}, headers=bearer(SILVER))
+    send(guarded, "quote", json.loads(one.bodies[-1])["vllm_xargs"])
+    guarded.run()
+    assert unpack_quote(guarded.outcomes["quote"].stop_reason) is not None
 
 
 def test_who_offers_a_seal_over_http_is_refused(guarded: VirtualEngine) -> None:

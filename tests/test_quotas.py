@@ -7,7 +7,8 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from vllm_slo.core.quota import TokenBucket, relative_values, token_weight
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.slo import QUOTE_KEY, unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 ENDLESS = {"promised_tokens_per_s": 1e-6}
@@ -396,6 +398,42 @@ def test_where_one_can_be_promised_it_is_by_the_operators_word(engine: Make, quo
     one.step()
     promised = [name for name, t in one.scheduler._steering.tracked.items() if t.promised]
     assert promised == (["good"] if quotas else ["greedy"])
+
+
+def test_a_quote_tells_of_the_quota_and_takes_nothing_from_it(engine: Make) -> None:
+    one = engine(quotas={"default": quota(50, 100)})
+    slo = SLO(ttft_ms=9_000)
+    asked = cast(SLO, SimpleNamespace(to_extra_args=lambda: slo.to_extra_args() | {QUOTE_KEY: 1}))
+    said = []
+    for name in ("before", "again"):
+        one.add(name, 60, 40, asked, max_tokens=40)
+        one.run()
+        said.append(unpack_quote(one.outcomes[name].stop_reason))
+    assert [quote and quote["promised"] for quote in said] == [True, True]
+    one.add("first", 60, 40, slo, max_tokens=40)
+    one.step()
+    one.add("after", 60, 40, asked, max_tokens=40)
+    one.run()
+    quote = unpack_quote(one.outcomes["after"].stop_reason)
+    assert quote and (quote["promised"], quote["reason"], quote["cheapest"]) == (
+        *(False, "quota"),
+        None,
+    )
+    assert 1_500 < quote["retry_after_ms"] <= 2_000
+
+
+def test_stages_are_paid_for_by_the_tightest_to_come(engine: Make) -> None:
+    one = engine(quotas={"default": {**ENDLESS, "burst_tokens": 1_000}})
+    stages: Any = [{"until": "x", "tpot_ms": 30}, {"tpot_ms": 2_000}]
+    one.scheduler._steering._marks = SimpleNamespace(
+        check=lambda slo: None, first_stage=lambda *_: 0, end_of=lambda *_: None
+    )
+    one.add("staged", 100, 20, SLO(stages=stages), max_tokens=20)
+    one.step()
+    level = one.scheduler._steering.quotas.level(None, one.clock.now_s)
+    weight = token_weight(ROOFLINE, 0.03, 2048)
+    assert weight > 1.3
+    assert level == pytest.approx(1_000 - 100 - 20 * weight, rel=0.01)
 
 
 def test_without_quotas_nothing_is_counted(engine: Make) -> None:

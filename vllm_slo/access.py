@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from vllm_slo.access_config import AccessConfig, GrantConfig, KeyConfig
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
-from vllm_slo.slo import SEAL_KEY, SLO, is_slo_key
+from vllm_slo.slo import QUOTE_KEY, SEAL_KEY, SLO, is_slo_key
 
 __all__ = ["SEAL_VARIABLE", "Access", "Seal", "bearer_of"]
 
@@ -35,10 +35,15 @@ _NO_OBJECTIVES: Final = frozenset(
         "expected_output_tokens",
         "tenant",
         "speculation",
+        "session_id",
+        "session_rounds",
+        "session_last",
         "slo_class",
     }
 )
 """Fields of an SLO that set no objective. What is not known here counts as an objective."""
+_UNSEALED: Final = frozenset({SEAL_KEY, QUOTE_KEY})
+"""A mark that asks for a quote is put on what was checked, and gives nothing."""
 _NOTHING: Final = GrantConfig(classes=[], tiers=["best_effort"], objectives=False)
 
 
@@ -76,11 +81,9 @@ class Seal:
 
     def of(self, flat: Mapping[str, Any]) -> str:
         """Seal of the SLO keys among `flat`, hexadecimal; other keys do not count."""
-        said = [f"{key}={_written(flat[key])}" for key in sorted(filter(is_slo_key, flat))]
-        text = "\n".join(one for one in said if not one.startswith(f"{SEAL_KEY}="))
-        return hmac.new(
-            self._secret, text.encode(errors="backslashreplace"), hashlib.sha256
-        ).hexdigest()
+        text = "\n".join(f"{key}={_written(flat[key])}" for key in sorted(filter(_is_sealed, flat)))
+        sealed = text.encode(errors="backslashreplace")
+        return hmac.new(self._secret, sealed, hashlib.sha256).hexdigest()
 
     def check(self, extra: Mapping[str, Any] | None) -> None:
         """Nothing, if `extra` has no SLO keys or they are sealed.
@@ -88,7 +91,7 @@ class Seal:
         Raises:
             InvalidSLOError: they came past the check.
         """
-        if extra is None or not any(map(is_slo_key, extra)):
+        if extra is None or not any(map(_is_sealed, extra)):
             return
         given = extra.get(SEAL_KEY)
         if not isinstance(given, str) or not hmac.compare_digest(
@@ -99,6 +102,10 @@ class Seal:
                 "SLO keys came by a way on which access is not checked",
                 "send them to /v1/completions, /v1/chat/completions or /v1/responses",
             )
+
+
+def _is_sealed(key: object) -> bool:
+    return is_slo_key(key) and key not in _UNSEALED
 
 
 def _written(value: object) -> str:
@@ -210,8 +217,11 @@ def _check(slo: SLO, grant: _Grant, classes: Mapping[str, SLO]) -> None:
         own = given is not None and given != of_class and spec.name not in _NO_OBJECTIVES
         if own and not may.objectives:
             raise _forbidden(spec.name, given, "use the objectives of a class")
-    for name, least in (("ttft_ms", may.min_ttft_ms), ("tpot_ms", may.min_tpot_ms)):
-        given, of_class = getattr(slo, name), getattr(usual, name)
+    limits = [
+        ("ttft_ms", slo.ttft_ms, usual.ttft_ms, may.min_ttft_ms),
+        ("tpot_ms", slo.tightest_tpot_ms, usual.tightest_tpot_ms, may.min_tpot_ms),
+    ]
+    for name, given, of_class, least in limits:
         if given is not None and least is not None and given < min(least, of_class or least):
             raise _forbidden(name, f"{given:g}", f"allowed: {least:g} or more")
     if slo.value > (most := max(may.max_value, usual.value)):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.http_outcome import Asked
-from vllm_slo.errors import InvalidSLOError
+from vllm_slo.errors import ForbiddenSLOError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES
 from vllm_slo.slo import QUOTE_KEY, unpack_quote
 
@@ -133,6 +133,9 @@ class _Attempt:
         try:
             _check_single(asked)
             changed = json.loads(self._plan(self.scope, body)[0])
+        except ForbiddenSLOError as error:
+            self._refuse(403, str(error), error.field, "PermissionDeniedError")
+            return None
         except InvalidSLOError as error:
             self._refuse(400, str(error), error.field)
             return None
@@ -141,8 +144,10 @@ class _Attempt:
         changed["vllm_xargs"] = {**(changed.get("vllm_xargs") or {}), QUOTE_KEY: 1}
         return json.dumps(changed, separators=(",", ":")).encode()
 
-    def _refuse(self, status: int, text: str, param: str | None) -> None:
-        self.refusal = error_messages(status, "BadRequestError", text, param)
+    def _refuse(
+        self, status: int, text: str, param: str | None, kind: str = "BadRequestError"
+    ) -> None:
+        self.refusal = error_messages(status, kind, text, param)
 
     def response(self) -> tuple[Message, ...]:
         """What the client is told: the quote, or the error as it came."""

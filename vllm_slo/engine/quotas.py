@@ -59,6 +59,9 @@ class Quotas:
     Args:
         steering: the requests, output lengths, time.
         config: with quotas.
+
+    Attributes:
+        over: seconds to wait of each request that was beyond its quota at the last `sift`.
     """
 
     def __init__(self, steering: Steering, config: SLOConfig) -> None:
@@ -72,6 +75,7 @@ class Quotas:
             name: TokenBucket(quota.promised_tokens_per_s, quota.burst_tokens)
             for name, quota in own.items()
         }
+        self.over: dict[str, float] = {}
         self._offered: dict[str, _Price] = {}
         self._paid: dict[str, _Price] = {}
 
@@ -82,7 +86,7 @@ class Quotas:
 
     def sift(
         self, asking: Sequence[Tracked], now_s: float, model: StepTimeModel
-    ) -> tuple[list[Tracked], dict[str, float]]:
+    ) -> dict[str, float]:
         """Who may ask for a promise now; of those who share a bucket the most valuable first, then
         who is new, then who came first.
 
@@ -91,11 +95,9 @@ class Quotas:
             model: step times by which promises are made.
 
         Returns:
-            Those whose promises their tenants could all pay, in the given order; and the ids of the
-            others, each with the seconds to wait.
+            Id -> seconds to wait, of those whose promises their tenants cannot pay: `over`.
         """
-        self._offered = {}
-        waits: dict[str, float] = {}
+        self._offered, self.over = {}, {}
         left = {name: bucket.level(now_s) for name, bucket in self._buckets.items()}
         weights: dict[float, float] = {}
         worths = zip(self._worths(asking), asking, strict=True)
@@ -104,18 +106,29 @@ class Quotas:
             bucket = self._bucket_of(tracked.slo.tenant)
             if bucket not in left:
                 continue
-            if tracked.tpot_s not in weights:
-                most = self._steering.max_step_tokens
-                weights[tracked.tpot_s] = token_weight(model, tracked.tpot_s, most)
-            price = self._price(tracked, bucket, weights[tracked.tpot_s])
+            tpot_s = tracked.reserved_tpot_s
+            if tpot_s not in weights:
+                weights[tpot_s] = token_weight(model, tpot_s, self._steering.max_step_tokens)
+            price = self._price(tracked, bucket, weights[tpot_s])
             request_id = tracked.request.request_id
             if price.tokens <= left[bucket]:
                 left[bucket] -= price.tokens
                 self._offered[request_id] = price
             else:
-                wait_s = self._buckets[bucket].wait_s(price.tokens, now_s)
-                waits[request_id] = min(wait_s, MAX_WAIT_S)
-        return [t for t in asking if t.request.request_id not in waits], waits
+                self.over[request_id] = self._wait_s(price, now_s)
+        return self.over
+
+    def wait_s(self, tracked: Tracked, now_s: float, model: StepTimeModel) -> float:
+        """Seconds until its tenant could pay a request's promise; 0: now. Changes nothing."""
+        bucket = self._bucket_of(tracked.slo.tenant)
+        if bucket not in self._buckets:
+            return 0.0
+        most = self._steering.max_step_tokens
+        weight = token_weight(model, tracked.reserved_tpot_s, most)
+        return self._wait_s(self._price(tracked, bucket, weight), now_s)
+
+    def _wait_s(self, price: _Price, now_s: float) -> float:
+        return min(self._buckets[price.bucket].wait_s(price.tokens, now_s), MAX_WAIT_S)
 
     def levelled(self, asking: Sequence[Tracked], demands: Iterable[Demand]) -> list[Demand]:
         """The demands of those who ask, with values that compare between tenants."""

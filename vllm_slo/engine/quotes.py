@@ -86,23 +86,31 @@ class Quotes:
         return self._said(one, found, start_s)
 
     def _said(self, one: Tracked, found: Quote, start_s: float) -> dict[str, Any]:
-        reason = found.reason
+        reason, retry_after_s, cheapest = found.reason, found.retry_after_s, found.cheapest
         if one.slo.effective_tier != "guaranteed":
             reason = "best_effort" if one.slo.has_objective else "no_objective"
         elif one.deadline_s <= start_s:
             reason = "expired"
+        elif (wait_s := self._wait_for_quota_s(one)) > 0.0:
+            reason, retry_after_s, cheapest = "quota", wait_s, None
         promised = found.promised and reason is None
-        cheapest = found.cheapest
         return {
             "promised": promised,
             "reason": reason,
-            "retry_after_ms": None if promised else max(round(found.retry_after_s * 1e3), 1),
+            "retry_after_ms": None if promised else max(round(retry_after_s * 1e3), 1),
             "class": one.slo.slo_class,
             "ttft_ms": _ms(found.ttft_s),
             "tpot_ms": _ms(found.tpot_s),
             "cheapest": cheapest and {"ttft_ms": _ms(cheapest[0]), "tpot_ms": _ms(cheapest[1])},
             "in_the_way": {} if promised else self._in_the_way(reason, one),
         }
+
+    def _wait_for_quota_s(self, one: Tracked) -> float:
+        """Seconds until the request's tenant could pay its promise; 0: now."""
+        steering = self.steering
+        if steering.quotas is None:
+            return 0.0
+        return steering.quotas.wait_s(one, steering.now_s, steering.steps.promise_model)
 
     def _outlooks(self, start_s: float, tpot_s: float, beside: Sequence[Demand]) -> list[Outlook]:
         """What is promised, and is about to be, by each way to decode beside a request of such a
