@@ -299,6 +299,29 @@ def test_report_of_a_chat_stream_and_of_each_choice() -> None:
     assert "slo_report" not in answer
 
 
+CARRIED = {"kv_transfer_params": {"vllm_slo": REPORT}}
+
+
+@pytest.mark.parametrize("connector", [{}, {"remote_host": "a"}])
+def test_report_of_a_stream_that_carries_kv_transfer_params(connector: dict[str, str]) -> None:
+    """As vLLM streams them with patches/0001; a stop string has taken the packed report's place."""
+    ended = {"choices": [choice("a", "stop", "str")]}
+    said = {"kv_transfer_params": {**connector, **CARRIED["kv_transfer_params"]}}
+    answer = streaming(event({**ended, **said}), DONE).post(json={"slo": {"ttft_ms": 1}}).text
+    last = json.loads(answer.split("\n\n")[0].removeprefix("data: "))
+    left = {"kv_transfer_params": connector} if connector else {}
+    assert last == {**ended, **left, "slo": REPORT, "service_tier": "default"}
+
+
+def test_the_report_of_the_choice_comes_before_the_one_of_the_request() -> None:
+    missed = {**REPORT, "promised": False}
+    chunk = event({"choices": [choice("a", "stop", packed(missed, 7))], **CARRIED})
+    answer = streaming(chunk, DONE).post(json={"slo": {"ttft_ms": 1}}).text
+    last = json.loads(answer.split("\n\n")[0].removeprefix("data: "))
+    assert (last["slo"], last["choices"][0]["stop_reason"]) == (missed, 7)
+    assert "kv_transfer_params" not in last
+
+
 def test_a_stream_with_a_tier_and_no_slo() -> None:
     tail = completion(choice("a", "stop", packed(None)))
     answer = streaming(tail, DONE).post(json={"service_tier": "default", "stream": True}).text

@@ -281,3 +281,30 @@ def test_a_declining_request_without_a_ttft_is_ruled_on_by_its_tpot_alone(engine
     served = [o for o in one.outcomes.values() if o.finish_reason == "stop"]
     assert 8 <= len(served) < 20
     assert all(kept(o) for o in served)
+
+
+def test_every_output_that_a_stop_string_may_end_has_the_report(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    virtual = engine()
+    said: dict[str, list[Any]] = {}
+    update = virtual.scheduler.update_from_output
+
+    def noted(*arguments: Any) -> Any:
+        given = update(*arguments)
+        for one in (output for group in given.values() for output in group.outputs):
+            said.setdefault(one.request_id, []).append(one.kv_transfer_params)
+        return given
+
+    monkeypatch.setattr(virtual.scheduler, "update_from_output", noted)
+    slo = SLO(ttft_ms=60_000, tpot_ms=10_000)
+    for name, asked in {"asked": slo, "unasked": None, "endless": slo}.items():
+        virtual.add(name, 10, 5, asked)
+        if name != "endless":
+            virtual.scheduler.requests[name].sampling_params.stop = ["\n"]
+    virtual.run()
+    reports = [one["vllm_slo"] for one in said["asked"]]
+    assert [report["attained"] for report in reports] == [True] * 5
+    assert [report["ttft_ms"] for report in reports] == [reports[0]["ttft_ms"]] * 5
+    assert said["unasked"] == [None] * 5
+    assert said["endless"][:4] == [None] * 4 and said["endless"][4]["vllm_slo"]["attained"]

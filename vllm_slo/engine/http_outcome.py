@@ -9,7 +9,8 @@ has no token at all, so a stream that ends before any token is the mark of a dec
 The streams of completions and chat carry no `kv_transfer_params`. There the report travels in the
 `stop_reason` of a choice's last chunk, packed by `pack_report`, and `rewrite_event` unpacks it: the
 chunk that ends a choice shows that choice's report. A stop *string* is matched by vLLM's API
-server, not by the scheduler, and overwrites it: such a choice ends without a report.
+server, not by the scheduler, and overwrites it: such a choice of a stream has its report only where
+vLLM's streams carry `kv_transfer_params` (patches/0001).
 """
 
 from __future__ import annotations
@@ -151,9 +152,13 @@ def _rewrite_line(line: bytes, asked: Asked) -> bytes:
         return line
     if not isinstance(event, dict):
         return line
-    found, report = _unpack_report(event.get("choices"))
+    found, packed = _unpack_report(event.get("choices"))
+    carried = _take_report(event)
+    if carried is not None and event["kv_transfer_params"] is None:
+        del event["kv_transfer_params"]  # events of streams leave out what is not set
+    report = packed or carried
     target: Any = event
-    if not found:
+    if not found and carried is None:
         target = event.get("response")
         report = _take_report(target) if isinstance(target, dict) else None
         if report is None:

@@ -10,7 +10,7 @@ carries an SLO, nothing is nudged and the scheduler is vLLM's, decision for deci
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -232,6 +232,8 @@ class Scheduler(AsyncScheduler):
             self._lengths.observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._steering.on_updated(scheduler_output)
+        if self._steering.tracked:
+            self._report_ahead(outputs)
         for request in self._steering.take_ended():
             if request.client_index not in outputs:
                 outputs[request.client_index] = EngineCoreOutputs()
@@ -246,6 +248,18 @@ class Scheduler(AsyncScheduler):
                 )
             )
         return outputs
+
+    def _report_ahead(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Put the report into each output that may turn out to be a request's last.
+
+        vLLM's API server looks for stop strings, and ends a request before this scheduler hears.
+        """
+        for output in (one for group in outputs.values() for one in group.outputs):
+            request = self.requests.get(output.request_id)
+            if request is not None and output.finish_reason is None and views.may_stop(request):
+                report = self._steering.report_now(request.request_id)
+                if report is not None:
+                    output.kv_transfer_params = {REPORT_KEY: report}
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

@@ -306,6 +306,11 @@ class Steering:
         report = tracked.report(attained)
         return report if session is None else {**report, "session": session}
 
+    def report_now(self, request_id: str) -> dict[str, Any] | None:
+        """The report of a live request as it would be if it ended here; None without an SLO."""
+        tracked = self.tracked.get(request_id)
+        return None if tracked is None else tracked.report(tracked.attained())
+
     def on_empty(self) -> None:
         """The last live request has ended: no step may follow that says so."""
         self.metrics.publish_soon(**self._gauges())

@@ -253,6 +253,12 @@ def wants_streamed_report(request: Request) -> bool:
     return request.status != RequestStatus.FINISHED_ABORTED
 
 
+def may_stop(request: Request) -> bool:
+    """Whether text may end it: a stop string, which vLLM's API server finds, not its engine."""
+    params = request.sampling_params
+    return params is not None and bool(params.stop)
+
+
 def is_blocked(request: Request) -> bool:
     """Whether a waiting request waits for something other than tokens and memory."""
     return request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
