@@ -45,6 +45,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def flow(text: str) -> str:
+    """A paragraph in one line, however it is broken in the source."""
+    return " ".join(text.split())
+
+
 def code(text: object) -> str:
     """Inline code."""
     return f"`{text}`"
@@ -135,11 +140,12 @@ def configuration() -> str:
     """Every key of the YAML file."""
     parts = [
         "# Configuration",
-        (
-            "One YAML file, given as `vllm-slo serve --slo-config FILE` or in vLLM's "
-            '`--additional-config` as `{"slo_config": "FILE"}`. An unknown key, a value out of its '
-            "range or a class that is not there ends the start with one line that names file, line, "
-            "key and fix. `(` and `)` leave the end of a range out, `[` and `]` include it."
+        flow(
+            """One YAML file, given as `vllm-slo serve --slo-config FILE` or in vLLM's
+            `--additional-config` as `{"slo_config": "FILE"}`. An unknown key, a value out of
+            its range or a class that is not there ends the start with one line that names
+            file, line, key and fix. `(` and `)` leave the end of a range out, `[` and `]`
+            include it."""
         ),
     ]
     for prefix, model in sections(SLOConfig):
@@ -191,10 +197,10 @@ def requests() -> str:
             "What one request asks for, whichever way it says so. Times are milliseconds.",
             table(["field", "type", "default", "meaning"], rows),
             "## Carriers",
-            (
-                "Several carriers may be used in one request; two that disagree are a 400 that names "
-                "both. What a field leaves unsaid is taken from the request's class, and from its "
-                "`service_tier` after that."
+            flow(
+                """Several carriers may be used in one request; two that disagree are a 400 that
+                names both. What a field leaves unsaid is taken from the request's class, and
+                from its `service_tier` after that."""
             ),
             table(
                 ["carrier", "how"],
@@ -218,10 +224,10 @@ def requests() -> str:
                 import_module("vllm_slo.engine.http_outcome").served_service_tier.__doc__,
                 "served_service_tier",
             ).partition("\n\n")[2],
-            (
-                "`slo` is the request's own report: `tier`, `promised`, `reason` (what stood in the "
-                "way where nothing was promised at first), `ttft_ms`, `tpot_ms` (the worst window) and "
-                "`attained` (`null` without an objective)."
+            flow(
+                """`slo` is the request's own report: `tier`, `promised`, `reason` (what stood in
+                the way where nothing was promised at first), `ttft_ms`, `tpot_ms` (the worst
+                window) and `attained` (`null` without an objective)."""
             ),
         ]
     )
@@ -263,22 +269,23 @@ def metrics_page() -> str:
     return "\n\n".join(
         [
             "# Metrics",
-            (
-                "In Prometheus's text format. vLLM's own series (`vllm:*`) keep their names and stand "
-                "on the same page. Histograms have `_bucket`, `_sum` and `_count`. Classes are those "
-                "of the configuration: no label takes its values from clients, but for `tenant`, of "
-                "which the first 32 are shown."
+            flow(
+                """In Prometheus's text format. vLLM's own series (`vllm:*`) keep their names and
+                stand on the same page. Histograms have `_bucket`, `_sum` and `_count`. Classes
+                are those of the configuration: no label takes its values from clients, but for
+                `tenant`, of which the first 32 are shown."""
             ),
             "## A server",
-            (
-                "`/metrics` of `vllm serve` and `vllm-slo serve`. Series of draft models, draft "
-                "servers, tenants and orders of best effort are there once there is something to say."
+            flow(
+                """`/metrics` of `vllm serve` and `vllm-slo serve`. Series of draft models, draft
+                servers, tenants and orders of best effort are there once there is something to
+                say."""
             ),
             table(head, scheduler_series()),
             "## The front of several replicas",
-            (
-                "`/metrics` of `vllm-slo serve --replicas`; every replica's own page is behind "
-                "`/metrics/targets`."
+            flow(
+                """`/metrics` of `vllm-slo serve --replicas`; every replica's own page is behind
+                `/metrics/targets`."""
             ),
             table(head, front_series()),
         ]
@@ -384,11 +391,11 @@ def http() -> str:
     return "\n\n".join(
         [
             "# HTTP",
-            (
-                f"The SLO of a request is read on {routes}; bodies of more than "
-                f"{http_slo.MAX_BODY_BYTES >> 20} MiB and bodies that are not JSON go to vLLM "
-                "unchanged. Everything else of vLLM's OpenAI server is as it was. "
-                "[Requests](requests.md) has the fields and the carriers."
+            flow(
+                f"""The SLO of a request is read on {routes}; bodies of more than
+                {http_slo.MAX_BODY_BYTES >> 20} MiB and bodies that are not JSON go to vLLM
+                unchanged. Everything else of vLLM's OpenAI server is as it was.
+                [Requests](requests.md) has the fields and the carriers."""
             ),
             "## Errors of a server",
             "In OpenAI's shape; those of vLLM itself are its own.",
@@ -413,9 +420,9 @@ def http() -> str:
                 head,
                 statuses("front", sorted(router.glob("*.py"))),
             ),
-            (
-                "Once a stream has begun an error comes as its last event, in the same shape, before "
-                "`data: [DONE]`."
+            flow(
+                """Once a stream has begun an error comes as its last event, in the same shape,
+                before `data: [DONE]`."""
             ),
         ]
     )
@@ -485,9 +492,9 @@ def python() -> str:
     """The public names."""
     parts = [
         "# Python",
-        (
-            "The names of `vllm_slo`. Importing it loads neither torch nor vLLM; `LLM` and `Scheduler` "
-            "do, when they are first used."
+        flow(
+            """The names of `vllm_slo`. Importing it loads neither torch nor vLLM; `LLM` and
+            `Scheduler` do, when they are first used."""
         ),
     ]
     for name in vllm_slo.__all__:
