@@ -9,14 +9,15 @@ if (location.protocol === "file:") {
       frame.hidden = true;
       document.body.append(frame);
       const inside = frame.contentWindow;
+      const home = new URL(url, document.baseURI);
       const load = (source) => new Promise((done, failed) => {
         const script = inside.document.createElement("script");
-        Object.assign(script, { src: new URL(source, url), onload: done, onerror: failed });
+        Object.assign(script, { src: new URL(source, home), onload: done, onerror: failed });
         inside.document.body.append(script);
       });
       inside.importScripts = (...sources) => Promise.all(sources.map(load));
       inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
-      this.ready = load(url);
+      this.ready = load(home);
       this.inside = inside;
     }
     postMessage(data) {
