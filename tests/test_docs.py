@@ -36,7 +36,18 @@ PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in ("serve", "demo", "prof
 PARSED += tuple(f"vllm-slo {name}" for name in ("bench", "draft-server", "plan", "simulate"))
 """Commands whose arguments are checked, by the parsers that read them."""
 QUICK = {
-    "simulate": ["--systems", "vllm-slo", "--jobs", "8", "--windows", "1", "--processes", "1"],
+    "simulate": [
+        "--systems",
+        "vllm-slo",
+        "--rate",
+        "2",
+        "--jobs",
+        "8",
+        "--windows",
+        "1",
+        "--processes",
+        "1",
+    ],
 }
 """Command of vllm-slo that a ``run: shell`` block runs -> what makes it quick."""
 EXAMPLES = {
@@ -186,6 +197,9 @@ SHELL = [one for one in COMMANDS if one.block.marked("shell")]
 @pytest.mark.parametrize("command", SHELL, ids=str)
 def test_a_simulation_runs(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
+    rows = [f"2024-05-01 00:{n // 60:02}:{n % 60:02}.5,{90 + n},{9 + n % 50}" for n in range(600)]
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]
+    (tmp_path / "trace.csv").write_text("\n".join(lines) + "\n")
     program, name, *words = command.words
     assert program == "vllm-slo"
     run_script([sys.executable, "-m", "vllm_slo.cli", name, *words, *QUICK[name]], tmp_path)
