@@ -287,18 +287,47 @@ def test_every_series_of_a_server_is_in_the_reference(server: Any) -> None:
     assert not {name for name in live if base_of(name) not in known}
 
 
+def small(block: Block) -> str:
+    """A block whose engine is small."""
+    text = filled_in(block.text)
+    return re.sub(r"LLM\(([^()]*)\)", r"LLM(\1, enforce_eager=True, max_model_len=1024)", text)
+
+
+def by_engine() -> dict[str, list[Block]]:
+    """Blocks that make an engine, by how they make it."""
+    groups: dict[str, list[Block]] = {}
+    for block in pythons(offline=True):
+        groups.setdefault(re.findall(r"LLM\([^()]*\)", small(block))[0], []).append(block)
+    return groups
+
+
+ONE_ENGINE = """
+import json, sys
+import vllm_slo
+
+make, made = vllm_slo.LLM, {}
+
+def once(*args, **kwargs):
+    key = repr((args, kwargs))
+    if key not in made:
+        made[key] = make(*args, **kwargs)
+    return made[key]
+
+vllm_slo.LLM = once
+for text in json.loads(sys.argv[1]):
+    exec(text, {"__name__": "__main__"})
+"""
+"""Runs blocks in one process; those that ask for the same engine get the same."""
+
+
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("block", pythons(offline=True), ids=str)
-def test_an_engine_of_ones_own(block: Block, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", by_engine())
+def test_an_engine_of_ones_own(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    text = filled_in(block.text)
-    small = re.sub(r"LLM\(([^()]*)\)", r"LLM(\1, enforce_eager=True, max_model_len=1024)", text)
-    assert small != text
-    script = tmp_path / "block.py"
-    body = PREAMBLE + small
-    script.write_text(body, encoding="utf-8")
-    run_script([sys.executable, str(script)], tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    texts = [PREAMBLE + small(block) for block in by_engine()[engine]]
+    words = [sys.executable, "-c", ONE_ENGINE, json.dumps(texts)]
+    run_script(words, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 
 @pytest.mark.engine
