@@ -379,7 +379,7 @@ def example(title: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> s
     """A request and its answer."""
     said = asyncio.run(exchange(body, answer))
     asked = json.dumps(body["slo"])
-    return f"### {title}\n\n`slo`: `{asked}`\n\n```http\n{said}\n```"
+    return f"### {title}\n\n`slo`: `{asked}`\n\n``` {{ .text .wrapped }}\n{said}\n```"
 
 
 def http() -> str:
