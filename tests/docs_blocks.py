@@ -8,6 +8,7 @@ before the fence says otherwise:
 
     <!-- run: shell -->      run the commands for real, ``simulate`` and the like as quick as can be
     <!-- check: report -->   JSON with the keys of a request's report
+    <!-- check: syntax -->   YAML or JSON that is read by others: well formed
     <!-- skip: REASON -->    left out; the reason is listed by pytest
 """
 
@@ -24,7 +25,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 FENCE: Final = re.compile(r"^ *```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^ *```$", re.M | re.S)
 MARKER: Final = re.compile(r"<!-- (run|check|skip): (.+?) -->")
-TRIED: Final = {"bash", "console", "json", "python", "sh", "toml", "yaml"}
+TRIED: Final = {"bash", "console", "json", "python", "sh", "yaml"}
 """Languages of which every block is tried out."""
 SHOWN: Final = {"", "http", "promql", "text"}
 """Languages of pictures, output and queries."""

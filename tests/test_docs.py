@@ -29,7 +29,7 @@ from vllm_slo.slo import resolve_slo
 
 BLOCKS = docs_blocks.blocks()
 COMMANDS = docs_blocks.commands()
-MOST_SKIPS = 6
+MOST_SKIPS = 12
 """Blocks and commands that are left out, with their reasons; one more is to be thought about."""
 
 PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in ("serve", "demo", "profile")))
@@ -97,6 +97,8 @@ def test_every_block_is_tried_out() -> None:
     assert len(BLOCKS) > 40 and len(COMMANDS) > 30, "the blocks are not found any more"
     unknown = [f"{b}: {b.language}" for b in BLOCKS if b.language not in TRIED | SHOWN]
     assert not unknown, f"say in docs_blocks.py what becomes of them: {unknown}"
+    markers = {one.marker for one in BLOCKS if one.marker and one.marker[0] != "skip"}
+    assert markers <= {("run", "shell"), ("check", "report"), ("check", "syntax")}
     handled = {"make", "pip", "curl", "example", *PARSED}
     lost = [str(one) for one in COMMANDS if one.program not in handled and not one.skipped]
     assert not lost, f"say in docs_blocks.py what becomes of them: {lost}"
@@ -122,22 +124,31 @@ def test_every_example_is_run() -> None:
 # --- what is read --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", of_language("yaml"), ids=str)
+def unmarked(language: str) -> list[Block]:
+    """Blocks of a language that are what it stands for here."""
+    return [block for block in of_language(language) if block.marker is None]
+
+
+@pytest.mark.parametrize("block", unmarked("yaml"), ids=str)
 def test_a_configuration_is_one(block: Block) -> None:
     SLOConfig._from_yaml(block.text, str(block))
 
 
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.marked("syntax")], ids=str)
+def test_what_others_read_is_well_formed(block: Block) -> None:
+    assert block.language in ("json", "yaml")  # of which YAML is the wider
+    assert list(yaml.safe_load_all(block.text))
+
+
 def classes_of(page: str) -> dict[str, Any]:
     """The classes that the configurations of a page have, and those of the example."""
-    texts = [b.text for b in of_language("yaml") if b.page == page]
+    texts = [b.text for b in unmarked("yaml") if b.page == page]
     texts.append((ROOT / "examples" / "slo.yaml").read_text(encoding="utf-8"))
     configs = [SLOConfig.model_validate(yaml.safe_load(text)) for text in texts]
     return {name: one for config in configs for name, one in config.slo_classes().items()}
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in of_language("json") if not b.marked("report")], ids=str
-)
+@pytest.mark.parametrize("block", unmarked("json"), ids=str)
 def test_a_body_is_one(block: Block) -> None:
     body = json.loads(block.text)
     asked = resolve_slo(
