@@ -11,6 +11,7 @@ import argparse
 import ast
 import asyncio
 import inspect
+import itertools
 import json
 import os
 import re
@@ -313,6 +314,36 @@ MEANING: Final[Mapping[tuple[str, int], str]] = {
 }
 
 
+FRONT_PATHS: Final[Mapping[str, str]] = {
+    "/health": "200 while a replica is ready and the front is not stopping, else 503",
+    "/-/healthz": "the same; what KubeRay asks the port that clients use",
+    "/metrics": "the front's own [series](metrics.md#the-front-of-several-replicas)",
+    "/metrics/targets": "Prometheus's HTTP service discovery: each replica's page",
+    "/metrics/replicas/NAME": "a replica's own page",
+    "/replicas": "the replicas, and how each is, as JSON",
+}
+
+
+def front_paths(source: str) -> list[list[str]]:
+    """(path, what it answers) of the front's own pages, read from its code.
+
+    Raises:
+        ValueError: one of them is not in ``FRONT_PATHS``, or is there no more.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Dict):  # path -> method that answers
+            answered = [isinstance(value, ast.Attribute) for value in node.values]
+            keys = itertools.compress(node.keys, answered)
+            found |= {str(one.value) for one in keys if isinstance(one, ast.Constant)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "removeprefix":
+            found |= {f"{one.value}NAME" for one in node.args if isinstance(one, ast.Constant)}
+    paths = {path for path in found if path.startswith("/")}
+    if paths ^ set(FRONT_PATHS):
+        raise ValueError(f"reference.FRONT_PATHS: {sorted(paths ^ set(FRONT_PATHS))} differ")
+    return [[code(path), told] for path, told in FRONT_PATHS.items()]
+
+
 def statuses(where: str, paths: Iterable[Path]) -> list[list[str]]:
     """(status, type, meaning) of the errors that some modules answer with, read from their code.
 
@@ -415,7 +446,16 @@ def http() -> str:
                 {"prompt": "x", "slo": {"ttft_ms": 50, "on_unattainable": "decline"}},
                 {"choices": [declined]},
             ),
-            "## Errors of the front of several replicas",
+            "## The front of several replicas",
+            flow(
+                """Generation requests, and a few others of vLLM's, go to a replica. These are the
+                front's own:"""
+            ),
+            table(
+                ["path", "answer"],
+                front_paths((router / "front.py").read_text(encoding="utf-8")),
+            ),
+            "### Its errors",
             table(
                 head,
                 statuses("front", sorted(router.glob("*.py"))),

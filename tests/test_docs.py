@@ -451,6 +451,11 @@ def test_an_error_without_a_meaning_ends_the_build(tmp_path: Path) -> None:
         reference().statuses("front", [tmp_path / "new.py"])
 
 
+def test_a_page_of_the_front_that_nobody_explains_ends_the_build() -> None:
+    with pytest.raises(ValueError, match="/coffee"):
+        reference().front_paths('{"/health": self._health, "/coffee": self._brew}')
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without a warning."""
