@@ -208,9 +208,6 @@ SHELL = [one for one in COMMANDS if one.block.marked("shell")]
 @pytest.mark.parametrize("command", SHELL, ids=str)
 def test_a_simulation_runs(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    rows = [f"2024-05-01 00:{n // 60:02}:{n % 60:02}.5,{90 + n},{9 + n % 50}" for n in range(600)]
-    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]
-    (tmp_path / "trace.csv").write_text("\n".join(lines) + "\n")
     program, name, *words = command.words
     assert program == "vllm-slo"
     run_script([sys.executable, "-m", "vllm_slo.cli", name, *words, *QUICK[name]], tmp_path)
