@@ -2,8 +2,8 @@
 """A request that thinks fast and answers at reading speed, through the openai client.
 
 Start a server with ``vllm-slo serve tiny --port 8000``, then run ``python examples/stages.py``. The
-built-in model writes Python and does not think: the blank line after its first function stands for
-what would be ``</think>``. Behind vLLM's ``--reasoning-parser`` no text is needed:
+built-in model writes Python and does not think: the end of its first line stands for what would be
+``</think>``. Behind vLLM's ``--reasoning-parser`` no text is needed:
 ``{"ttft_ms": 2000, "thinking_tpot_ms": 40, "tpot_ms": 100}`` says the same.
 """
 
@@ -14,7 +14,7 @@ from openai import OpenAI
 client = OpenAI(
     base_url=sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000/v1", api_key="-"
 )
-end_of_thinking = sys.argv[2] if len(sys.argv) > 2 else "\n\n"
+end_of_thinking = sys.argv[2] if len(sys.argv) > 2 else "\n"
 slo = {
     "ttft_ms": 2000,
     "stages": [{"until": end_of_thinking, "tpot_ms": 40}, {"tpot_ms": 100}],

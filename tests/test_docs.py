@@ -51,6 +51,7 @@ QUICK = {
 }
 """Command of vllm-slo that a ``run: shell`` block runs -> what makes it quick."""
 EXAMPLES = {
+    "agent.py": "test_server.py",
     "client.py": "test_docs.py",
     "draft_servers.py": "test_examples.py",
     "offline.py": "test_docs.py",
@@ -58,6 +59,7 @@ EXAMPLES = {
     "serve_config.yaml": "test_examples_ray.py",
     "slo.yaml": "test_docs.py",
     "speculation.py": "test_examples.py",
+    "stages.py": "test_server.py",
 }
 """Example -> the test that runs it."""
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +75,14 @@ def plain_vllm(extra_args: list[dict[str, Any] | None], **options: Any) -> list[
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    engine = LLM("tiny", slo_config={"classes": CLASSES}, **OPTIONS)
+    parser = Path(__file__).with_name("first_line_parser.py")
+    thinking = {"reasoning_parser": "first_line", "reasoning_parser_plugin": str(parser)}
+    engine = LLM(
+        "tiny",
+        slo_config={"classes": CLASSES},
+        structured_outputs_config=thinking,
+        **OPTIONS,
+    )
     yield engine
     engine.llm_engine.engine_core.shutdown()
 
@@ -208,3 +216,30 @@ def test_what_it_cannot_be_built_with() -> None:
         LLM("tiny", slo_config={"clases": {}})
     with pytest.raises(ConfigError, match="cannot read"):
         LLM("tiny", slo_config="no/such/file.yaml")
+
+
+@pytest.mark.parametrize(
+    "slo",
+    [
+        SLO(ttft_ms=60000, thinking_tpot_ms=9000, tpot_ms=10000),
+        SLO(ttft_ms=60000, stages=[{"until": "\n", "tpot_ms": 9000}, {"tpot_ms": 10000}]),
+    ],
+    ids=["parser", "text"],
+)
+def test_thinking_ends_where_the_text_says(llm: LLM, slo: SLO) -> None:
+    params = SamplingParams(temperature=0, max_tokens=48)
+    plain = generate(llm, params=params)
+    outputs = generate(llm, params=params, slo=slo)
+    assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in plain]
+    tokenizer = llm.get_tokenizer()
+    ended = 0
+    for output in outputs:
+        ids = list(output.outputs[0].token_ids)
+        texts = (tokenizer.decode(ids[:n]) for n in range(1, len(ids) + 1))
+        thought = next((n for n, text in enumerate(texts, 1) if "\n" in text), len(ids))
+        report = report_of(output)
+        assert report is not None
+        assert [stage["tokens"] for stage in report["stages"]] == [thought, len(ids) - thought]
+        assert report["attained"]
+        ended += thought < len(ids)
+    assert ended >= 2

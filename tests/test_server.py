@@ -391,3 +391,54 @@ def test_a_client_that_leaves_frees_its_request(server: LiveServer, api: str) ->
     server.await_total(0, "vllm:num_requests_running")
     server.await_total(0, "vllm_slo:promised_requests")
     assert server.total("vllm_slo:requests_finished_total", slo_class="chat") == finished
+
+
+# --- stages and sessions -------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def example(name: str, server: LiveServer) -> list[str]:
+    """What an example prints, asking this server."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), f"{server.url}/v1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_a_reasoning_request_tells_how_each_stage_went(server: LiveServer) -> None:
+    first, thinking, answer = example("stages.py", server)
+    assert first.startswith("promised: ")
+    tokens = [int(line.split()[1]) for line in (thinking, answer)]
+    assert sum(tokens) <= 120
+    assert min(tokens) >= 1
+    asked = [int(line.split("at most ")[1].split()[0]) for line in (thinking, answer)]
+    assert asked == [40, 100]
+    for line, tpot_ms in zip((thinking, answer), asked, strict=True):
+        measured = float(line.split("asked, ")[1].split()[0])
+        assert line.endswith(f"attained: {measured <= tpot_ms}")
+
+
+def test_a_tool_loop_of_three_rounds_is_one_session(server: LiveServer) -> None:
+    before = server.total("vllm_slo:sessions_finished_total")
+    lines = example("agent.py", server)
+    assert [line.split(":")[0] for line in lines] == ["round 1", "round 2", "round 3"]
+    elapsed = [float(line.split("the job after ")[1].split()[0]) for line in lines]
+    assert elapsed[0] + 0.6 < elapsed[2] < 20.0  # two tools lie between
+    kept = [line.endswith("attained so far: True") for line in lines]
+    rounds = ["attained: True;" in line for line in lines]
+    assert kept == [all(rounds[: n + 1]) for n in range(3)]
+    server.await_total(before + 1, "vllm_slo:sessions_finished_total")
+
+
+def test_thinking_needs_a_reasoning_parser(server: LiveServer) -> None:
+    answer = ask_openai(server, "completions", False, {"slo": {"thinking_tpot_ms": 20}})
+    assert answer.status == 400
+    assert answer.error is not None
+    assert answer.error["param"] == "thinking_tpot_ms"
+    assert "--reasoning-parser" in answer.error["message"]

@@ -280,6 +280,19 @@ def test_a_prefix_stays_while_tools_run(engine: Any, share: float, found: bool) 
     assert (cached >= 320) is found
 
 
+def test_a_round_that_a_stop_string_may_have_ended_stays_warm(engine: Any) -> None:
+    one = engine()
+    for name, stop in (("stops", ["x"]), ("leaves", [])):
+        request = one.add(name, 64, 32, SLO(ttft_ms=5000, session_id=name))
+        request.sampling_params.stop = stop
+        for _ in range(4):
+            one.step()
+        before = one.scheduler._steering.sessions.gauges()["warm_prefix_blocks"]
+        one.abort(name)  # as vLLM's API server does for either
+        warm = one.scheduler._steering.sessions.gauges()["warm_prefix_blocks"]
+        assert (warm > before) is bool(stop)
+
+
 def test_warm_prefixes_withhold_no_memory(engine: Any) -> None:
     one = engine(shape=EngineShape(num_blocks=101, max_num_seqs=8))
     pool = one.scheduler.kv_cache_manager.block_pool

@@ -539,7 +539,7 @@ class SLOConfig(BaseModel):
     )
     sessions: SessionsConfig = Field(
         default_factory=SessionsConfig,
-        description="Jobs of several rounds, such as tool loops.",
+        description="Jobs of several rounds, such as tool loops: requests that share a session_id.",
     )
     speculation: SpeculationConfig = Field(
         default_factory=SpeculationConfig,

@@ -94,39 +94,51 @@ class SessionRounds:
         held = self.steering.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         return [block for group in held for block in group]
 
+    def in_time(self, tracked: Tracked, attained: bool | None) -> bool | None:
+        """Whether a request that ends here attains: its own objectives, and its session's time."""
+        session = tracked.session
+        if session is None or attained is None:
+            return attained
+        return attained and self.steering.now_s <= session.deadline_s
+
+    def told(self, tracked: Tracked, attained: bool | None) -> dict[str, Any] | None:
+        """The report on the session of a request that ends here and attains, or not, by
+        `in_time`."""
+        session = tracked.session
+        if session is None:
+            return None
+        kept = session.kept and attained is not False
+        return {
+            "id": session.key[1],
+            "round": session.rounds,
+            "elapsed_ms": round((self.steering.now_s - session.started_s) * 1e3, 3),
+            "attained": kept if session.has_objective else None,
+        }
+
     def end(
         self,
         tracked: Tracked,
         attained: bool | None,
         blocks: Sequence[KVCacheBlock],
         *,
-        by_itself: bool,
-    ) -> tuple[bool | None, dict[str, Any] | None]:
-        """A request has ended; (whether it attained, the report on its session).
+        answered: bool,
+    ) -> None:
+        """A request has ended.
 
         Args:
             tracked: the request.
-            attained: whether it kept its own objectives; None: it had none, or did not end by
-                itself.
+            attained: by `in_time`; None: it had no objective, or did not end by itself.
             blocks: as `blocks_of` told before they were freed.
-            by_itself: whether it was answered.
+            answered: whether its client may go on from it.
         """
-        session, now_s = tracked.session, self.steering.now_s
+        session = tracked.session
         if session is None:
-            return attained, None
-        if now_s > session.deadline_s and attained:
-            attained = False
-        key, last = session.key, bool(tracked.slo.session_last)
-        if blocks and by_itself:
-            self._warm.keep(key, blocks)
-        if self._sessions.end(key, now_s, attained=attained, last=last) is not None:
+            return
+        if blocks and answered:
+            self._warm.keep(session.key, blocks)
+        last, now_s = bool(tracked.slo.session_last), self.steering.now_s
+        if self._sessions.end(session.key, now_s, attained=attained, last=last) is not None:
             self._closed(session)
-        return attained, {
-            "id": session.key[1],
-            "round": session.rounds,
-            "elapsed_ms": round((now_s - session.started_s) * 1e3, 3),
-            "attained": session.attained,
-        }
 
     def _closed(self, session: Session) -> None:
         self._warm.drop(session.key)

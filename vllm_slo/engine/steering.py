@@ -288,8 +288,10 @@ class Steering:
             self._count_finish(tracked.arrival_s)
         else:
             self._unpromised -= 1
-        attained = tracked.attained() if by_itself else None
-        attained, session = self.sessions.end(tracked, attained, blocks, by_itself=by_itself)
+        attained = self.sessions.in_time(tracked, tracked.attained() if by_itself else None)
+        # Where a stop string may end it, an abort is most likely that.
+        answered = by_itself or views.may_stop(request)
+        self.sessions.end(tracked, attained, blocks, answered=answered)
         if by_itself:
             self.metrics.finished(
                 tracked.slo_class,
@@ -303,13 +305,18 @@ class Steering:
                 self.metrics.stages(tracked.slo_class, tracked.tpot.results())
         if not self.tracked:
             self.metrics.publish_soon(**self._gauges())
-        report = tracked.report(attained)
+        return self._report(tracked, attained)
+
+    def _report(self, tracked: Tracked, attained: bool | None) -> dict[str, Any]:
+        report, session = tracked.report(attained), self.sessions.told(tracked, attained)
         return report if session is None else {**report, "session": session}
 
     def report_now(self, request_id: str) -> dict[str, Any] | None:
         """The report of a live request as it would be if it ended here; None without an SLO."""
         tracked = self.tracked.get(request_id)
-        return None if tracked is None else tracked.report(tracked.attained())
+        if tracked is None:
+            return None
+        return self._report(tracked, self.sessions.in_time(tracked, tracked.attained()))
 
     def on_empty(self) -> None:
         """The last live request has ended: no step may follow that says so."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reasoning parser for the built-in model, which does not think: an empty line ends thinking.
+"""A reasoning parser for the built-in model, which does not think: its first line is taken for thinking.
 
 vLLM loads it by ``--reasoning-parser-plugin``.
 """
@@ -11,18 +11,18 @@ from typing import Any
 
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 
-MARK = "\n\n"
+MARK = "\n"
 
 
-@ReasoningParserManager.register_module("blank_line")
-class BlankLineParser(ReasoningParser):
+@ReasoningParserManager.register_module("first_line")
+class FirstLineParser(ReasoningParser):
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         return MARK in self.model_tokenizer.decode(list(input_ids))
 
     def is_reasoning_end_streaming(
         self, input_ids: Sequence[int], delta_ids: Iterable[int]
     ) -> bool:
-        return MARK in self.model_tokenizer.decode(list(input_ids)[-2:])
+        return MARK in self.model_tokenizer.decode(list(delta_ids))
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
         return input_ids
