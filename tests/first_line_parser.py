@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reasoning parser for the built-in model, which does not think: its first line is taken for thinking.
+"""A reasoning parser for the built-in model, which does not think: its first line stands for that.
 
 vLLM loads it by ``--reasoning-parser-plugin``.
 """
@@ -17,7 +17,7 @@ MARK = "\n"
 @ReasoningParserManager.register_module("first_line")
 class FirstLineParser(ReasoningParser):
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
-        return MARK in self.model_tokenizer.decode(list(input_ids))
+        return False  # asked of prompts, which never hold a thought
 
     def is_reasoning_end_streaming(
         self, input_ids: Sequence[int], delta_ids: Iterable[int]
