@@ -440,6 +440,15 @@ def test_an_invalid_request_may_be_aborted_before_it_is_refused(make: Make) -> N
     engine.check_outcomes()
 
 
+def test_nothing_is_kept_of_an_invalid_request_whose_client_left_during_a_pause(make: Make) -> None:
+    engine = make()
+    engine.send("bad", 10, 5, {"slo_ttft_ms": -1})
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.turn()
+    engine.abort("bad")
+    engine.check_outcomes()
+
+
 # Nothing starves.
 
 

@@ -274,6 +274,8 @@ class Steering:
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
         self._served_s.pop(request.request_id, None)
+        if request in self._refused:  # its client left before it was told
+            self._refused.remove(request)
         if self.best_effort is not None:
             self.best_effort.on_end(request, by_itself=by_itself)
         tracked = self.tracked.pop(request.request_id, None)
@@ -439,10 +441,9 @@ class Steering:
         return self.best_effort is not None and bool(waiting)
 
     def _settle_refused(self) -> None:
-        for request in self._refused:
-            if not request.is_finished():
-                self._end(request, str(request.stop_reason))
-        self._refused.clear()
+        refused, self._refused = self._refused, []
+        for request in refused:
+            self._end(request, str(request.stop_reason))
 
     def _end(self, request: Request, stop_reason: str) -> None:
         self.scheduler.end_request(request, stop_reason)
