@@ -252,6 +252,14 @@ def test_the_price_of_a_pass_is_the_slope_of_step_times() -> None:
     assert known.share() == pytest.approx(0.12, abs=0.002)
 
 
+def test_a_machine_that_slept_does_not_make_passes_dear() -> None:
+    known = DraftPassTime(0.05)
+    for step in range(100):
+        passes = 1 + step % 5
+        known.observe(passes, 3000.0 if step == 43 else 1.0 + 0.12 * passes)
+    assert known.share() < 0.3
+
+
 def test_a_pass_that_never_changes_has_no_known_price() -> None:
     known = DraftPassTime(0.05)
     for _ in range(100):

@@ -322,6 +322,16 @@ def test_hiccups_do_not_move_the_bias_and_a_lasting_change_does() -> None:
     assert correction.bias == 2.0
 
 
+def test_a_machine_that_slept_goes_on_promising() -> None:
+    correction = OnlineCorrection()
+    for _ in range(20):
+        correction.observe(1.0, 1.0)
+    correction.observe(1.0, 3000.0)
+    for _ in range(DEFAULT_HORIZON):
+        correction.observe(1.0, 1.0)
+    assert correction.margin(0.95) < 5.0  # and not 300
+
+
 def test_memory_of_the_correction_is_bounded() -> None:
     correction = OnlineCorrection()
     for i in range(3000):

@@ -704,6 +704,9 @@ class DraftPassTime:
     """Steps, one pass off the others, that the first guess counts for."""
     REMEMBERED = 200
     """Steps of each number of passes."""
+    DEAREST = 2.0
+    """Steps without drafts that a pass may cost at most: what took longer was held up by something
+    else, and a mean would not forget it for thousands of steps."""
 
     def __init__(self, first_guess: float = 0.05) -> None:
         self._first_guess = first_guess
@@ -714,6 +717,7 @@ class DraftPassTime:
         drafts."""
         count, mean = self._seen.get(passes, (0, 0.0))
         count = min(count + 1, self.REMEMBERED)
+        ratio = min(ratio, 1.0 + self.DEAREST * passes)
         self._seen[passes] = count, mean + (ratio - mean) / count
 
     def share(self) -> float:

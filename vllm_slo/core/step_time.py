@@ -395,10 +395,11 @@ class OnlineCorrection:
     """Learns from live steps by how much a base model is off, and how widely.
 
     ``bias`` is the median of actual/predicted over the last 64 steps: a 50x hiccup does not
-    move it, a machine that became slower does within some 32 steps.  The margin is a quantile of
-    what promises depend on: not of single steps but of runs of ``horizon`` steps, because a TPOT
-    is judged over a window of as many tokens and a prefill takes many steps, and the noise of
-    single steps evens out in a run.  ``bias * margin(q)`` is what a share q of the last 512 runs
+    move it, a machine that became slower does within some 32 steps.  For the margin such a hiccup
+    counts as ``STALL`` typical steps, or a machine that slept would promise nothing for long.
+    The margin is a quantile of what promises depend on: not of single steps but of runs of
+    ``horizon`` steps, because a TPOT is judged over a window of as many tokens and a prefill takes
+    many steps, and the noise of single steps evens out in a run.  ``bias * margin(q)`` is what a share q of the last 512 runs
     stayed under; a slow phase is remembered that long, on purpose.  Ratios are always taken
     against the *base* model, never against a corrected one.
 
@@ -408,6 +409,7 @@ class OnlineCorrection:
 
     BIAS_WINDOW = 64
     MARGIN_WINDOW = 512
+    STALL = 20.0
     ENOUGH = 64
     """Steps before the measured quantile may be tighter than the default margin."""
 
@@ -430,9 +432,11 @@ class OnlineCorrection:
         ratio = actual_s / predicted_s
         if 1e-6 < ratio < 1e6:
             self._recent.add(ratio)
+            most = self.STALL * self.bias
             self._run.append((predicted_s, actual_s))
             self._window.add(
-                sum(actual for _, actual in self._run) / sum(guess for guess, _ in self._run)
+                sum(min(actual, most * guess) for guess, actual in self._run)
+                / sum(guess for guess, _ in self._run)
             )
 
     @property
