@@ -399,9 +399,9 @@ class OnlineCorrection:
     counts as ``STALL`` typical steps, or a machine that slept would promise nothing for long.
     The margin is a quantile of what promises depend on: not of single steps but of runs of
     ``horizon`` steps, because a TPOT is judged over a window of as many tokens and a prefill takes
-    many steps, and the noise of single steps evens out in a run.  ``bias * margin(q)`` is what a share q of the last 512 runs
-    stayed under; a slow phase is remembered that long, on purpose.  Ratios are always taken
-    against the *base* model, never against a corrected one.
+    many steps, and the noise of single steps evens out in a run.  ``bias * margin(q)`` is what a
+    share q of the last 512 runs stayed under; a slow phase is remembered that long, on purpose.
+    Ratios are always taken against the *base* model, never against a corrected one.
 
     The steps fed in must not overlap: with asynchronous scheduling a step's time is the
     interval between two successive outputs of a busy engine, not the latency of one batch.
