@@ -393,6 +393,30 @@ def test_a_disk_that_cannot_be_written_costs_metrics_and_not_service(
     assert blocked.read_text() == "in the way"
 
 
+def test_a_disk_that_has_room_again_gets_metrics_again(folder: Path) -> None:
+    series = busy()
+    series.publish(0.0, **GAUGES)
+    (written,) = folder.glob("*.prom")
+    before = written.read_bytes()
+    in_the_way = written.with_suffix(".tmp")
+    in_the_way.mkdir()
+    series.broken("chat", "ttft")
+    series.publish(2.0, **GAUGES)
+    assert written.read_bytes() == before
+    in_the_way.rmdir()
+    series.publish(4.0, **GAUGES)
+    assert written.read_bytes() != before
+
+
+def test_what_its_owner_has_removed_is_not_made_anew(folder: Path) -> None:
+    series = busy()
+    series.publish(0.0, **GAUGES)
+    metrics.remove_folder(folder)
+    series.publish(2.0, **GAUGES)
+    series.publish(4.0, **GAUGES)
+    assert not folder.exists()
+
+
 def test_without_a_folder_series_are_kept_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -390,7 +390,8 @@ class SchedulerMetrics:
         self._write()
 
     def _write(self) -> None:
-        """Write the file, atomically; a full disk costs metrics, not service."""
+        """Write the file, atomically; a full disk costs metrics, not service, and only until it has
+        room again."""
         with self._writing:
             if self._path is None:
                 return
@@ -402,7 +403,8 @@ class SchedulerMetrics:
                 draft.write_bytes(generate_latest(self.registry))
                 draft.replace(self._path)
             except OSError:
-                self._path = None
+                if not self._path.parent.is_dir():
+                    self._path = None
 
 
 _Series = TypeVar("_Series", Counter, Gauge, Histogram)
