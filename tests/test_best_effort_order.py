@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
 from vllm_slo import SLO
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
@@ -280,6 +282,22 @@ def test_learning_lengths_without_the_library_is_refused(
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
     with pytest.raises(ConfigError, match=r"best_effort\.output_length.*vllm-slo\[lengths\]"):
         engine("laps_sd", best_effort={"output_length": "learnt"})
+
+
+def test_a_place_lost_and_got_again_unseen_is_kept_anew(engine: Make) -> None:
+    """Two who were let in took each other's place for ever, as neither's rounds were forgotten."""
+    one = engine("las", places=4, drafts=False)
+    one.add("r0", 50, 40, declared(40))
+    one.add("r1", 50, 40, declared(40))
+    for _ in range(8):
+        one.step()
+    order, request = one.scheduler._steering.best_effort, one.scheduler.requests["r0"]
+    assert order.rank([request])[0].progress_s > 0.0
+    one.scheduler.running.remove(request)
+    one.scheduler._preempt_request(request, 0.0, drop_stale_output=False)
+    one.scheduler.waiting.remove_request(request)
+    request.status = RequestStatus.RUNNING
+    assert order.rank([request])[0].progress_s == 0.0
 
 
 def test_what_was_foreseen_is_compared_with_what_came(engine: Make) -> None:

@@ -48,6 +48,7 @@ class _Known:
         length: predicted length now.
         foreseen_s: what it was to take altogether when that was first known.
         placed: whether it held a place when it was last looked at.
+        preemptions: how often it had lost one by then.
         turn_s: seconds of rounds for which it keeps a place that it got last.
         beginning: seconds of work and KV blocks that it needs before its next round.
         begins: by which model, and with how many tokens, computed and in all.
@@ -62,6 +63,7 @@ class _Known:
         "number",
         "perception",
         "placed",
+        "preemptions",
         "query",
         "turn_s",
     )
@@ -73,6 +75,7 @@ class _Known:
         self.first = self.length = LengthPrediction(0, "cap")
         self.foreseen_s: float | None = None
         self.placed = False
+        self.preemptions = 0
         self.turn_s = 0.0
         self.beginning = 0.0, 0
         self.begins: tuple[StepTimeModel | None, int, int] = None, 0, 0
@@ -194,9 +197,10 @@ class BestEffort:
         known = self._known[name]
         perception = known.perception
         placed = request.status == RequestStatus.RUNNING
-        if placed and not known.placed:
+        # It may have lost its place and got another without being looked at in between.
+        if placed and not (known.placed and known.preemptions == request.num_preemptions):
             perception.place()
-        known.placed = placed
+        known.placed, known.preemptions = placed, request.num_preemptions
         remaining_s = self._remaining_s(known, request)
         if placed:
             kept_s = max(self._switch_s(request), known.turn_s, perception.shows_s)
