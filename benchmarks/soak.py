@@ -142,8 +142,7 @@ class Server:
         for role, process in self._known.items():
             with suppress(psutil.Error), process.oneshot():
                 rss_mib = process.memory_info().rss / 2**20
-                files = process.num_fds()
-                found[role] = Process(rss_mib, process.num_threads(), files)
+                found[role] = Process(rss_mib, process.num_threads(), process.num_fds())
         healthy = self.is_healthy()
         samples = self.metrics() if healthy else []
         files = [path for path in self.scratch.rglob("*") if path.is_file()]
@@ -205,7 +204,7 @@ class Server:
 def total(samples: Sequence[Any], series: str, **labels: str) -> float:
     """Sum over the samples of ``series`` that have these labels."""
     wanted = labels.items()
-    return sum(s.value for s in samples if s.name == series and wanted <= s.labels.items())
+    return float(sum(s.value for s in samples if s.name == series and wanted <= s.labels.items()))
 
 
 def size_of(path: Path) -> int:
