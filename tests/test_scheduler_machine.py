@@ -327,14 +327,15 @@ class WatchedEngine(CheckedEngine):
     def check_share(
         self, nudge: Nudge, output: SchedulerOutput, held: set[str], served_s: dict[str, float]
     ) -> None:
-        """Who holds a place and has aged gets its share before long, whatever is promised."""
+        """Who holds a place and has aged gets its share before long, whatever is promised. (In
+        another order than that of arrival only who has no place ages.)"""
         steering, scheduled = self.scheduler._steering, output.num_scheduled_tokens
         aged_s = steering.now_s - AGEING_S
         for name, since_s in served_s.items():
             waits = name in held and name not in scheduled and since_s < aged_s
             waits = waits and name in self.scheduler.requests and bool(scheduled)
             self.skipped[name] = self.skipped[name] + 1 if waits else 0
-        if steering.config.best_effort_token_share:
+        if steering.config.best_effort_token_share and steering.best_effort is None:
             worst = max(self.skipped.values(), default=0)
             assert worst <= 2 * len(self.scheduler.requests) + 5, self.skipped.most_common(3)
 
