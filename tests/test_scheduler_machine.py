@@ -335,7 +335,12 @@ class WatchedEngine(CheckedEngine):
             waits = name in held and name not in scheduled and since_s < aged_s
             waits = waits and name in self.scheduler.requests and bool(scheduled)
             self.skipped[name] = self.skipped[name] + 1 if waits else 0
-        if steering.config.best_effort_token_share and steering.best_effort is None:
+        promised = [one.tpot_s for one in steering.tracked.values() if one.promised]
+        fullest = steering.steps.promise_model.time_to_tokens(min(promised, default=60.0))
+        share = steering.config.best_effort_token_share * fullest
+        if share < 1.0 or fullest < 2 * len(promised):
+            self.skipped.clear()  # steps that keep promises have no room for a share
+        if steering.best_effort is None:
             worst = max(self.skipped.values(), default=0)
             assert worst <= 2 * len(self.scheduler.requests) + 5, self.skipped.most_common(3)
 
