@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ pytest.importorskip("vllm")
 
 from test_scheduler_invariants import INVALID, ROOFLINE, CheckedEngine, alone_s
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -164,10 +166,12 @@ class WatchedEngine(CheckedEngine):
         self.nudge = nudge
         return self._plan(throttle_prefills, nudge)
 
-    def _note_end(self, request: Request) -> dict[str, Any] | None:
+    def _note_end(
+        self, request: Request, blocks: Sequence[KVCacheBlock] = ()
+    ) -> dict[str, Any] | None:
         tracked = self.scheduler._steering.tracked.get(request.request_id)
         self.ended_promised += tracked is not None and tracked.promised
-        return self._on_end(request)
+        return self._on_end(request, blocks)
 
     # What the machine does.
 

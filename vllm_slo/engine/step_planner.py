@@ -197,19 +197,18 @@ class StepPlanner:
             return []
         scheduler, steering = self.scheduler, self.steering
         pool = scheduler.kv_cache_manager.block_pool
-        promised = [*self.decodes, *(t for t in self.prefills if t.promised)]
-        needed = self._decode_blocks()
-        needed += sum(
-            steering.blocks_for(t.request.num_tokens + 1) - steering.held_blocks(t.request)
-            for t in promised
-            if not views.is_decoding(t.request) or t.request.num_computed_tokens == 0
-        )
-        seats = self._seats([])
-        free = pool.get_num_free_blocks()
-        short = len(starting) - seats
-        if needed <= free and short <= 0:
+        begun = [*self.decodes, *(t for t in self.prefills if t.promised and t not in starting)]
+        needed = self._decode_blocks() + sum(self._blocks_to_come(t.request) for t in begun)
+        seats, free = self._seats([]), pool.get_num_free_blocks()
+        to_start = [self._blocks_to_come(t.request) for t in starting]
+        if needed + sum(to_start) <= free and len(starting) <= seats:
             return []
         victims = list(reversed(self._ranked(self.others)))
+        most, short = free + sum(steering.held_blocks(r) for r in victims), -seats
+        for blocks in to_start:
+            # What is cleared for who cannot start all the same would go to somebody else.
+            if needed + blocks <= most:
+                needed, short = needed + blocks, short + 1
         by_id = {request.request_id: request for request in victims}
         chosen = batch_plan.preemptions(
             needed, free, [(r.request_id, steering.held_blocks(r)) for r in victims]
@@ -218,6 +217,13 @@ class StepPlanner:
         return [
             by_id[name] for name in names if scheduler._request_blocks_can_be_freed(by_id[name])
         ]
+
+    def _blocks_to_come(self, request: Request) -> int:
+        """KV blocks that a promised request needs for its next sample, beyond those it holds."""
+        if views.is_decoding(request) and request.num_computed_tokens:
+            return 0
+        blocks = self.steering.blocks_for(request.num_tokens + 1)
+        return blocks - self.steering.held_blocks(request)
 
     def _ranked(self, others: list[Request]) -> list[Request]:
         """Best effort in serving order."""
