@@ -20,6 +20,7 @@ from vllm_slo.access import Access, Seal
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
 from vllm_slo.engine.http_quote import QUOTE_ROUTE, answer_quote, error_messages
+from vllm_slo.engine.live_page import LivePage
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
 from vllm_slo.slo import (
@@ -91,9 +92,12 @@ class SLOMiddleware:
         self._policy: Policy | None = None
         self._access: Access | None = None
         self._seal = Seal.from_environment()
+        self._page = LivePage()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection; anything but a generation request goes straight through."""
+        """Serve one ASGI connection; all but generation requests, quotes and the live page pass."""
+        if await self._page.answered(scope, send):
+            return
         if _is_post(scope, {QUOTE_ROUTE}):
             await answer_quote(self.app, self.plan, scope, receive, send)
             return

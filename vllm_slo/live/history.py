@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recent past of the series on ``/metrics``, in bounded memory.
+
+A page that is opened at night has to show what led there, so the server looks at its own series
+every `STEP_S` seconds. Counters become increments, which add up over any span; a counter that
+starts anew loses nothing but what it had not told. Two resolutions are kept: `FINE` samples of
+`STEP_S`, and `COARSE` ones of a minute, in which gauges are at their highest of that minute.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from prometheus_client import Metric
+
+__all__ = ["COARSE", "FINE", "KEPT", "MINUTE_S", "STEP_S", "History"]
+
+STEP_S: Final = 2.0
+FINE: Final = 450
+"""Samples of `STEP_S`: a quarter of an hour."""
+MINUTE_S: Final = 60.0
+COARSE: Final = 360
+"""Samples of a minute: six hours."""
+MOST_SERIES: Final = 1_024
+"""Series that are kept, the first to come. Labels are few, yet a class is what a file calls it."""
+
+KEPT: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm_slo:admissions_total": ("slo_class", "outcome", "reason"),
+    "vllm_slo:requests_finished_total": ("slo_class", "promised", "attained"),
+    "vllm_slo:promises_broken_total": ("slo_class", "objective"),
+    "vllm_slo:generation_tokens_total": ("slo_class", "attained"),
+    "vllm_slo:ttft_seconds_bucket": ("slo_class", "le"),
+    "vllm_slo:worst_window_tpot_seconds_bucket": ("slo_class", "le"),
+    "vllm_slo:step_time_ratio_count": (),
+    "vllm_slo:step_seconds_total": (),
+    "vllm_slo:step_predicted_seconds_total": (),
+    "vllm_slo:promised_requests": (),
+    "vllm_slo:best_effort_requests": (),
+    "vllm_slo:best_effort_age_seconds": (),
+    "vllm_slo:step_time_margin_ratio": (),
+    "vllm_slo:speculation_enabled": (),
+    "vllm_slo:tree_verified_tokens_total": (),
+    "vllm_slo:tree_accepted_tokens_total": (),
+    "vllm_slo:draft_length_tokens": ("slo_class",),
+    "vllm_slo:draft_acceptance_ratio": ("slo_class",),
+    "vllm_slo:tenant_acceptance_ratio": ("tenant",),
+    "vllm_slo:tenant_granted_tokens": ("tenant",),
+    "vllm_slo:tenant_goodput_tokens": ("tenant",),
+    "vllm_slo:drafter_up": ("drafter",),
+    "vllm_slo:drafter_acceptance_ratio": ("drafter",),
+    "vllm_slo:drafter_granted_tokens": ("drafter",),
+    "vllm_slo:drafter_verified_tokens_total": ("drafter",),
+    "vllm_slo:drafter_accepted_tokens_total": ("drafter",),
+    "vllm:num_requests_running": (),
+    "vllm:num_requests_waiting": (),
+    "vllm:kv_cache_usage_perc": (),
+    "vllm:spec_decode_num_draft_tokens_total": (),
+    "vllm:spec_decode_num_accepted_tokens_total": (),
+}
+"""Samples that are kept -> the labels that tell them apart; over all others, such as the engine,
+counters are added up."""
+ADDED: Final = ("_requests", "_tokens", ":num_requests_running", ":num_requests_waiting")
+"""Endings of gauges that are added up likewise; of others, the highest counts."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What came since the sample before, and how things stood.
+
+    Attributes:
+        time_ms: its end, milliseconds since 1970.
+        span_s: from the end of the sample before, seconds.
+        counts: place of a counter -> its increment, unless 0.
+        gauges: place of a gauge -> its value.
+    """
+
+    time_ms: int
+    span_s: float
+    counts: dict[int, float] = field(default_factory=dict)
+    gauges: dict[int, float] = field(default_factory=dict)
+
+    def add(self, other: _Sample) -> None:
+        """Lengthen this sample by the one that follows it."""
+        self.time_ms = other.time_ms
+        self.span_s += other.span_s
+        for place, count in other.counts.items():
+            self.counts[place] = self.counts.get(place, 0.0) + count
+        for place, value in other.gauges.items():
+            self.gauges[place] = max(self.gauges.get(place, value), value)
+
+    def as_list(self) -> list[Any]:
+        """For JSON: [time, span, {place: increment}, {place: value}]."""
+        counts = {place: round(count, 6) for place, count in self.counts.items()}
+        gauges = {place: round(value, 6) for place, value in self.gauges.items()}
+        return [self.time_ms, round(self.span_s, 3), counts, gauges]
+
+
+class History:
+    """Samples of the series in `KEPT`; one thread adds, any other may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._last: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._fine: deque[_Sample] = deque(maxlen=FINE)
+        self._coarse: deque[_Sample] = deque(maxlen=COARSE)
+        self._before_s: float | None = None
+
+    def add(self, now_s: float, families: Iterable[Metric]) -> None:
+        """Take a sample. The first of all shows where counters begin, and counts nothing.
+
+        Args:
+            now_s: seconds since 1970. If they ran backwards, what they had passed is forgotten.
+            families: the series as they are now.
+        """
+        with self._lock:
+            first = self._before_s is None
+            time_ms = round(now_s * 1e3)
+            if not first and now_s <= (self._before_s or 0.0):
+                self._forget_from(time_ms)
+                self._before_s = now_s
+            sample = _Sample(time_ms, 0.0 if first else now_s - (self._before_s or 0.0))
+            self._before_s = now_s
+            self._take(sample, families, first=first)
+            self._fine.append(sample)
+            minute = self._coarse[-1] if self._coarse else None
+            if minute is None or minute.time_ms // 60_000 != time_ms // 60_000:
+                self._coarse.append(_Sample(time_ms, 0.0))
+            self._coarse[-1].add(sample)
+
+    def since(self, time_ms: int, *, coarse: bool) -> dict[str, Any]:
+        """What a page does not know yet, for JSON.
+
+        Args:
+            time_ms: the time of the last sample that it has; 0: it has none.
+            coarse: whether it shows minutes.
+
+        Returns:
+            ``series``: names with labels, by place. ``samples``: those that follow; the minute
+            that the page named is among them, as it may have grown. ``reset``: whether the page is
+            to forget all others, as the one it named is not known.
+        """
+        grid_ms = 60_000 if coarse else 1
+        with self._lock:
+            kept = list(self._coarse if coarse else self._fine)
+            places = [sample.time_ms // grid_ms for sample in kept]
+            reset = time_ms // grid_ms not in places
+            start = 0 if reset else places.index(time_ms // grid_ms) + (not coarse)
+            samples = [sample.as_list() for sample in kept[start:]]
+            series = [[name, *labels] for name, labels in self._places]
+        return {"series": series, "samples": samples, "reset": reset}
+
+    def _take(self, sample: _Sample, families: Iterable[Metric], *, first: bool) -> None:
+        found: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[int, float]] = {}
+        for family in families:
+            for name, labels, value, *_ in family.samples:
+                place = self._place(name, labels)
+                if place is None or not math.isfinite(value):
+                    continue
+                if family.type == "gauge":
+                    self._add_gauge(sample.gauges, place, name, value)
+                else:  # two files may tell of the same engine: one that ended, and the next
+                    key = name, tuple(sorted(labels.items()))
+                    found[key] = place, value + found.get(key, (0, 0.0))[1]
+        for key, (place, value) in found.items():
+            before = self._last.get(key, value if first else 0.0)
+            self._last[key] = value
+            grown = value - before if value >= before else value
+            if grown > 0.0:
+                sample.counts[place] = sample.counts.get(place, 0.0) + grown
+
+    @staticmethod
+    def _add_gauge(gauges: dict[int, float], place: int, name: str, value: float) -> None:
+        if name.endswith(ADDED):
+            gauges[place] = gauges.get(place, 0.0) + value
+        else:
+            gauges[place] = max(gauges.get(place, value), value)
+
+    def _place(self, name: str, labels: Mapping[str, str]) -> int | None:
+        """Where a series stands in `since`'s list; None: it is not kept."""
+        kept = KEPT.get(name)
+        if kept is None:
+            return None
+        key = name, tuple(labels.get(label, "") for label in kept)
+        place = self._places.get(key)
+        if place is None and len(self._places) < MOST_SERIES:
+            place = self._places[key] = len(self._places)
+        return place
+
+    def _forget_from(self, time_ms: int) -> None:
+        for kept in (self._fine, self._coarse):
+            while kept and kept[-1].time_ms >= time_ms:
+                kept.pop()

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page and its data as HTTP answers, whatever server sends them.
+
+``GET /slo`` is one HTML file that asks ``GET /slo/data`` every two seconds. Both are as open as
+``/metrics`` is, which says the same. Nothing but the page's own script and style may run in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+from prometheus_client import Metric
+
+from vllm_slo.live.history import KEPT, MINUTE_S, STEP_S, History
+
+__all__ = ["DATA_PATH", "PAGE_PATH", "Answer", "Sampler", "page"]
+
+PAGE_PATH: Final = "/slo"
+DATA_PATH: Final = "/slo/data"
+MOST_TIME: Final = 0.005
+"""Share of a core that looking may take: beyond, samples are taken less often."""
+_SHARED: Final = {
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP answer of status 200."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+
+@cache
+def page() -> Answer:
+    """The page. Its policy lets in the script and the style that it holds, by their digests."""
+    html = Path(__file__).with_name("page.html").read_bytes()
+    script, style = (_digest(html, tag) for tag in (b"script", b"style"))
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": policy}
+    return Answer(html, {**_SHARED, **headers})
+
+
+def _digest(html: bytes, tag: bytes) -> str:
+    """What a policy calls the one element of this kind: the digest of its text."""
+    (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), html, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+
+
+class Sampler:
+    """Looks at the series again and again, in a thread of its own, and says what it saw.
+
+    Args:
+        collect: the series as they are now; called in the thread.
+        about: what else there is to say of the server, for JSON; called with each answer.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[], Iterable[Metric]],
+        about: Callable[[], Mapping[str, Any]] = dict,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.history = History()
+        self._collect = collect
+        self._about = about
+        self._clock = clock
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless it has begun."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="slo-page", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """Take a sample now. Its time is on the grid of `STEP_S`, on which every process of a
+        server with several looks."""
+        now_s = self._clock()
+        self.history.add(now_s - now_s % STEP_S, self._collect())
+
+    def data(self, query: bytes) -> Answer:
+        """The answer to ``GET /slo/data``.
+
+        Args:
+            query: of the URL. ``since``: the time of the last sample that the page has,
+                milliseconds; ``minutes=1``: those of a minute.
+        """
+        asked = parse_qs(query.decode("latin-1"), max_num_fields=8) if len(query) < 256 else {}
+        since = asked.get("since", ["0"])[0]
+        coarse = asked.get("minutes") == ["1"]
+        body = {
+            "now": round(self._clock() * 1e3),
+            "step_s": MINUTE_S if coarse else STEP_S,
+            "labels": KEPT,
+            "about": self._about(),
+            **self.history.since(
+                int(since) if since.isdecimal() and len(since) < 16 else 0, coarse=coarse
+            ),
+        }
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+        return Answer(text.encode(), {**_SHARED, "content-type": "application/json"})
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._stop.wait(wait_s):
+            begun_s = time.thread_time()
+            self.look()
+            taken_s = time.thread_time() - begun_s
+            wait_s = max(STEP_S - self._clock() % STEP_S, taken_s / MOST_TIME)
