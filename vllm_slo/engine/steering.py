@@ -35,6 +35,7 @@ from vllm_slo.engine.state import INTERVAL_S, StatePublisher, state_of
 from vllm_slo.engine.step_clock import StepClock
 from vllm_slo.engine.step_planner import Nudge, StepPlanner
 from vllm_slo.engine.tenants import TenantShares
+from vllm_slo.engine.tracing import RequestSpans
 from vllm_slo.engine.views import Tracked
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, has_slo_key
@@ -161,6 +162,7 @@ class Steering:
         self.sessions = SessionRounds(self)
         self.quotas = Quotas(self, self.config) if self.config.quotas.on else None
         self._seal = None if self.config.access is None else Seal.from_environment()
+        self._spans = RequestSpans.from_config(vllm_config.observability_config)
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
         if self._publisher is not None:
@@ -307,6 +309,8 @@ class Steering:
                 self.metrics.stages(tracked.slo_class, tracked.tpot.results())
         if not self.tracked:
             self.metrics.publish_soon(**self._gauges())
+        if self._spans is not None:
+            self._spans.ended(tracked, attained, self.clock)
         return self._report(tracked, attained)
 
     def _report(self, tracked: Tracked, attained: bool | None) -> dict[str, Any]:
