@@ -56,6 +56,7 @@ class Knobs:
         state: fields of the state that differ; see `state`. ``null_state``: none at all.
         split: write each event in two parts.
         usage_ratio: bytes per token of the prompt tokens it reports.
+        page: what it answers to /slo/data; None: it has no such page.
     """
 
     ttft_s: float = 0.0
@@ -76,6 +77,7 @@ class Knobs:
     null_state: bool = False
     split: bool = False
     usage_ratio: float = 4.0
+    page: dict[str, Any] | None = None
 
 
 def state(changes: dict[str, Any]) -> ReplicaState:
@@ -325,6 +327,9 @@ class FakeReplica:
             return web.json_response({})
         if path == "/metrics":
             return web.Response(text=f'fake_replica{{name="{self.name}"}} 1\n')
+        if path == "/slo/data" and self.knobs.page is not None:
+            self.seen.append({"path": request.path_qs, "ticket": None, "ended": "answered"})
+            return web.json_response(self.knobs.page)
         if path in ("/v1/models", "/version", "/tokenize", "/v1/embeddings"):
             return await self.plain(request)
         self.seen.append({"path": request.path_qs, "ticket": None, "ended": "answered"})

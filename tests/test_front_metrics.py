@@ -116,3 +116,48 @@ def test_the_page_is_prometheus_text(front: FrontProcess) -> None:
         for label in sample.labels
     }
     assert labels <= {"result", "reason", "replica", "le"}
+
+
+# --- the live page -------------------------------------------------------------------------------
+
+
+def told(requests: float, *, reset: bool = False) -> dict[str, object]:
+    """What a replica says of two seconds, long ago."""
+    return {
+        "now": 2_000_000,
+        "about": {"model": "fake", "classes": {}, "silent_s": 1.0},
+        "series": [["vllm_slo:admissions_total", "chat", "promised", ""]],
+        "samples": [[1_000_000, 2.0, {"0": requests}, {}]],
+        "reset": reset,
+    }
+
+
+def test_the_live_page_adds_up_what_replicas_say(front: FrontProcess, fakes: list[Fake]) -> None:
+    fakes[0].knobs(page=told(3))
+    fakes[1].knobs(page=told(4))
+    page = front.get("/slo")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "script-src 'sha256-" in page.headers["content-security-policy"]
+    data = front.get("/slo/data?since=999998&other=1&minutes=2").json()
+    assert data["samples"] == [[1_000_000, 2.0, {"0": 7}, {}]]
+    assert not data["reset"]
+    for fake in fakes:
+        assert [one["path"] for one in fake.seen()] == ["/slo/data?since=999998"]
+
+
+def test_a_replica_that_began_anew_makes_the_page_ask_all_for_everything(
+    front: FrontProcess, fakes: list[Fake]
+) -> None:
+    fakes[0].knobs(page=told(3))
+    fakes[1].knobs(page=told(4, reset=True))
+    assert front.get("/slo/data?since=5&minutes=1").json()["reset"]
+    for fake in fakes:
+        paths = [one["path"] for one in fake.seen()]
+        assert paths == ["/slo/data?since=5&minutes=1", "/slo/data?since=0&minutes=1"]
+
+
+def test_a_replica_without_a_page_is_left_out(front: FrontProcess, fakes: list[Fake]) -> None:
+    assert front.get("/slo/data").status_code == 503
+    fakes[1].knobs(page=told(4))
+    assert front.get("/slo/data?since=%0d%0ax").json()["samples"][0][2] == {"0": 4}
+    assert {one["path"] for one in fakes[1].seen()} == {"/slo/data?since=0"}

@@ -26,6 +26,7 @@ from vllm_slo.engine.live_page import LivePage
 from vllm_slo.engine.metrics import FOLDER_VARIABLE, FolderCollector, SchedulerMetrics
 from vllm_slo.live import history
 from vllm_slo.live.history import COARSE, FINE, KEPT, STEP_S, History
+from vllm_slo.live.merge import merged
 from vllm_slo.live.page import Sampler, page
 
 FINISHED = "vllm_slo:requests_finished"
@@ -179,6 +180,55 @@ def test_a_clock_that_runs_backwards_takes_back_what_it_had_passed() -> None:
     times = [time_ms / 1e3 - T0 for time_ms, _, _ in seen(kept)]
     assert times == [0, 2, 4, 6]
     assert all(span_s >= 0 for _, span_s, *_ in kept.since(0, coarse=False)["samples"])
+
+
+# --- several servers as one ----------------------------------------------------------------------
+
+
+def answer_of(server: str, *times: float, value: float, coarse: bool = False) -> dict[str, Any]:
+    """What one server says: a counter of its own class, one that both have, and two gauges."""
+    kept = History()
+    for count, time_s in enumerate(times):
+        both = counter(value * count)
+        own = counter(float(count), slo_class=server)
+        kept.add(time_s, [own, both, gauge(RUNNING, value), gauge(OLDEST, value)])
+    about = {"model": server, "classes": {}, "silent_s": value}
+    now = {"now": round(times[-1] * 1e3) + 60_000, "about": about}
+    return json.loads(json.dumps({**now, **kept.since(0, coarse=coarse)}))
+
+
+def test_servers_are_added_up_sample_by_sample() -> None:
+    one = answer_of("one", T0, T0 + 2, T0 + 4, value=3.0)
+    other = answer_of("other", T0 + 2, T0 + 4, value=5.0)
+    whole = merged([one, other], coarse=False)
+    names = ["/".join(filter(None, series)) for series in whole["series"]]
+    assert len(names) == len(set(names)) == 5
+    both = names.index(f"{FINISHED}_total/chat/true")
+    running, oldest = names.index(RUNNING), names.index(OLDEST)
+    assert [sample[0] / 1e3 - T0 for sample in whole["samples"]] == [0, 2, 4]
+    assert [sample[2].get(both, 0) for sample in whole["samples"]] == [0, 3, 3 + 5]
+    assert [sample[3][running] for sample in whole["samples"]] == [3, 8, 8]
+    assert [sample[3][oldest] for sample in whole["samples"]] == [3, 5, 5]
+    assert whole["about"] == {"model": "one", "classes": {}, "silent_s": 3.0}
+
+
+def test_a_sample_that_another_may_still_take_is_held_back() -> None:
+    one = answer_of("one", T0, T0 + 2, T0 + 4, value=1.0)
+    one["now"] = round((T0 + 5) * 1e3)
+    assert [sample[0] / 1e3 - T0 for sample in merged([one], coarse=False)["samples"]] == [0]
+
+
+def test_minutes_of_servers_are_the_same_where_their_ends_are_not() -> None:
+    one = answer_of("one", T0, T0 + 58, T0 + 70, value=1.0, coarse=True)
+    other = answer_of("other", T0 + 10, T0 + 64, value=1.0, coarse=True)
+    whole = merged([one, other], coarse=True)
+    assert [sample[0] / 1e3 - T0 for sample in whole["samples"]] == [58, 70]
+
+
+def test_one_that_begins_anew_resets_all() -> None:
+    answers = [{**answer_of("one", T0, value=1.0), "reset": reset} for reset in (False, True)]
+    assert merged(answers, coarse=False)["reset"]
+    assert not merged(answers[:1], coarse=False)["reset"]
 
 
 # --- the sampler ---------------------------------------------------------------------------------

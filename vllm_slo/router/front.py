@@ -46,6 +46,7 @@ from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.front_metrics import FrontMetrics
+from vllm_slo.router.front_page import PATHS, live_page
 from vllm_slo.router.openai_errors import (
     SERVER_HEADER,
     error_response,
@@ -409,6 +410,8 @@ class Front:
     async def _own_page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         if path.startswith("/metrics/replicas/") and request.method == "GET":
             return await self._replica_metrics(path.removeprefix("/metrics/replicas/"))
+        if path in PATHS and request.method in ("GET", "HEAD"):
+            return await live_page(request, self.cluster.listed.values())
         page = {
             "/health": self._health,
             "/-/healthz": self._health,  # what KubeRay asks the port that clients use

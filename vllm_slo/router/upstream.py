@@ -203,7 +203,7 @@ class Upstream:
         url = self._urls.get(target)
         if url is None:
             url = URL(self.spec.url + target, encoded=True)
-            if len(self._urls) < MAX_URLS:
+            if len(self._urls) < MAX_URLS and "?" not in target:
                 self._urls[target] = url
         return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
