@@ -123,6 +123,23 @@ def test_what_it_is_told_stays_text(server: LiveServer, browser: Any) -> None:
         visit.wrong = [line for line in visit.wrong if server.url not in line]
 
 
+def test_a_scheduler_that_hangs_is_said_to(server: LiveServer, browser: Any) -> None:
+    def hang(route: Any) -> None:
+        answer = route.fetch()
+        told = answer.json()
+        place = told["series"].index(["vllm:num_requests_running"])
+        for sample in told["samples"]:
+            sample[3][str(place)] = 2
+        told["about"]["silent_s"] = 61
+        route.fulfill(response=answer, json=told)
+
+    with visiting(browser, "about:blank") as visit:
+        visit.context.route("**/slo/data*", hang)
+        visit.page.goto(f"{server.url}/slo")
+        visit.has("#notices .warn", "has said nothing for 61 s, though 2 requests run")
+        visit.wrong = [line for line in visit.wrong if server.url not in line]
+
+
 def test_classes_ranges_and_colours_can_be_chosen(server: LiveServer, browser: Any) -> None:
     with visiting(browser, f"{server.url}/slo") as visit:
         page = visit.page
