@@ -8,6 +8,7 @@ anything of vLLM's: as open as ``/metrics``, which asks for no API key either.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -50,7 +51,10 @@ class LivePage:
         if path not in (PAGE_PATH, DATA_PATH):
             return False
         self._begin(scope)
-        answer = page() if path == PAGE_PATH else self._sampler.data(scope["query_string"])
+        if path == PAGE_PATH:
+            answer = page()
+        else:  # a whole history takes milliseconds, which streams should not wait for
+            answer = await asyncio.to_thread(self._sampler.data, scope["query_string"])
         await _send(answer, send, whole=scope["method"] == "GET")
         return True
 
