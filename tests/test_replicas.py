@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -91,6 +92,26 @@ def test_requests_take_turns_and_say_who_served(live: LiveReplicas) -> None:
         page = one["labels"]["__metrics_path__"]
         assert total(live, "vllm_slo:requests_finished_total", page) > 0
     assert total(live, "vllm_slo:front_requests_total") >= 4
+
+
+def test_the_live_page_is_that_of_both_replicas(live: LiveReplicas) -> None:
+    assert httpx.get(f"{live.url}/slo", timeout=30).text.startswith("<!doctype html>")
+    pages = httpx.get(f"{live.url}/metrics/targets", timeout=30).json()
+    paths = [one["labels"]["__metrics_path__"] for one in pages]
+    wanted = [total(live, "vllm_slo:requests_finished_total", path) for path in paths]
+    assert len(wanted) == 2 and min(wanted) > 0
+    end_s, shown = time.monotonic() + 30, 0.0
+    while time.monotonic() < end_s and shown != sum(wanted):
+        data = httpx.get(f"{live.url}/slo/data", timeout=30).json()
+        names = [name for name, *_ in data["series"]]
+        shown = sum(
+            count
+            for _, _, counts, _ in data["samples"]
+            for place, count in counts.items()
+            if names[int(place)] == "vllm_slo:requests_finished_total"
+        )
+        time.sleep(0.5)
+    assert shown == sum(wanted)
 
 
 def test_what_nobody_can_keep_is_declined(client: openai.OpenAI) -> None:

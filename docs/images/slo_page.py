@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the pictures of the live page in this folder: `python docs/images/slo_page.py`.
 
-Starts `vllm-slo serve tiny` on loopback, sends it three classes of requests for four minutes, in
+Starts `vllm-slo serve tiny` on loopback, sends it three classes of requests for three minutes, in
 the middle of which more come than it can serve in time, and has Chromium look at `/slo` on a desk,
 on a phone and in the dark. Needs the extras `bench` and `dev`, and Chromium.
 """
@@ -30,13 +30,13 @@ from playwright.sync_api import sync_playwright
 HERE = Path(__file__).parent
 CLASSES = """\
 classes:
-  chat: {ttft_ms: 3000, tpot_ms: 200}
-  code: {ttft_ms: 1500, tpot_ms: 100, value: 2}
-  agent: {ttft_ms: 800, tpot_ms: 120, on_unattainable: decline}
+  chat: {ttft_ms: 2000, tpot_ms: 100}
+  code: {ttft_ms: 800, tpot_ms: 50, value: 2}
+  agent: {ttft_ms: 400, tpot_ms: 60, on_unattainable: decline}
 """
 SHARES = {"chat": 0.45, "code": 0.35, "agent": 0.2}
-QUIET, BUSY = 1.0, 6.0  # requests a second
-START_S, TRAFFIC_S, LOOK_AFTER_S = 240.0, 240.0, 225.0
+QUIET, BUSY = 3.0, 40.0  # requests a second
+START_S, TRAFFIC_S, LOOK_AFTER_S = 240.0, 200.0, 180.0
 COLOURS = 192
 SHOTS = {
     "desktop": {"viewport": {"width": 1280, "height": 900}},
@@ -77,7 +77,7 @@ async def traffic(url: str, seconds: float) -> None:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         pending = set()
         while (now_s := time.monotonic() - begun_s) < seconds:
-            busy = 0.45 < now_s / seconds < 0.65
+            busy = 0.45 < now_s / seconds < 0.6
             await asyncio.sleep(draw.expovariate(BUSY if busy else QUIET))
             (name,) = draw.choices(list(SHARES), list(SHARES.values()))
             body = {
