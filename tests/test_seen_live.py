@@ -36,6 +36,7 @@ classes:
   chat: {ttft_ms: 60000, tpot_ms: 10000}
   hasty: {ttft_ms: 0.001}
   strict: {ttft_ms: 0.001, on_unattainable: decline}
+  reason: {stages: [{until: "\\n", tpot_ms: 10000}, {tpot_ms: 10000}]}
 """
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -99,6 +100,14 @@ def test_numbers_appear_while_the_page_is_open(server: LiveServer, browser: Any)
         assert visit.page.locator("#notices p").count() == 0
 
 
+def test_stages_have_a_card_of_their_own(server: LiveServer, browser: Any) -> None:
+    with visiting(browser, f"{server.url}/slo") as visit:
+        visit.has("#table tr", "chat")
+        assert not visit.page.locator("#stages-card").is_visible()
+        assert ask(server, {"class": "reason"}, max_tokens=60) == 200
+        visit.has("#stages tr", "reason100% of 1100% of 1")
+
+
 def test_what_happened_before_it_was_opened_is_there_at_once(
     server: LiveServer, browser: Any
 ) -> None:
@@ -149,14 +158,14 @@ def test_classes_ranges_and_colours_can_be_chosen(server: LiveServer, browser: A
             page.get_by_role("button", name="hasty", exact=True).get_attribute("aria-pressed")
             == "false"
         )
-        visit.has("#tiles .tile", "of 4 requests with an objective")
-        assert page.locator("#table tbody tr").count() == 2
+        visit.has("#tiles .tile", "of 5 requests with an objective")
+        assert page.locator("#table tbody tr").count() == 3
         page.get_by_role("button", name="hasty", exact=True).press("Enter")
-        visit.has("#tiles .tile", "of 7 requests with an objective")
+        visit.has("#tiles .tile", "of 8 requests with an objective")
         for name in ("5 min", "1 h", "6 h", "15 min"):
             page.get_by_role("button", name=name, exact=True).click()
             visit.has("#ranges [aria-pressed=true]", name)
-            visit.has("#tiles .tile", "of 7 requests with an objective")
+            visit.has("#tiles .tile", "of 8 requests with an objective")
             visit.has("#table tr", "hasty0% of 3")
         for theme, dark in (("light", False), ("dark", True), ("system", False)):
             page.locator("#theme").click()
@@ -378,10 +387,12 @@ def test_a_prometheus_reads_the_server_and_the_dashboard(
         asked = asked.replace("$slo_class", ".*").replace("$instance", ".*")
         if not query(prometheus, "query", query=asked)["result"]:
             empty.append(title)
-    # Neither drafts nor draft servers, tenants or a front are here, and nothing was broken.
+    # Neither drafts, draft servers, tenants, stages, sessions nor a front are here, and nothing
+    # was broken.
     assert set(empty) <= {
         *("Acceptance of draft tokens", "Tokens of a tree", "Draft lengths", "Draft servers"),
         *("Drafts of tenants", "Front: requests", "Front: replicas", "Promises broken"),
+        *("Attainment by stage", "Sessions"),
     }
 
 

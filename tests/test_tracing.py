@@ -84,6 +84,17 @@ def test_a_span_says_what_was_asked_decided_and_kept(engine: Any, spans: list[An
     assert f"{parent.span_id:016x}" == HEADERS["traceparent"].split("-")[2]
 
 
+def test_stages_are_counted_in_the_span(engine: Any, spans: list[Any]) -> None:
+    traced(engine)
+    stages = [{"until": "</think>", "tpot_ms": 0.001}, {"tpot_ms": 5000}]
+    engine.add("one", 100, 30, SLO(ttft_ms=1000, stages=stages), stage_ends=[15])
+    engine.run()
+    (span,) = spans
+    said = span["attributes"]
+    assert (said["slo.stages"], said["slo.stages_attained"]) == (2, 1)
+    assert said["slo.attained"] is False
+
+
 @pytest.mark.parametrize(("wish", "declined"), [("best_effort", False), ("decline", True)])
 def test_a_refusal_is_told_with_its_reason(
     engine: Any, spans: list[Any], wish: Any, declined: bool

@@ -47,6 +47,7 @@ class RequestSpans:
 def attributes_of(tracked: Tracked, attained: bool | None) -> dict[str, Any]:
     """The objectives of a request, what was decided and what came of it; nothing that is None."""
     report, slo, request = tracked.report(attained), tracked.slo, tracked.request
+    stages = report.get("stages")
     said = {
         SpanAttributes.GEN_AI_REQUEST_ID: request.request_id,
         SpanAttributes.GEN_AI_USAGE_PROMPT_TOKENS: request.num_prompt_tokens,
@@ -62,6 +63,8 @@ def attributes_of(tracked: Tracked, attained: bool | None) -> dict[str, Any]:
         "slo.ttft_achieved_ms": report["ttft_ms"],
         "slo.tpot_achieved_ms": report["tpot_ms"],
         "slo.attained": report["attained"],
+        "slo.stages": stages and len(stages),
+        "slo.stages_attained": stages and sum(one["attained"] is True for one in stages),
         "slo.declined": str(request.stop_reason or "").startswith("slo_declined"),
     }
     return {name: value for name, value in said.items() if value is not None}

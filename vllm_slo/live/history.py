@@ -33,6 +33,9 @@ KEPT: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm_slo:admissions_total": ("slo_class", "outcome", "reason"),
     "vllm_slo:requests_finished_total": ("slo_class", "promised", "attained"),
     "vllm_slo:promises_broken_total": ("slo_class", "objective"),
+    "vllm_slo:stages_finished_total": ("slo_class", "stage", "attained"),
+    "vllm_slo:sessions_finished_total": ("slo_class", "attained"),
+    "vllm_slo:sessions": (),
     "vllm_slo:generation_tokens_total": ("slo_class", "attained"),
     "vllm_slo:ttft_seconds_bucket": ("slo_class", "le"),
     "vllm_slo:worst_window_tpot_seconds_bucket": ("slo_class", "le"),
@@ -64,7 +67,9 @@ KEPT: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Samples that are kept -> the labels that tell them apart; over all others, such as the engine,
 counters are added up."""
-ADDED: Final = ("_requests", "_tokens", ":num_requests_running", ":num_requests_waiting")
+ADDED: Final = (
+    *("_requests", "_tokens", ":sessions", ":num_requests_running", ":num_requests_waiting"),
+)
 """Endings of gauges that are added up likewise; of others, the highest counts."""
 
 
