@@ -36,7 +36,7 @@ classes:
   chat: {ttft_ms: 60000, tpot_ms: 10000}
   hasty: {ttft_ms: 0.001}
   strict: {ttft_ms: 0.001, on_unattainable: decline}
-  reason: {stages: [{until: "\\n", tpot_ms: 10000}, {tpot_ms: 10000}]}
+  reason: {stages: [{until: " ", tpot_ms: 10000}, {tpot_ms: 10000}]}
 """
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
