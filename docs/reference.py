@@ -250,7 +250,9 @@ def series_of(registry: CollectorRegistry) -> list[list[str]]:
 
 def scheduler_series() -> list[list[str]]:
     """Every series of a scheduler, those included that it has once there is something to say."""
-    registry = metrics.SchedulerMetrics().registry
+    scheduler = metrics.SchedulerMetrics()
+    scheduler.promised_tokens("tenant", 0.0)
+    registry = scheduler.registry
     for name, kind in vars(metrics).items():
         if isinstance(kind, type) and name.endswith("Series"):
             first = next(iter(inspect.signature(kind).parameters))
@@ -297,8 +299,11 @@ def metrics_page() -> str:
 
 MEANING: Final[Mapping[tuple[str, int], str]] = {
     ("server", 400): "the objective is not one; `param` names the field, the text has the fix",
+    ("server", 403): "the API key may not ask for this; `param` names the field (`access:`)",
+    ("server", 413): "a quote is asked for with a body larger than 32 MiB",
     ("server", 429): "no promise can be made, and the request prefers a refusal (`decline`)",
     ("server", 500): "the configuration broke after the start; the log says how",
+    ("server", 501): "a quote is asked of a server with another scheduler",
     ("front", 400): "as above, or not a valid HTTP request",
     ("front", 401): "no valid API key",
     ("front", 404): "no such path, or no such replica",
