@@ -127,8 +127,12 @@ class OutputLengthPredictor:
         most = now
         for part in range(self.PARTS):
             passed = part * survivors // self.PARTS
-            length = min(ranked[longer + passed], max_tokens)
-            most = max(most, (prompt + length) * (survivors - passed) // survivors)
+            length = ranked[longer + passed]
+            if length >= max_tokens:  # fewer and fewer are at the cap from here on
+                return max(most, (prompt + max_tokens) * (survivors - passed) // survivors)
+            held = (prompt + length) * (survivors - passed) // survivors
+            if held > most:  # in place of max(): this is asked for every promise, in every plan
+                most = held
         return most
 
 

@@ -53,6 +53,8 @@ NEARLY = 1.25
 UNLABELLED = "none"
 
 WayToDecode: TypeAlias = tuple[StepTimeModel, admission.Speculated]
+Commitments: TypeAlias = tuple[list[Demand], dict[float, int], int, int]
+"""(promises before their first token, decoding count by TPOT, their KV tokens, blocks)."""
 
 
 class _Ways(NamedTuple):
@@ -496,14 +498,19 @@ class Steering:
         return asking[: self.config.max_planned_new]
 
     def best_plan(
-        self, asking: Sequence[Tracked], start_s: float, model: StepTimeModel
+        self,
+        asking: Sequence[Tracked],
+        start_s: float,
+        model: StepTimeModel,
+        commitments: Commitments | None = None,
     ) -> tuple[AdmissionPlan, list[Demand]]:
         """Whom the dynamic program would promise what they ask, by the best way to decode; and what
-        each of them asks of the engine. Nothing is promised by it."""
+        each of them asks of the engine. Nothing is promised by it. ``commitments``: those of this
+        moment, where they are known."""
         new = [self.demand(t, start_s, model) for t in asking]
         if self.quotas is not None:
             new = self.quotas.levelled(asking, new)
-        committed, decoding, context, blocks = self.commitments(start_s, model)
+        committed, decoding, context, blocks = commitments or self.commitments(start_s, model)
         capacity = self.capacity(len(committed) + sum(decoding.values()), blocks)
         tightest_s = min((t.reserved_tpot_s for t in asking), default=INFINITY)
         plans = [
@@ -717,11 +724,8 @@ class Steering:
 
     def commitments(
         self, start_s: float, model: StepTimeModel, origin_s: float = 0.0
-    ) -> tuple[list[Demand], dict[float, int], int, int]:
-        """(promises before their first token, decoding count by TPOT, their KV tokens, blocks).
-
-        Deadlines are counted from ``origin_s``.
-        """
+    ) -> Commitments:
+        """What is promised. Deadlines are counted from ``origin_s``."""
         committed: list[Demand] = []
         decoding: dict[float, int] = {}
         context = blocks = 0
