@@ -261,7 +261,7 @@ def test_a_draft_that_has_failed_is_seen_without_another_step(
         assert until(lambda: samples(scrape(folder)).get(key) == float(on))  # noqa: B023 - at once
 
 
-@pytest.mark.parametrize(("made", "number"), [(busy, 18), (grown, 25), (remote, 29)])
+@pytest.mark.parametrize(("made", "number"), [(busy, 19), (grown, 26), (remote, 30)])
 def test_every_name_says_its_unit(
     folder: Path, made: Callable[[], SchedulerMetrics], number: int
 ) -> None:
@@ -272,7 +272,7 @@ def test_every_name_says_its_unit(
     units = ("_seconds", "_ratio", "_requests", "_tokens")
     counts = {"vllm_slo:admissions", "vllm_slo:requests_finished", "vllm_slo:promises_broken"}
     counts |= {"vllm_slo:stages_finished", "vllm_slo:sessions_finished", "vllm_slo:sessions"}
-    counts.add("vllm_slo:warm_prefix_blocks")
+    counts |= {"vllm_slo:warm_prefix_blocks", "vllm_slo:quotes"}
     counts.add("vllm_slo:speculation_enabled")  # neither a count nor a quantity: yes or no
     counts |= {"vllm_slo:drafter_up", "vllm_slo:drafter_dropped"}
     counts.add("vllm_slo:drafter_utility")  # a logarithm, which has no unit

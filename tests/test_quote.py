@@ -234,6 +234,21 @@ def test_a_quote_comes_from_an_idle_engine_too(engine: Any) -> None:
     assert 20 <= quoted["tpot_ms"] <= 22
 
 
+def test_quotes_are_counted(engine: Any) -> None:
+    one = engine(slo_config={"classes": {"chat": {"ttft_ms": 9000, "tpot_ms": 25}}})
+    for number in range(3):
+        one.add(f"yes{number}", 16, 50, SLO(slo_class="chat"), quote=True)
+    one.add("no", 16, 50, SLO(tpot_ms=0.001), quote=True)
+    one.step()
+    registry = one.scheduler._steering.metrics.registry
+
+    def count(**labels: str) -> float | None:
+        return registry.get_sample_value("vllm_slo:quotes_total", {"engine": "0", **labels})
+
+    assert count(slo_class="chat", promised="true", reason="") == 3
+    assert count(slo_class="custom", promised="false", reason="decode") == 1
+
+
 def test_what_stands_in_the_way_is_told_by_class(engine: Any) -> None:
     one = engine(slo_config={"classes": {"chat": {"ttft_ms": 9000, "tpot_ms": 25}}})
     for number in range(64):

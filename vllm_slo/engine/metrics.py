@@ -84,6 +84,13 @@ class SchedulerMetrics:
             ["engine", "slo_class", "outcome", "reason"],
             registry=self.registry,
         )
+        self._quotes = Counter(
+            "vllm_slo:quotes",
+            "Quotes given, by whether the request would have been promised, and what stood in the "
+            "way.",
+            ["engine", "slo_class", "promised", "reason"],
+            registry=self.registry,
+        )
         self._finished = Counter(
             "vllm_slo:requests_finished",
             "Requests that ended by themselves, by whether they were promised and attained.",
@@ -167,6 +174,11 @@ class SchedulerMetrics:
     def admission(self, slo_class: str, outcome: str, reason: str = "") -> None:
         """Count what became of a request that asked for a promise."""
         self._admissions.labels(self._engine, slo_class, outcome, reason).inc()
+
+    def quoted(self, slo_class: str, promised: bool, reason: str | None) -> None:
+        """Count an answer to what a request would be promised."""
+        said = str(promised).lower()
+        self._quotes.labels(self._engine, slo_class, said, reason or "").inc()
 
     def broken(self, slo_class: str, objective: str) -> None:
         """Count a promise that could not be kept."""

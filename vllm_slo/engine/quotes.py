@@ -22,7 +22,7 @@ from vllm_slo.engine.views import Tracked
 from vllm_slo.slo import SLO, pack_quote
 
 if TYPE_CHECKING:
-    from vllm_slo.engine.steering import Steering
+    from vllm_slo.engine.steering import Commitments, Steering
 
 
 class Quotes:
@@ -46,17 +46,24 @@ class Quotes:
     def take(self, start_s: float) -> list[tuple[Request, str]]:
         """Those who asked, and what each is told."""
         asking, self._asking = self._asking, []
+        steering = self.steering
+        standing = steering.commitments(start_s, steering.steps.promise_model)
         return [
-            (request, pack_quote(self.answer(request, slo, arrival_s, start_s)))
+            (request, pack_quote(self.answer(request, slo, arrival_s, start_s, standing)))
             for request, slo, arrival_s in asking
             if not request.is_finished()
         ]
 
     def answer(
-        self, request: Request, slo: SLO | None, arrival_s: float, start_s: float
+        self,
+        request: Request,
+        slo: SLO | None,
+        arrival_s: float,
+        start_s: float,
+        standing: Commitments,
     ) -> dict[str, Any]:
-        """What ``request`` would be promised by a step that starts at ``start_s``; for JSON, times
-        in milliseconds.
+        """What ``request`` would be promised by a step that starts at ``start_s``, beside the
+        promises that are ``standing`` then; for JSON, times in milliseconds.
 
         What it asks of the engine does not depend on its objectives, so a request without any is
         told what it could ask for.
@@ -64,13 +71,13 @@ class Quotes:
         steering = self.steering
         one = Tracked(request, slo or SLO(), arrival_s, steering.config.tpot_window_tokens)
         model = steering.steps.promise_model
-        plan, asked = steering.best_plan(steering.asking(start_s, one), start_s, model)
+        plan, asked = steering.best_plan(steering.asking(start_s, one), start_s, model, standing)
         name = request.request_id
         others, considered = set(plan.admitted) - {name}, {*plan.admitted, *plan.refused}
         beside = [demand for demand in asked if demand.request_id in others]
         demand = steering.demand(one, start_s, model)
         guard_s = model.predict_s(0)
-        outlooks = self._outlooks(start_s, one.reserved_tpot_s, beside)
+        outlooks = self._outlooks(standing, beside, one.reserved_tpot_s)
         asked_s = one.deadline_s - arrival_s, one.reserved_tpot_s
 
         def ask(ttft_s: float, tpot_s: float) -> Verdict:
@@ -94,6 +101,7 @@ class Quotes:
         elif (wait_s := self._wait_for_quota_s(one)) > 0.0:
             reason, retry_after_s, cheapest = "quota", wait_s, None
         promised = found.promised and reason is None
+        self.steering.metrics.quoted(one.slo_class, promised, reason)
         return {
             "promised": promised,
             "reason": reason,
@@ -112,13 +120,14 @@ class Quotes:
             return 0.0
         return steering.quotas.wait_s(one, steering.now_s, steering.steps.promise_model)
 
-    def _outlooks(self, start_s: float, tpot_s: float, beside: Sequence[Demand]) -> list[Outlook]:
+    def _outlooks(
+        self, standing: Commitments, beside: Sequence[Demand], tpot_s: float
+    ) -> list[Outlook]:
         """What is promised, and is about to be, by each way to decode beside a request of such a
         TPOT."""
         steering = self.steering
-        model = steering.steps.promise_model
-        committed, decoding, context, blocks = steering.commitments(start_s, model)
-        committed += beside
+        committed, decoding, context, blocks = standing
+        committed = [*committed, *beside]
         blocks += sum(demand.blocks for demand in beside)
         capacity = steering.capacity(len(committed) + sum(decoding.values()), blocks)
         return [
