@@ -13,9 +13,18 @@ from typing import Any, Final
 from vllm_slo.config import SLOConfig
 from vllm_slo.slo import HEADER_FIELDS, SLO, check_thinking, has_slo_key, resolve_slo
 
-__all__ = ["MAX_BODY_BYTES", "ROUTES", "Carriers", "Policy", "carriers_of", "slo_headers"]
+__all__ = [
+    "MAX_BODY_BYTES",
+    "QUOTE_ROUTE",
+    "ROUTES",
+    "Carriers",
+    "Policy",
+    "carriers_of",
+    "slo_headers",
+]
 
 ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+QUOTE_ROUTE: Final = "/v1/slo/quote"
 """The routes whose requests may carry an SLO."""
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 

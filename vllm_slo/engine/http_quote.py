@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.http_outcome import Asked
 from vllm_slo.errors import ForbiddenSLOError, InvalidSLOError
-from vllm_slo.http_slo import MAX_BODY_BYTES
+from vllm_slo.http_slo import MAX_BODY_BYTES, QUOTE_ROUTE
 from vllm_slo.slo import QUOTE_KEY, unpack_quote
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["QUOTE_ROUTE", "answer_quote", "error_messages"]
 
-QUOTE_ROUTE: Final = "/v1/slo/quote"
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 
