@@ -57,6 +57,7 @@ class Knobs:
         split: write each event in two parts.
         usage_ratio: bytes per token of the prompt tokens it reports.
         page: what it answers to /slo/data; None: it has no such page.
+        quote: fields of its quotes that differ from a "no" without an offer.
     """
 
     ttft_s: float = 0.0
@@ -78,6 +79,7 @@ class Knobs:
     split: bool = False
     usage_ratio: float = 4.0
     page: dict[str, Any] | None = None
+    quote: dict[str, Any] = field(default_factory=dict)
 
 
 def state(changes: dict[str, Any]) -> ReplicaState:
@@ -316,6 +318,8 @@ class FakeReplica:
             return await self.state_stream(request)
         if path in GENERATION and request.method == "POST":
             return await self.generate(request)
+        if path == "/v1/slo/quote" and request.method == "POST":
+            return await self.quote(request)
         if path == "/fake/seen":
             return web.json_response(self.seen)
         if path == "/fake/knobs":
@@ -334,6 +338,22 @@ class FakeReplica:
             return await self.plain(request)
         self.seen.append({"path": request.path_qs, "ticket": None, "ended": "answered"})
         return self.error(404, "NotFoundError", path)
+
+    async def quote(self, request: web.Request) -> web.StreamResponse:
+        """What `Knobs.quote` says, with the name of this replica as its class."""
+        await request.read()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        seen = {"path": request.path_qs, "headers": headers, "ticket": None, "ended": "answered"}
+        self.seen.append(seen)
+        if self.knobs.status_times > 0:
+            self.knobs = replace(self.knobs, status_times=self.knobs.status_times - 1)
+            return self.error(self.knobs.status, "InternalServerError", "told to fail")
+        if self.knobs.cut_after_tokens == 0:
+            assert request.transport is not None
+            request.transport.abort()
+        no = {"promised": False, "reason": "prefill", "retry_after_ms": 900, "cheapest": None}
+        said = {"object": "slo.quote", **no, **self.knobs.quote}
+        return web.json_response({**said, "class": self.name})
 
     async def plain(self, request: web.Request) -> web.Response:
         body = (await request.read()).decode()

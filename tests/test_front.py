@@ -610,6 +610,100 @@ def test_a_long_prompt_finds_its_prefix(front: FrontProcess, fakes: list[Fake]) 
     assert len(names) > 1  # other prompts go elsewhere
 
 
+# --- quotes --------------------------------------------------------------------------------------
+
+YES = {"promised": True, "reason": None, "retry_after_ms": None}
+
+
+def offered(ttft_ms: float, retry_after_ms: int = 900) -> dict[str, Any]:
+    cheapest = {"ttft_ms": ttft_ms, "tpot_ms": None}
+    return {"cheapest": cheapest, "retry_after_ms": retry_after_ms}
+
+
+def quoted(front: FrontProcess, **request: Any) -> dict[str, Any]:
+    answer = front.post("/v1/slo/quote", **{"json": {"prompt": "x", "slo": SLO}, **request})
+    assert answer.status_code == 200, answer.text
+    said = dict(answer.json())
+    assert answer.headers["x-vllm-slo-replica"] == said["class"]
+    return said
+
+
+def test_a_quote_is_the_first_yes(front: FrontProcess, fakes: list[Fake]) -> None:
+    states_arrive(front, fakes[:1], **LOADED)
+    fakes[2].knobs(quote=YES)
+    for _ in range(3):
+        assert quoted(front)["promised"]
+    # Whose double says that it has no room is not asked before the others.
+    assert [len(fake.seen()) for fake in fakes] == [0, len(fakes[1].seen()), 3]
+    fakes[0].knobs(quote=YES)
+    fakes[2].knobs(quote={})
+    assert quoted(front)["class"] == "a"
+
+
+def test_without_a_yes_the_nearest_offer_is_told(front: FrontProcess, fakes: list[Fake]) -> None:
+    offers = ({"cheapest": None}, offered(9_000), offered(4_000))
+    for fake, offer in zip(fakes, offers, strict=True):
+        fake.knobs(quote=offer)
+    told = []
+    for nearest in "cccaaa":
+        if nearest == "a":
+            fakes[0].knobs(quote=offered(4_000, retry_after_ms=500))
+        front.post(json={"prompt": "x", "slo": SLO})  # the next quote begins at another one
+        told.append(quoted(front)["class"])
+    assert "".join(told) == "cccaaa"
+
+
+def test_a_quote_is_no_request(front: FrontProcess, fakes: list[Fake]) -> None:
+    counts = [front.total("requests_total"), front.total("hops_count")]
+    names = []
+    for _ in range(6):  # two between requests, whose turns go on as without
+        quoted(front)
+        quoted(front)
+        names.append(front.post(json={"prompt": "x", "slo": SLO}).headers["x-vllm-slo-replica"])
+    assert sorted(names) == sorted("aabbcc")
+    assert [front.total("requests_total"), front.total("hops_count")] == [
+        counts[0] + 6,
+        counts[1] + 6,
+    ]
+    asked = [one for one in everything_seen(fakes) if one["path"] == "/v1/slo/quote"]
+    assert len(asked) == 12 * 3
+    assert not any("x-vllm-slo-ticket" in one["headers"] for one in asked)
+
+
+def test_a_mistake_in_a_quote_is_400(front: FrontProcess, fakes: list[Fake]) -> None:
+    before = front.total("requests_total", result="invalid")
+    answer = front.post("/v1/slo/quote", json={"prompt": "x", "slo": {"ttft_ms": -1}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "ttft_ms"
+    assert everything_seen(fakes) == []
+    assert front.total("requests_total", result="invalid") == before
+
+
+def test_a_quote_outlives_replicas_that_fail(front: FrontProcess, fakes: list[Fake]) -> None:
+    fakes[0].knobs(status=500, status_times=1)
+    fakes[1].knobs(cut_after_tokens=0)
+    fakes[2].knobs(quote=offered(3_000))
+    assert quoted(front)["class"] == "c"
+    for fake in fakes:
+        fake.knobs(status=500, status_times=1, cut_after_tokens=None)
+    assert front.post("/v1/slo/quote").status_code == 500
+    # What a replica refuses is the answer: another would refuse it, too.
+    for fake in fakes:
+        fake.knobs(status=404, status_times=1)
+    assert front.post("/v1/slo/quote").status_code == 404
+    assert sum(len(fake.seen()) for fake in fakes) == 3 + 3 + 1
+
+
+def test_quotes_need_a_key_and_keep_to_the_hops(started: dict[str, Any], fakes: list[Fake]) -> None:
+    keyed = ready(started, "decline")
+    assert keyed.post("/v1/slo/quote").status_code == 401
+    quoted(keyed, headers={"authorization": f"Bearer {KEY}"})
+    assert [len(fake.seen()) for fake in fakes] == [1, 1, 1]
+    one_hop = ready(started, "one_hop")
+    quoted(one_hop)
+    assert sum(len(fake.seen()) for fake in fakes) == 4
+
+
 # --- start ---------------------------------------------------------------------------------------
 
 

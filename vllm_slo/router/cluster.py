@@ -57,6 +57,23 @@ class Cluster:
             return []
         return [one for one in self.listed.values() if one.ready]
 
+    def in_order(self, routed: RoutedRequest, now_s: float) -> list[Upstream]:
+        """The ready replicas as a request would try them if it came now, at most
+        `RoutingConfig.max_hops`: first who would promise, as far as is known here."""
+        ready = {one.name: one for one in self.ready()}
+        found = route(
+            routed,
+            [one.virtual for one in ready.values()],
+            now_s,
+            policy=self.routing.policy,
+            turn=self._turn + 1,
+            max_hops=self.routing.max_hops,
+            backup="best_effort",
+            rng=self.rng,
+        )
+        first = [ready.pop(name) for name in (found.target, *found.left) if name in ready]
+        return [*first, *ready.values()][: self.routing.max_hops]
+
     def next_turn(self) -> int:
         """Counts requests, for round robin."""
         self._turn += 1

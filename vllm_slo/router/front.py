@@ -43,10 +43,18 @@ from vllm_slo.core.routing import RoutedRequest, VirtualReplica, route
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.errors import ConfigError, InvalidSLOError
-from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers
+from vllm_slo.http_slo import (
+    MAX_BODY_BYTES,
+    QUOTE_ROUTE,
+    ROUTES,
+    Policy,
+    carriers_of,
+    slo_headers,
+)
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.front_page import PATHS, live_page
+from vllm_slo.router.front_quote import answer_quote
 from vllm_slo.router.openai_errors import (
     SERVER_HEADER,
     error_response,
@@ -299,6 +307,7 @@ class Front:
         self, request: web.BaseRequest, path: str, arrival_s: float
     ) -> web.StreamResponse:
         self._check(request, path)
+        is_quote = path == QUOTE_ROUTE and request.method == "POST"
         is_generation = path in ROUTES and request.method == "POST"
         body = await _read_body(request)
         request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
@@ -311,13 +320,16 @@ class Front:
             request_id,
             arrival_s,
         )
-        if not is_generation:
+        if not is_generation and not is_quote:
             return await Exchange(self._relay, wire).answer()
         try:
             routed, prompt, label = self._read(request, body, arrival_s)
         except InvalidSLOError as error:
-            self.metrics.requests.labels("invalid").inc()
+            if is_generation:
+                self.metrics.requests.labels("invalid").inc()
             return error_response(400, "BadRequestError", str(error), error.field)
+        if is_quote:
+            return await answer_quote(self.cluster, wire, routed)
         return await Exchange(self._relay, wire, routed, prompt, label).answer()
 
     def _check(self, request: web.BaseRequest, path: str) -> None:
