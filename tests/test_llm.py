@@ -202,6 +202,26 @@ def test_chat(llm: LLM) -> None:
         llm.chat([talk, talk], GREEDY, use_tqdm=False, slo=[EASY])
 
 
+def test_quotes_change_nothing(llm: LLM) -> None:
+    before = [output.outputs[0].text for output in generate(llm)]
+    slos = [EASY, SLO(tpot_ms=0.001), None, SLO(slo_class="chat")]
+    quotes = llm.quote(PROMPTS, GREEDY, slo=slos)
+    assert [one["promised"] for one in quotes] == [True, False, False, True]
+    assert [one["reason"] for one in quotes] == [None, "decode", "no_objective", None]
+    assert [one["class"] for one in quotes] == ["custom", "custom", "custom", "chat"]
+    assert quotes[0]["cheapest"] == {"ttft_ms": 60000, "tpot_ms": 10000}
+    assert quotes[1]["cheapest"]["tpot_ms"] > 0.001
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert GREEDY.extra_args is None
+    after = generate(llm, slo=EASY)
+    assert [output.outputs[0].text for output in after] == before
+    assert promised(after) == [True] * len(PROMPTS)
+    (one,) = llm.quote(PROMPTS[0], slo=EASY)
+    assert one["promised"]
+    with pytest.raises(InvalidSLOError, match=r"^class: "):
+        llm.quote(PROMPTS, slo=SLO(slo_class="nope"))
+
+
 def test_several_samples_of_a_prompt(llm: LLM) -> None:
     params = SamplingParams(n=2, temperature=1.0, max_tokens=4, seed=1)
     (output,) = generate(llm, PROMPTS[0], params, slo=EASY)

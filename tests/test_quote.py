@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.middleware import Middleware
 
 pytest.importorskip("vllm")
 
 from http_app import Server, refused
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_slo import SLO
 from vllm_slo.bench.quote import in_words
@@ -361,6 +363,20 @@ def test_what_is_no_json_object_is_refused() -> None:
 def test_clients_cannot_mark_a_request_of_their_own() -> None:
     server = Server(quoting)
     refused(server.post(json={"prompt": "x", "vllm_xargs": {QUOTE_KEY: 1}}), "quote")
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "x"}, {"messages": [{"role": "user"}]}])
+def test_a_quote_needs_the_key_of_the_server(prompt: dict[str, Any]) -> None:
+    server = Server(quoting)
+    # As vLLM adds it: within our middleware, and before anybody has read the body.
+    server.app.user_middleware.append(Middleware(AuthenticationMiddleware, tokens=["secret"]))
+    refusal = server.post("/v1/slo/quote", json=prompt)
+    assert refusal.status_code == 401
+    wrong = server.post("/v1/slo/quote", json=prompt, headers={"authorization": "Bearer guess"})
+    assert wrong.status_code == 401
+    assert server.bodies == []
+    right = server.post("/v1/slo/quote", json=prompt, headers={"authorization": "Bearer secret"})
+    assert right.json() == {"object": "slo.quote", **YES}
 
 
 def test_a_server_with_another_scheduler_gives_no_quotes() -> None:

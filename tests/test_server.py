@@ -352,6 +352,81 @@ def test_a_thousand_bad_requests_among_good_ones(server: LiveServer) -> None:
     assert ask_openai(server, "chat", True, {"slo": {"class": "chat"}}).reports
 
 
+# --- quotes --------------------------------------------------------------------------------------
+
+
+def quote(server: LiveServer, api: str, slo: dict[str, Any], **extra: Any) -> httpx.Response:
+    body = request_body(server, api, {"slo": slo, **extra})
+    return httpx.post(f"{server.url}/v1/slo/quote", json=body, timeout=60)
+
+
+@apis
+def test_a_quote_says_what_would_be_promised(server: LiveServer, api: str) -> None:
+    yes = quote(server, api, {"class": "chat"}, stream=True)
+    assert yes.status_code == 200, yes.text
+    said = yes.json()
+    assert said.pop("ttft_ms") > 0
+    assert said.pop("tpot_ms") > 0
+    assert said == {
+        "object": "slo.quote",
+        "promised": True,
+        "reason": None,
+        "retry_after_ms": None,
+        "class": "chat",
+        "cheapest": {"ttft_ms": 60000, "tpot_ms": 10000},
+        "in_the_way": {},
+    }
+    no = quote(server, api, {"ttft_ms": 60000, "tpot_ms": 0.001}).json()
+    assert (no["promised"], no["reason"], no["class"]) == (False, "decode", "custom")
+    assert no["retry_after_ms"] >= 1
+    assert no["cheapest"]["ttft_ms"] == 60000
+    assert no["cheapest"]["tpot_ms"] >= said["cheapest"]["tpot_ms"] / 1e6
+    # What is offered is promised, and kept where nobody else is served.
+    offer = {name: 2 * ms for name, ms in no["cheapest"].items()}
+    assert [one["promised"] for one in ask_openai(server, api, False, {"slo": offer}).reports] == [
+        True
+    ]
+
+
+def test_a_mistake_in_a_quote(server: LiveServer) -> None:
+    bad = quote(server, "chat", {"ttft_ms": -5})
+    assert bad.status_code == 400
+    assert bad.json()["error"]["param"] == "ttft_ms"
+    assert quote(server, "completions", {"ttft_ms": 5}, model="nobody").status_code == 404
+    assert quote(server, "completions", {"ttft_ms": 5}, max_tokens=-1).status_code == 400
+    nothing = httpx.post(f"{server.url}/v1/slo/quote", content=b"{", timeout=60)
+    assert nothing.status_code == 400
+
+
+def test_quotes_are_counted_apart(server: LiveServer) -> None:
+    finished = server.settled_total("vllm_slo:requests_finished_total")
+    yes = server.total("vllm_slo:quotes_total", slo_class="code", promised="true", reason="")
+    for _ in range(2):
+        assert quote(server, "completions", {"class": "code"}).json()["promised"]
+    labels = {"slo_class": "code", "promised": "true", "reason": ""}
+    server.await_total(yes + 2, "vllm_slo:quotes_total", **labels)
+    assert server.settled_total("vllm_slo:requests_finished_total") == finished
+    assert server.total("vllm:num_requests_running") == 0
+
+
+def test_the_command_that_quotes(server: LiveServer) -> None:
+    def run(*options: str, url: str = server.url) -> subprocess.CompletedProcess[str]:
+        asked = [command("vllm-slo"), "quote", "--base-url", url, *options]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+
+    yes = run("--prompt", "def read(path):", "--ttft-ms", "60000")
+    assert (yes.returncode, yes.stdout.splitlines()[0]) == (0, "promised: yes")
+    no = run("--prompt", "hello", "--chat", "--class", "chat", "--tpot-ms", "0.001", "--json")
+    assert no.returncode == 1
+    assert json.loads(no.stdout)["reason"] == "decode"
+    unknown = run("--prompt", "hello", "--class", "nope")
+    assert unknown.returncode == 2
+    assert "configured classes: chat, code" in unknown.stderr
+    away = run("--prompt", "hello", "--ttft-ms", "5", url="http://127.0.0.1:9")
+    assert away.returncode == 2
+    assert "is the server up?" in away.stderr
+
+
 # --- metrics, and clients that leave -------------------------------------------------------------
 
 
