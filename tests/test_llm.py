@@ -208,7 +208,7 @@ def test_quotes_change_nothing(llm: LLM) -> None:
     quotes = llm.quote(PROMPTS, GREEDY, slo=slos)
     assert [one["promised"] for one in quotes] == [True, False, False, True]
     assert [one["reason"] for one in quotes] == [None, "decode", "no_objective", None]
-    assert [one["class"] for one in quotes] == ["custom", "custom", "custom", "chat"]
+    assert [one["class"] for one in quotes] == [None, None, None, "chat"]
     assert quotes[0]["cheapest"] == {"ttft_ms": 60000, "tpot_ms": 10000}
     assert quotes[1]["cheapest"]["tpot_ms"] > 0.001
     assert not llm.llm_engine.has_unfinished_requests()

@@ -377,7 +377,7 @@ def test_a_quote_says_what_would_be_promised(server: LiveServer, api: str) -> No
         "in_the_way": {},
     }
     no = quote(server, api, {"ttft_ms": 60000, "tpot_ms": 0.001}).json()
-    assert (no["promised"], no["reason"], no["class"]) == (False, "decode", "custom")
+    assert (no["promised"], no["reason"], no["class"]) == (False, "decode", None)
     assert no["retry_after_ms"] >= 1
     assert no["cheapest"]["ttft_ms"] == 60000
     assert no["cheapest"]["tpot_ms"] >= said["cheapest"]["tpot_ms"] / 1e6
