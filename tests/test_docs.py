@@ -33,7 +33,9 @@ MOST_SKIPS = 12
 """Blocks and commands that are left out, with their reasons; one more is to be thought about."""
 
 PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in ("serve", "demo", "profile")))
-PARSED += tuple(f"vllm-slo {name}" for name in ("bench", "draft-server", "plan", "simulate"))
+PARSED += tuple(
+    f"vllm-slo {name}" for name in ("bench", "draft-server", "plan", "quote", "simulate")
+)
 """Commands whose arguments are checked, by the parsers that read them."""
 QUICK = {
     "simulate": [
@@ -264,7 +266,8 @@ def test_curl_gets_its_answer(command: Command, server: Any) -> None:
         ["bash", "-c", text], capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert '"slo":' in done.stdout or "vllm_slo:" in done.stdout
+    shown = ('"slo":', '"slo.quote"', "vllm_slo:")
+    assert any(mark in done.stdout for mark in shown)
 
 
 @pytest.mark.engine
