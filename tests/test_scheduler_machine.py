@@ -85,6 +85,9 @@ VALID: tuple[SLO | dict[str, Any] | None, ...] = (
     SLO(ttft_ms=1, on_unattainable="decline"),
     SLO(ttft_ms=900, tpot_ms=60, tier="best_effort"),
     SLO(tier="best_effort", value=1e-3),
+    SLO(ttft_ms=1500, session_id="job"),
+    SLO(session_id="job", session_e2e_ms=4000, session_rounds=3, expected_output_tokens=20),
+    SLO(ttft_ms=900, session_id="other", session_e2e_ms=2000, session_last=True),
     *(SLO(slo_class=name) for name in CLASSES),
     {"prefill_ddl": -10.0},  # from the arrival on, see ``WatchedEngine.submit``
     {"prefill_ddl": 2.0, "slo_tpot": 0.1},
