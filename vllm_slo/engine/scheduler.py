@@ -117,7 +117,7 @@ class Scheduler(AsyncScheduler):
         shape = self.batch_shape(output)
         if self._lengths is not None:
             shape = self._lengths.sent(output, shape)
-        steering.on_scheduled(shape, begun)
+        steering.on_scheduled(output, shape, begun)
         return output
 
     def _schedule(self, throttle_prefills: bool, nudge: Nudge | None) -> SchedulerOutput:

@@ -246,7 +246,7 @@ class Steering:
         if tracked is not None and count:
             first = tracked.first_token_s is None
             self._record(tracked, count)
-            if first and tracked.promised and tracked.missed:
+            if first and tracked.began_late():
                 self._break(tracked, "ttft")
 
     def _record(self, tracked: Tracked, count: int) -> None:
@@ -360,9 +360,9 @@ class Steering:
         self.now_s = self.clock.monotonic_s()
         return self.now_s
 
-    def on_scheduled(self, shape: BatchShape, begun_s: float) -> None:
+    def on_scheduled(self, output: SchedulerOutput, shape: BatchShape, begun_s: float) -> None:
         """A step was handed to the engine."""
-        self.steps.scheduled(shape, begun_s)
+        self.steps.scheduled(output, shape, begun_s)
         self.sessions.scheduled(shape.tokens)
         if self._publisher is not None:
             # A long step says nothing while it runs.

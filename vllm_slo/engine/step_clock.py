@@ -21,8 +21,9 @@ MODEL_REFRESH_STEPS = 8
 
 
 class _Step(NamedTuple):
-    """One scheduled step: (when it was scheduled, shape, predicted seconds)."""
+    """One scheduled step: (its output, when it was scheduled, shape, predicted seconds)."""
 
+    output: SchedulerOutput
     begun_s: float
     shape: BatchShape
     predicted_s: float
@@ -75,19 +76,23 @@ class StepClock:
             self._drafting = fixed_s, token_s, passes
             self._add_drafting()
 
-    def scheduled(self, shape: BatchShape, begun_s: float) -> None:
+    def scheduled(self, output: SchedulerOutput, shape: BatchShape, begun_s: float) -> None:
         """Remember a step until its output comes; empty ones are not measured."""
         if shape.tokens:
             predicted_s = self.expected_model.predict_shape_s(shape)
-            self._flight.append(_Step(begun_s, shape, predicted_s))
+            self._flight.append(_Step(output, begun_s, shape, predicted_s))
             self._busy_until_s = max(self._busy_until_s, begun_s) + predicted_s
 
     def done(
         self, output: SchedulerOutput, now_s: float, drafting_s: float = 0.0
     ) -> tuple[float, float] | None:
-        """Learn from the oldest step in flight, ``drafting_s`` of which went into drafting; returns
+        """Learn from a step in flight, ``drafting_s`` of which went into drafting; returns
         (predicted, actual) seconds."""
-        if not output.num_scheduled_tokens or not self._flight:
+        if not output.num_scheduled_tokens:
+            return None
+        while self._flight and self._flight[0].output is not output:
+            self._flight.popleft()  # it failed: steps end in order, and that one never did
+        if not self._flight:
             return None
         step = self._flight.popleft()
         actual_s = now_s - max(step.begun_s, self._last_done_s)

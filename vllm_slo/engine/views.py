@@ -108,6 +108,14 @@ class Tracked:
             self.first_token_s = now_s
         self.tpot.add(now_s, count)
 
+    def began_late(self) -> bool:
+        """Whether its first token, which has just come, came later than was promised. From here on
+        it is judged by the TTFT that it asked for itself."""
+        assert self.first_token_s is not None
+        late = self.promised and self.first_token_s > self.deadline_s
+        self.deadline_s = self._asked_deadline_s
+        return late
+
     def next_stage(self) -> None:
         """The last token was the last of its stage."""
         self.tpot.next_stage()
