@@ -170,7 +170,7 @@ def test_quotes_agree_with_admission(engine: Any) -> None:
 
 def test_what_is_offered_is_promised(engine: Any) -> None:
     one, rng = engine(), random.Random(7)
-    offers = 0
+    offers: list[bool] = []
     for number in range(150):
         loaded(one, rng, 5)
         slo, prompt = rng.choice(SLOS), rng.randint(20, 1200)
@@ -183,9 +183,9 @@ def test_what_is_offered_is_promised(engine: Any) -> None:
         # A step has passed since then: allow for it.
         longer = {name: ms and ms * 1.1 for name, ms in quoted["cheapest"].items()}
         one.add(f"sent{number}", prompt, 50, SLO(**longer))
-        offers += one.scheduler.promise_now(f"sent{number}")
-        assert offers or number < 140
-    assert offers > 20
+        offers.append(one.scheduler.promise_now(f"sent{number}"))
+    assert len(offers) > 20
+    assert sum(offers) >= 0.9 * len(offers), (sum(offers), len(offers))
 
 
 def history(engine: VirtualEngine) -> list[Any]:
@@ -220,6 +220,18 @@ def test_asking_changes_nothing(engine: Any, order: str) -> None:
         for r in both
     ]
     assert admissions[0] == pytest.approx(admissions[1], rel=1e-3)
+
+
+def test_a_quote_that_counts_on_drafts_leaves_others_what_they_count_on(engine: Any) -> None:
+    one = engine()
+    steering, asked = one.scheduler._steering, []
+    steering.speculation = asked.append  # plain steps, but it is noted
+    one.add("chat", 100, 50, SLO(ttft_ms=1000, tpot_ms=100))
+    quoted_now(one, "ask", 100, SLO(ttft_ms=1000, tpot_ms=25))
+    assert min(asked) == 0.025
+    asked.clear()
+    steering.ways_to_decode()
+    assert asked == [0.1]
 
 
 def test_a_quote_comes_from_an_idle_engine_too(engine: Any) -> None:

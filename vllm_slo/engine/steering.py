@@ -545,16 +545,17 @@ class Steering:
         known = self._ways
         if known.now_s == self.now_s and known.tightest_s <= tpot_s:
             return known.ways
-        tightest_s = min(
+        own_s = min(
             (t.reserved_tpot_s for t in self.tracked.values() if t.promised or not t.missed),
             default=INFINITY,
         )
-        tightest_s = min(tightest_s, tpot_s)
+        tightest_s = min(own_s, tpot_s)
         ways = [(self.plain(), admission.PLAIN)]
         trees = self.speculation(tightest_s) if tightest_s < INFINITY else None
         if trees is not None:
             ways.append(trees)
-        self._ways = _Ways(self.now_s, tightest_s, ways)
+        if tightest_s == own_s:  # what holds for a request that is not there is nobody else's
+            self._ways = _Ways(self.now_s, tightest_s, ways)
         return ways
 
     def can_wait(self, tracked: Tracked) -> bool:
