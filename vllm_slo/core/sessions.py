@@ -98,10 +98,6 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._live)
 
-    def get(self, key: Key) -> Session | None:
-        """The session of that key, if it is live."""
-        return self._live.get(key)
-
     def begin(
         self,
         key: Key,

@@ -246,7 +246,7 @@ class Steering:
         if tracked is not None and count:
             first = tracked.first_token_s is None
             self._record(tracked, count)
-            if first and tracked.began_late():
+            if first and tracked.note_beginning():
                 self._break(tracked, "ttft")
 
     def _record(self, tracked: Tracked, count: int) -> None:

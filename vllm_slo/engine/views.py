@@ -108,9 +108,9 @@ class Tracked:
             self.first_token_s = now_s
         self.tpot.add(now_s, count)
 
-    def began_late(self) -> bool:
-        """Whether its first token, which has just come, came later than was promised. From here on
-        it is judged by the TTFT that it asked for itself."""
+    def note_beginning(self) -> bool:
+        """Its first token has just come: from here on it is judged by the TTFT that it asked for
+        itself. Returns whether that token was promised earlier."""
         assert self.first_token_s is not None
         late = self.promised and self.first_token_s > self.deadline_s
         self.deadline_s = self._asked_deadline_s
