@@ -419,6 +419,8 @@ def test_a_quote_in_words() -> None:
     assert "12 of chat" in text
     assert "800 ms" in text
     assert "TTFT 740 ms, TPOT 50 ms" in text
+    later = in_words({**no, "cheapest": {"ttft_ms": 1864.492, "tpot_ms": 9.876}})
+    assert "would be promised now: TTFT 1864 ms, TPOT 9.88 ms" in later
 
 
 def test_numbers_that_are_packed_come_back() -> None:

@@ -153,5 +153,9 @@ def in_words(quote: Mapping[str, Any]) -> list[str]:
 
 def _objectives(one: Mapping[str, float | None]) -> str:
     named = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))
-    said = [f"{label} {one[name]:.3g} ms" for name, label in named if one.get(name) is not None]
-    return ", ".join(said)
+    told = [(label, one.get(name)) for name, label in named]
+    return ", ".join(f"{label} {_number(ms)} ms" for label, ms in told if ms is not None)
+
+
+def _number(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
