@@ -10,6 +10,7 @@ from vllm_slo.core.admission import Capacity, plan_admission
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.routing import (
     RANKS,
+    STALE_S,
     DemandMeter,
     Route,
     RoutedRequest,
@@ -297,6 +298,23 @@ def test_an_expired_deadline_is_refused_and_never_urgent() -> None:
     (double,) = replicas(IDLE)
     assert double.judge(replace(ASKS, deadline_s=-1.0), 0.0).reason == "expired"
     assert double.judge(ASKS, 6.5).reason == "expired"
+
+
+def test_an_idle_replica_whose_word_is_old_is_asked_itself() -> None:
+    slow = replace(IDLE, model=SIX_A_UNIT.scaled(1000.0))
+
+    def asked(state: ReplicaState, age_s: float, *, sent: bool = False) -> bool:
+        (one,) = replicas(state)
+        request = replace(ASKS, deadline_s=age_s + 6.0)
+        if sent:
+            one.sent(1, request, age_s, promised=False)
+        return one.judge(request, age_s).promised
+
+    assert asked(slow, STALE_S)
+    assert not asked(slow, STALE_S - 1.0)
+    assert not asked(slow, STALE_S, sent=True)
+    assert not asked(replace(slow, running=1), STALE_S)
+    assert not asked(replace(slow, seats=0), STALE_S)
 
 
 def test_a_replica_that_has_not_spoken_promises_nothing() -> None:

@@ -22,6 +22,7 @@ from vllm_slo.engine.step_planner import StepPlanner
 from vllm_slo.engine.views import prefill_view
 from vllm_slo.errors import ConfigError
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
+from vllm_slo.slo import unpack_quote
 
 SIX_A_UNIT = StepTimeModel(((0.0, 0.0, 0.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
@@ -231,6 +232,75 @@ def test_nobody_waits_for_a_tpot_for_ever(engine: Any) -> None:
         return max(map(ttft_s, one.outcomes.values()))
 
     assert longest_wait_s(ageing_s=0.5) < 6.0 < 8.0 < longest_wait_s()
+
+
+def asked_every_second(
+    one: VirtualEngine, name: str, seconds: int, *slos: SLO
+) -> list[Outcome]:
+    """Requests that would rather be declined, one a second; what became of them."""
+    for number in range(seconds):
+        one.clock.advance(1.0)
+        one.add(f"{name}{number}", 100, 24, slos[number % len(slos)])
+        one.run()
+    return [outcome for key, outcome in one.outcomes.items() if key.startswith(name)]
+
+
+STRICT = SLO(ttft_ms=400, tpot_ms=60, on_unattainable="decline")
+HOPELESS = SLO(ttft_ms=5, tpot_ms=60, on_unattainable="decline")
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_an_engine_that_turned_everybody_away_finds_out_that_it_is_fast_again(
+    config_folder: Path, profiled: bool
+) -> None:
+    slowed = [1.0]
+    one = VirtualEngine(
+        Scheduler,
+        config_folder,
+        lambda shape: slowed[0] * ROOFLINE.predict_shape_s(shape),
+        believed=ROOFLINE if profiled else None,
+    )
+    asked_every_second(one, "first", 40, SLO(ttft_ms=5000, tpot_ms=500))
+    assert all(kept(outcome) for outcome in asked_every_second(one, "known", 5, STRICT))
+    slowed[0] = 20.0
+    asked_every_second(one, "slow", 40, SLO(ttft_ms=30_000, tpot_ms=5000))
+    declined = asked_every_second(one, "wary", 300, STRICT)
+    served = [outcome for outcome in declined if outcome.token_times_s]
+    assert 1 <= len(served) <= 4  # after 30, 60, 120 s of idleness: whether it still is slow
+    slowed[0] = 1.0
+    asked_every_second(one, "again", 300, STRICT, HOPELESS)
+    at_last = asked_every_second(one, "last", 20, STRICT)
+    assert all(outcome.token_times_s and kept(outcome) for outcome in at_last)
+    hopeless = [o for n, o in one.outcomes.items() if n.startswith("again") and o.slo is HOPELESS]
+    assert not any(outcome.token_times_s for outcome in hopeless)
+
+
+def test_what_was_never_possible_is_not_tried(engine: Any) -> None:
+    one = engine()
+    asked_every_second(one, "first", 40, SLO(ttft_ms=5000, tpot_ms=500))
+    tight = SLO(ttft_ms=40, tpot_ms=60, on_unattainable="decline")
+    declined = asked_every_second(one, "tight", 120, tight)
+    assert not any(outcome.token_times_s for outcome in declined)
+
+
+def test_a_quote_knows_of_the_one_that_would_find_out(engine: Any) -> None:
+    one = engine()
+    asked_every_second(one, "first", 40, SLO(ttft_ms=5000, tpot_ms=500))
+    steps = one.scheduler._steering.steps
+    for _ in range(600):
+        steps.estimator.correction.observe(1.0, 20.0)
+    steps._refresh()
+    said = []
+    for wait_s in (0.0, 29.0, 31.0):
+        one.clock.advance(wait_s)
+        one.add(f"ask{wait_s}", 100, 24, STRICT, quote=True)
+        one.run()
+        quoted = unpack_quote(one.outcomes[f"ask{wait_s}"].stop_reason)
+        assert quoted is not None
+        said.append(quoted["promised"])
+    assert said == [False, False, True]
+    one.add("sent", 100, 24, STRICT)
+    assert one.scheduler.promise_now("sent")
 
 
 def test_what_was_to_have_begun_is_not_held_back(engine: Any) -> None:

@@ -25,6 +25,8 @@ from vllm_slo.core.output_length import hold_of, length_of
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.types import INFINITY, Backup, Demand, RoutingPolicy
 
+STALE_S: Final = 30.0
+"""What an idle replica said so long ago it may not say any more."""
 LOST_AFTER_S: Final = 0.5
 """A request that its replica has seen, by its ticket or a later one, and does not list so long
 after it was sent has ended or never asked for anything."""
@@ -168,7 +170,8 @@ class VirtualReplica:
         )
 
     def judge(self, request: RoutedRequest, now_s: float) -> Verdict:
-        """Whether the replica could promise a request its objectives if it came now."""
+        """Whether the replica could promise a request its objectives if it came now; of one that has
+        long been idle, whether it is to be asked."""
         state = self.state
         if state is None:
             return Verdict(False, "unknown", 1.0)
@@ -180,7 +183,17 @@ class VirtualReplica:
             self._asked[request.tpot_s] = None
             if len(self._asked) > MAX_PREPARED:
                 del self._asked[next(iter(self._asked))]
-        return outlook.judge(self.demand(request), start_s)
+        verdict = outlook.judge(self.demand(request), start_s)
+        if verdict.reason in ("prefill", "decode") and self._is_stale(now_s):
+            return Verdict(True)
+        return verdict
+
+    def _is_stale(self, now_s: float) -> bool:
+        """Whether it has had nothing to do for so long that how fast it is only itself can find
+        out; see ``Steering.probe``."""
+        state = self.state
+        empty = state is None or not (self._sent or state.running or state.waiting)
+        return empty and now_s - self._taken_s >= STALE_S
 
     def work_s(self, request: RoutedRequest) -> float:
         """Share of this replica, times how long, that a request takes: of its time, or of its KV

@@ -514,6 +514,10 @@ class StepTimeEstimator:
             self._next_refit += min(self._next_refit, self.LAST_REFIT_GAP)
             self._refit()
 
+    def begin_anew(self) -> None:
+        """Forget how far off the base is: the next step alone says so."""
+        self.correction = OnlineCorrection(horizon=self._horizon)
+
     def expected(self) -> StepTimeModel:
         """The model of typical times."""
         return self.correction.model(self.base)
@@ -528,7 +532,7 @@ class StepTimeEstimator:
             return
         samples = [sample for bucket in self._buckets.values() for sample in bucket]
         self.base = fit(samples, max_tokens=self.base.max_tokens).model
-        self.correction = OnlineCorrection(horizon=self._horizon)
+        self.begin_anew()
         # Shapes take turns, as in live runs of steps: runs of one shape would differ more.
         for turn in zip_longest(*self._buckets.values()):
             for shape, actual_s in filter(None, turn):

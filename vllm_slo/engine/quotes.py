@@ -73,6 +73,7 @@ class Quotes:
         model = steering.steps.promise_model
         plan, asked = steering.best_plan(steering.asking(start_s, one), start_s, model, standing)
         name = request.request_id
+        probes = steering.probe(plan, asked, start_s) == name
         others, considered = set(plan.admitted) - {name}, {*plan.admitted, *plan.refused}
         beside = [demand for demand in asked if demand.request_id in others]
         demand = steering.demand(one, start_s, model)
@@ -82,7 +83,7 @@ class Quotes:
 
         def ask(ttft_s: float, tpot_s: float) -> Verdict:
             if (ttft_s, tpot_s) == asked_s and name in considered:
-                refused = plan.refused.get(name)
+                refused = None if probes else plan.refused.get(name)
                 return Verdict(refused is None, refused, plan.retry_after_s.get(name, 0.0))
             # Without a TTFT a prompt has a moment to begin all the same; see `Tracked.due_s`.
             due_s = demand.deadline_s if ttft_s == INFINITY else arrival_s + ttft_s - guard_s

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -55,6 +55,10 @@ UNLABELLED = "none"
 WayToDecode: TypeAlias = tuple[StepTimeModel, admission.Speculated]
 Commitments: TypeAlias = tuple[list[Demand], dict[float, int], int, int]
 """(promises before their first token, decoding count by TPOT, their KV tokens, blocks)."""
+
+
+LONGEST_IDLE_S: Final = 3600.0
+"""However often it was in vain, an engine that was idle for so long may have become fast again."""
 
 
 class _Ways(NamedTuple):
@@ -137,6 +141,7 @@ class Steering:
             if isinstance(manager.kv_cache_spec, FullAttentionSpec)
         ]
         self._last_plan_s = -INFINITY
+        self._probe_after_s = self.config.ageing_s
         self._arrived = False
         self._ended_since_plan = 0
         self._last_end_s = self.now_s
@@ -487,7 +492,32 @@ class Steering:
             return
         plan, new = self.best_plan(asking, start_s, model)
         due_s = {demand.request_id: demand.deadline_s for demand in new}
-        self._settle(plan.admitted, plan.refused, plan.retry_after_s, due_s)
+        admitted, refused = plan.admitted, plan.refused
+        if admitted:
+            self._probe_after_s = self.config.ageing_s
+        elif probe := self.probe(plan, new, start_s):
+            self.steps.doubt()
+            self._probe_after_s = min(2.0 * self._probe_after_s, LONGEST_IDLE_S)
+            admitted = (probe,)
+            refused = {name: reason for name, reason in refused.items() if name != probe}
+        self._settle(admitted, refused, plan.retry_after_s, due_s)
+
+    def probe(self, plan: AdmissionPlan, new: Sequence[Demand], start_s: float) -> str | None:
+        """Who is promised what they ask against what is known of step times, where that is old.
+
+        Whom it turns away an engine learns nothing from. If it was slow and nobody runs, it would
+        never know that it is fast again: so one request may find out, if steps as fast as they have
+        been would do.
+        """
+        hoped = self.steps.fastest_model
+        idle = self.steps.idle_s(self.now_s) >= self._probe_after_s
+        busy = self.scheduler.running or any(t.promised for t in self.tracked.values())
+        if not idle or hoped is None or plan.admitted or busy:
+            return None
+        able = [d for d in new if plan.refused.get(d.request_id) in ("prefill", "decode")]
+        capacity = self.capacity(0, 0)
+        found = admission.plan_admission(start_s, able, (), {}, hoped, capacity).admitted
+        return found[-1] if found else None
 
     def asking(self, start_s: float, *others: Tracked) -> list[Tracked]:
         """Whom the dynamic program is to consider in a step that begins at ``start_s``."""

@@ -14,10 +14,12 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.speculation_length import with_draft_steps
-from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel
+from vllm_slo.core.step_time import BatchShape, OnlineCorrection, StepTimeEstimator, StepTimeModel
 
 MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""
+TYPICAL_TOKENS = 64
+"""Models are compared by a step of so many."""
 
 
 class _Step(NamedTuple):
@@ -43,6 +45,7 @@ class StepClock:
         promise_model: step times to promise by, drafting included.
         verifying_model, plain_promise_model: the same without drafting.
         verified_s: what the last step took, drafting left out.
+        fastest_model: the shortest of the plain promise models that came of enough steps, or None.
         strength: share of a TPOT to work towards, at most 1 (see ``views.decode_view``).
     """
 
@@ -51,6 +54,7 @@ class StepClock:
     ) -> None:
         self.estimator = estimator
         self.verified_s = 0.0
+        self.fastest_model: StepTimeModel | None = None
         self._quantile = quantile
         self._window = window
         self._flight: deque[_Step] = deque()
@@ -58,6 +62,7 @@ class StepClock:
         self._last_done_s = now_s
         self._learnt = 0
         self._drafting = 0.0, 0.0, 0
+        self._doubted = False
         self._refresh()
 
     @property
@@ -68,6 +73,14 @@ class StepClock:
     def next_start_s(self, now_s: float) -> float:
         """When a step scheduled now begins: at once, or when those in flight are done."""
         return max(now_s, self._busy_until_s) if self._flight else now_s
+
+    def idle_s(self, now_s: float) -> float:
+        """Seconds since the last step; 0 while one is in flight."""
+        return 0.0 if self._flight else now_s - self._last_done_s
+
+    def doubt(self) -> None:
+        """What was learnt may be long out of date: the next step begins it anew."""
+        self._doubted = True
 
     def drafting(self, fixed_s: float, token_s: float, passes: int = 0) -> None:
         """From now on each step drafts for so many seconds, and so many per token besides; in so
@@ -99,16 +112,23 @@ class StepClock:
         self._last_done_s = now_s
         self._busy_until_s = now_s + sum(s.predicted_s for s in self._flight)
         self.verified_s = actual_s - drafting_s
+        if self._doubted:
+            self.estimator.begin_anew()
         self.estimator.observe(step.shape, self.verified_s)
         self._learnt += 1
-        if self._learnt % MODEL_REFRESH_STEPS == 0:
+        if self._doubted or self._learnt % MODEL_REFRESH_STEPS == 0:
             self._refresh()
+        self._doubted = False
         return step.predicted_s, actual_s
 
     def _refresh(self) -> None:
         self.plain_promise_model = self.estimator.promise(self._quantile)
         self.verifying_model = self.estimator.expected()
         self._add_drafting()
+        if len(self.estimator.correction) >= OnlineCorrection.ENOUGH:
+            known, now = self.fastest_model, self.plain_promise_model
+            if known is None or now.predict_s(TYPICAL_TOKENS) < known.predict_s(TYPICAL_TOKENS):
+                self.fastest_model = now
         jitter = self.estimator.correction.jitter(self._quantile)
         self.strength = 1.0 - min(jitter / self._window, 0.1)
 
