@@ -75,8 +75,8 @@ class Load:
     """
 
     asked: int = 500
-    asking: float = 0.45
-    background: float = 0.7
+    asking: float = 0.6
+    background: float = 0.9
     again: int = 300
     alone_s: float = 40.0
 

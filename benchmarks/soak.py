@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -174,9 +175,11 @@ class Server:
             total(found, "vllm_slo:promises_broken_total"),
         )  # fmt: skip
 
-    def tracebacks(self) -> int:
-        """How many it has written."""
-        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
+    def tracebacks(self) -> list[str]:
+        """Those it has written, each with what comes before and after it."""
+        text = self.log.read_text(errors="replace")
+        found = [match.start() for match in re.finditer(r"Traceback \(most recent", text)]
+        return [text[max(at - 300, 0) : at + 6_000] for at in found]
 
     def stop(self) -> bool:
         """End it; whether it went when told to and left nothing."""
@@ -416,14 +419,14 @@ async def soak(server: Server, args: argparse.Namespace) -> Run:
     return Run(calibration, clients, before, watch.samples, after, done, same)
 
 
-def judge(run: Run, warm_up_s: float, *, stopped: bool, tracebacks: int) -> list[Check]:
+def judge(run: Run, warm_up_s: float, *, stopped: bool, tracebacks: Sequence[str]) -> list[Check]:
     """Everything that must hold."""
     clients = run.clients
     unheard = clients.sent - len(clients.seen)
     return [
         *check_requests(clients.seen, run.counters),
         Check("requests without an outcome", str(unheard), "0", not unheard),
-        Check("tracebacks in the server's log", str(tracebacks), "0", not tracebacks),
+        Check("tracebacks in the server's log", str(len(tracebacks)), "0", not tracebacks),
         *check_promises(clients.seen, run.counters),
         *check_leaks(run.before, run.samples, run.after, warm_up_s),
         *check_service([*run.samples, run.after], same_answer=run.same_answer, stopped=stopped),
@@ -481,8 +484,10 @@ def main() -> int:
         )
         with serving(model, flags) as server:
             run = asyncio.run(soak(server, args))
+            tracebacks = server.tracebacks()  # vLLM writes one when it stops
             stopped = server.stop()
-            checks = judge(run, warm_up_s, stopped=stopped, tracebacks=server.tracebacks())
+            checks = judge(run, warm_up_s, stopped=stopped, tracebacks=tracebacks)
+    sys.stderr.write("\n\n".join(tracebacks))
     if args.samples:
         args.samples.write_text(json.dumps([asdict(s) for s in [*run.samples, run.after]]))
     write(run, checks, args)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ from vllm_slo import SLO
 from vllm_slo.bench.quote import in_words
 from vllm_slo.core.admission import Capacity, Speculated, plan_admission
 from vllm_slo.core.outlook import Outlook, Verdict
-from vllm_slo.core.quote import PRECISION, quote
+from vllm_slo.core.quote import PRECISION, Competition, quote
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.scheduler import Scheduler
@@ -153,7 +155,7 @@ def quoted_now(engine: VirtualEngine, name: str, prompt: int, slo: SLO) -> Any:
 
 
 def test_quotes_agree_with_admission(engine: Any) -> None:
-    one, rng = engine(), random.Random(5)
+    one, rng = engine(slo_config={"quote_holds_s": 0}), random.Random(5)
     said: dict[bool, list[bool]] = {True: [], False: []}
     for number in range(400):
         loaded(one, rng, 4)
@@ -166,6 +168,47 @@ def test_quotes_agree_with_admission(engine: Any) -> None:
     # Others who wait are promised in the same breath, if they are worth it.
     assert sum(said[True]) >= 0.98 * len(said[True])
     assert sum(said[False]) <= 0.02 * len(said[False])
+
+
+def test_a_yes_holds_until_the_request_comes(engine: Any) -> None:
+    slos = [SLO(ttft_ms=300, tpot_ms=40), *(SLO(ttft_ms=ms, tpot_ms=60) for ms in (800, 1500))]
+    still = {}
+    for holds_s in (0.0, 0.05):
+        one, rng = engine(slo_config={"quote_holds_s": holds_s}), random.Random(6)
+        come: list[bool] = []
+        for number in range(600):
+            loaded(one, rng, 2)
+            slo, prompt = rng.choice(slos), rng.randint(20, 500)
+            quoted, asked_s = quoted_now(one, f"ask{number}", prompt, slo), one.clock.now_s
+            while one.clock.now_s < asked_s + 0.05:
+                loaded(one, rng, 1)
+            one.add(f"sent{number}", prompt, 50, slo)
+            promised = one.scheduler.promise_now(f"sent{number}")
+            if quoted["promised"]:
+                come.append(promised)
+        assert len(come) > 100
+        still[holds_s] = sum(come) / len(come)
+    assert still[0.05] >= 0.96 > still[0.0], still
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 4000)), max_size=30),
+    st.floats(0.0, 1.0),
+)
+def test_competition_is_what_was_promised_of_late(
+    promised: list[tuple[float, int]], within_s: float
+) -> None:
+    competition, now_s = Competition(), 100.0
+    for gap_s, tokens in promised:
+        now_s += gap_s
+        competition.promised(tokens, now_s)
+    ends_s = np.cumsum([gap for gap, _ in promised]) + 100.0
+    faded = np.exp((ends_s - now_s) / 10.0)
+    sizes = np.array([tokens for _, tokens in promised], dtype=float)
+    deviation = math.sqrt(within_s / 10.0 * float(faded @ sizes**2))
+    assert competition.tokens(within_s, now_s) == pytest.approx(deviation)
+    assert competition.tokens(within_s, now_s + 1e6) == pytest.approx(0.0)
+    assert competition.tokens(0.0, now_s) == 0.0
 
 
 def test_what_is_offered_is_promised(engine: Any) -> None:

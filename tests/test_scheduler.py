@@ -234,9 +234,7 @@ def test_nobody_waits_for_a_tpot_for_ever(engine: Any) -> None:
     assert longest_wait_s(ageing_s=0.5) < 6.0 < 8.0 < longest_wait_s()
 
 
-def asked_every_second(
-    one: VirtualEngine, name: str, seconds: int, *slos: SLO
-) -> list[Outcome]:
+def asked_every_second(one: VirtualEngine, name: str, seconds: int, *slos: SLO) -> list[Outcome]:
     """Requests that would rather be declined, one a second; what became of them."""
     for number in range(seconds):
         one.clock.advance(1.0)

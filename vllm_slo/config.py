@@ -520,6 +520,15 @@ class SLOConfig(BaseModel):
         description="Seconds between two attempts to promise waiting best-effort requests their "
         "objective, 0 to 3600. Too low: planning costs time; too high: chances are missed.",
     )
+    quote_holds_s: float = Field(
+        default=0.05,
+        ge=0.0,
+        le=60.0,
+        allow_inf_nan=False,
+        description="Seconds that lie between a quote and the request that is sent on it, 0 to 60: "
+        'a "yes" leaves room for what may be promised to others meanwhile. Too low: a "yes" '
+        'is not true any more when the request comes; too high: a "no" to what could be had.',
+    )
     max_planned_new: int = Field(
         default=63,
         ge=1,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
@@ -16,6 +17,32 @@ PRECISION: Final = 1.04
 """Objectives that are found are at most so many times as long as the shortest."""
 WIDEST: Final = 1e5
 """Objectives are looked for up to so many times a lone request's."""
+
+
+MEMORY_S: Final = 10.0
+"""How soon prompts that were promised are forgotten."""
+
+
+class Competition:
+    """How many more prompt tokens than usual are likely promised within the next moment: one
+    standard deviation, were prompts like those promised of late to come as a Poisson process.
+    What usually comes meanwhile, the engine does meanwhile."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+        self._squares = 0.0
+
+    def promised(self, tokens: int, now_s: float) -> None:
+        """Note that a prompt with so many tokens to compute was promised."""
+        self._squares = self._squares * self._faded(now_s) + tokens * tokens
+        self._at_s = max(now_s, self._at_s)
+
+    def tokens(self, within_s: float, now_s: float) -> float:
+        """Tokens within so many seconds."""
+        return math.sqrt(within_s / MEMORY_S * self._faded(now_s) * self._squares)
+
+    def _faded(self, now_s: float) -> float:
+        return math.exp(min(self._at_s - now_s, 0.0) / MEMORY_S)
 
 
 class Quote(NamedTuple):

@@ -170,8 +170,8 @@ class VirtualReplica:
         )
 
     def judge(self, request: RoutedRequest, now_s: float) -> Verdict:
-        """Whether the replica could promise a request its objectives if it came now; of one that has
-        long been idle, whether it is to be asked."""
+        """Whether the replica could promise a request its objectives if it came now; one that has
+        long been idle is to say so itself."""
         state = self.state
         if state is None:
             return Verdict(False, "unknown", 1.0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import Request
 
 from vllm_slo.core.outlook import Outlook, Verdict
-from vllm_slo.core.quote import Quote, quote
+from vllm_slo.core.quote import Competition, Quote, quote
 from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.views import Tracked
 from vllm_slo.slo import SLO, pack_quote
@@ -30,10 +30,14 @@ class Quotes:
 
     Args:
         steering: what is promised, and by which step times. Nothing in it is changed.
+
+    Attributes:
+        competition: who may be promised something before a request comes that was told "yes".
     """
 
     def __init__(self, steering: Steering) -> None:
         self.steering = steering
+        self.competition = Competition()
         self._asking: list[tuple[Request, SLO | None, float]] = []
 
     def __len__(self) -> int:
@@ -71,12 +75,15 @@ class Quotes:
         steering = self.steering
         one = Tracked(request, slo or SLO(), arrival_s, steering.config.tpot_window_tokens)
         model = steering.steps.promise_model
-        plan, asked = steering.best_plan(steering.asking(start_s, one), start_s, model, standing)
+        asking = steering.asking(start_s, one)
+        plan, asked = steering.best_plan(asking, start_s, model, standing)
+        ahead = self.competition.tokens(steering.config.quote_holds_s, steering.now_s)
         name = request.request_id
-        probes = steering.probe(plan, asked, start_s) == name
+        probes = steering.probe(plan, asking, start_s) == name
         others, considered = set(plan.admitted) - {name}, {*plan.admitted, *plan.refused}
         beside = [demand for demand in asked if demand.request_id in others]
         demand = steering.demand(one, start_s, model)
+        work = demand.prefill_tokens + round(ahead)
         guard_s = model.predict_s(0)
         outlooks = self._outlooks(standing, beside, one.reserved_tpot_s)
         asked_s = one.deadline_s - arrival_s, one.reserved_tpot_s
@@ -84,10 +91,12 @@ class Quotes:
         def ask(ttft_s: float, tpot_s: float) -> Verdict:
             if (ttft_s, tpot_s) == asked_s and name in considered:
                 refused = None if probes else plan.refused.get(name)
-                return Verdict(refused is None, refused, plan.retry_after_s.get(name, 0.0))
+                if probes or refused is not None or not ahead:
+                    return Verdict(refused is None, refused, plan.retry_after_s.get(name, 0.0))
             # Without a TTFT a prompt has a moment to begin all the same; see `Tracked.due_s`.
             due_s = demand.deadline_s if ttft_s == INFINITY else arrival_s + ttft_s - guard_s
-            return _best(outlooks, replace(demand, deadline_s=due_s, tpot_s=tpot_s), start_s)
+            due = replace(demand, prefill_tokens=work, deadline_s=due_s, tpot_s=tpot_s)
+            return _best(outlooks, due, start_s)
 
         lone_s = model.predict_s(demand.prefill_tokens) + guard_s + start_s - arrival_s
         found = quote(*asked_s, ask, lone_s, steering.steps.expected_model.predict_s(1))

@@ -495,14 +495,14 @@ class Steering:
         admitted, refused = plan.admitted, plan.refused
         if admitted:
             self._probe_after_s = self.config.ageing_s
-        elif probe := self.probe(plan, new, start_s):
+        elif probe := self.probe(plan, asking, start_s):
             self.steps.doubt()
             self._probe_after_s = min(2.0 * self._probe_after_s, LONGEST_IDLE_S)
             admitted = (probe,)
             refused = {name: reason for name, reason in refused.items() if name != probe}
         self._settle(admitted, refused, plan.retry_after_s, due_s)
 
-    def probe(self, plan: AdmissionPlan, new: Sequence[Demand], start_s: float) -> str | None:
+    def probe(self, plan: AdmissionPlan, asking: Sequence[Tracked], start_s: float) -> str | None:
         """Who is promised what they ask against what is known of step times, where that is old.
 
         Whom it turns away an engine learns nothing from. If it was slow and nobody runs, it would
@@ -514,7 +514,10 @@ class Steering:
         busy = self.scheduler.running or any(t.promised for t in self.tracked.values())
         if not idle or hoped is None or plan.admitted or busy:
             return None
-        able = [d for d in new if plan.refused.get(d.request_id) in ("prefill", "decode")]
+        late = [
+            t for t in asking if plan.refused.get(t.request.request_id) in ("prefill", "decode")
+        ]
+        able = [self.demand(t, start_s, hoped) for t in late]
         capacity = self.capacity(0, 0)
         found = admission.plan_admission(start_s, able, (), {}, hoped, capacity).admitted
         return found[-1] if found else None
@@ -656,6 +659,7 @@ class Steering:
         for request_id in admitted:
             tracked = self.tracked[request_id]
             tracked.promise(due_s[request_id])
+            self._quotes.competition.promised(tracked.remaining_tokens, self.now_s)
             if self.quotas is not None:
                 self.quotas.promised(tracked, self.now_s)
             self._unpromised -= 1
