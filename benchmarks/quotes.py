@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether quotes come true, and what one costs.
 
-A real server (`vllm-slo serve`, the built-in model as a costlier twin on one core) at about its
-capacity: Poisson arrivals of four classes, which leave where they are not promised. Beside them
-come requests that draw prompt, TTFT and TPOT from tight and loose ones; each first asks
+A real server (`vllm-slo serve`, the built-in model as a costlier twin on one core) that is offered
+more than it can process: Poisson arrivals of four classes, which leave where they are not promised.
+Beside them come requests that draw prompt, TTFT and TPOT from tight and loose ones; each first asks
 `POST /v1/slo/quote`, and is sent at once whatever the answer. A "no" is then served best effort.
 
 Then the same arrivals once more, and every request that was told "no" is promised all the same, as
@@ -76,8 +76,8 @@ class Load:
 
     asked: int = 500
     asking: float = 0.6
-    background: float = 0.9
-    again: int = 300
+    background: float = 1.1
+    again: int = 500
     alone_s: float = 40.0
 
     def rate(self, zero: ZeroLoad) -> float:

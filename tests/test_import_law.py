@@ -23,8 +23,9 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo": {"vllm_slo"},  # the public names, loaded lazily
     "vllm_slo.errors": set(),
     "vllm_slo.core": {"vllm_slo.errors"},
-    "vllm_slo.slo": {"vllm_slo.core.types", "vllm_slo.errors"},
-    "vllm_slo.access_config": {"vllm_slo.errors", "vllm_slo.slo"},
+    "vllm_slo.slo_fields": {"vllm_slo.errors"},
+    "vllm_slo.slo": {"vllm_slo.core.types", "vllm_slo.errors", "vllm_slo.slo_fields"},
+    "vllm_slo.access_config": {"vllm_slo.errors", "vllm_slo.slo", "vllm_slo.slo_fields"},
     "vllm_slo.access": {"vllm_slo.access_config", "vllm_slo.errors", "vllm_slo.slo"},
     "vllm_slo.config": {
         "vllm_slo.access_config",

@@ -179,14 +179,17 @@ def test_stop_reasons_survive_the_report(server: LiveServer, api: str, stream: b
 
 @streams
 def test_a_stop_string(server: LiveServer, stream: bool) -> None:
-    # vLLM's API server matches it and aborts the request, so the scheduler never sees its end.
+    # vLLM's API server matches it and aborts the request; the scheduler finds out why.
     whole = ask_openai(server, "completions", False, {})
     stop = whole.text.strip()[1:3]
-    answer = ask_openai(server, "completions", stream, {"slo": {"class": "chat"}, "stop": stop})
+    finished = server.settled_total("vllm_slo:requests_finished_total", slo_class="chat")
+    asked = {"slo": {"class": "chat"}, "stop": stop, "max_tokens": 900, "ignore_eos": True}
+    answer = ask_openai(server, "completions", stream, asked)
     assert answer.status == 200
     assert answer.stop_reasons == [stop]
     # Streams have it with patches/0001 only: tests/test_patches.py.
     assert [(r["promised"], r["attained"]) for r in answer.reports] == [(True, True)] * (not stream)
+    server.await_total(finished + 1, "vllm_slo:requests_finished_total", slo_class="chat")
 
 
 def test_each_choice_of_a_stream_has_its_report(server: LiveServer) -> None:

@@ -280,17 +280,22 @@ def test_a_prefix_stays_while_tools_run(engine: Any, share: float, found: bool) 
     assert (cached >= 320) is found
 
 
-def test_a_round_that_a_stop_string_may_have_ended_stays_warm(engine: Any) -> None:
+def test_a_round_that_a_stop_string_ended_counts_and_stays_warm(engine: Any) -> None:
     one = engine()
-    for name, stop in (("stops", ["x"]), ("leaves", [])):
-        request = one.add(name, 64, 32, SLO(ttft_ms=5000, session_id=name))
-        request.sampling_params.stop = stop
+    steering = one.scheduler._steering
+    steering._marks.has_stopped = lambda request: request.request_id == "stops"
+    for name in ("stops", "leaves"):
+        one.add(name, 64, 32, SLO(ttft_ms=5000, session_id=name, session_last=True))
         for _ in range(4):
             one.step()
-        before = one.scheduler._steering.sessions.gauges()["warm_prefix_blocks"]
+        before = steering.sessions.gauges()["warm_prefix_blocks"]
         one.abort(name)  # as vLLM's API server does for either
-        warm = one.scheduler._steering.sessions.gauges()["warm_prefix_blocks"]
-        assert (warm > before) is bool(stop)
+        warm = steering.sessions.gauges()["warm_prefix_blocks"]
+        assert (warm > before) is (name == "stops")
+    metrics = one.scheduler._steering.metrics.registry
+    for series in ("vllm_slo:requests_finished_total", "vllm_slo:sessions_finished_total"):
+        found = [s for m in metrics.collect() for s in m.samples if s.name == series]
+        assert sum(sample.value for sample in found) == pytest.approx(1), series
 
 
 def test_warm_prefixes_withhold_no_memory(engine: Any) -> None:

@@ -302,6 +302,31 @@ def marks(reasoner: Any = None) -> AnswerMarks:
     return AnswerMarks(SimpleNamespace(tokenizer=tokenizer, reasoner_cls=reasoner))
 
 
+@pytest.mark.parametrize(
+    ("text", "stops", "stopped"),
+    [
+        ("def read(path):\n    return 1\n\nclass", ["\n\n"], True),
+        ("def read(path):\n    return 1\n", ["\n\n"], False),
+        ("def read(path):", ["never", "(pa"], True),
+        ("def read(path):", [], False),
+        ("", ["x"], False),
+        ("x" + " y" * 200, ["x"], False),  # it would have stopped long ago
+    ],
+)
+def test_whether_a_stop_string_has_come(text: str, stops: list[str], stopped: bool) -> None:
+    found = marks()
+    ids = found._tokenizer.encode(text).ids
+    params = SimpleNamespace(stop=stops)
+    assert found.has_stopped(SimpleNamespace(sampling_params=params, output_token_ids=ids)) is (
+        stopped
+    )
+    pooled = SimpleNamespace(sampling_params=None, output_token_ids=ids)
+    assert not found.has_stopped(pooled)
+    assert not AnswerMarks(SimpleNamespace(reasoner_cls=None)).has_stopped(
+        SimpleNamespace(sampling_params=params, output_token_ids=ids)
+    )
+
+
 def answer(ids: list[int], prompt: list[int] | None = None) -> Any:
     prompt = prompt or []
     return SimpleNamespace(

@@ -8,7 +8,8 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_slo.errors import InvalidSLOError
-from vllm_slo.slo import MAX_TPOT_MS, MAX_TTFT_MS, MAX_VALUE, SLO, Tier
+from vllm_slo.slo import SLO, Tier
+from vllm_slo.slo_fields import MAX_TPOT_MS, MAX_TTFT_MS, MAX_VALUE
 
 __all__ = ["AccessConfig", "GrantConfig", "KeyConfig", "QuotaConfig", "QuotasConfig"]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request asks for, and the carriers that bring it: Python, body, xargs, headers, tier.
 
-Units at this edge are milliseconds. There is one validator per field (`_VALIDATORS`) and every
-carrier goes through it, so one mistake has one text wherever it was made.
+Units at this edge are milliseconds. Every carrier goes through the one validator of each
+field (`slo_fields`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,24 @@ import json
 import math
 import numbers
 import re
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from vllm_slo.errors import InvalidSLOError
+from vllm_slo.slo_fields import (
+    MAX_TPOT_MS,
+    MAX_TTFT_MS,
+    NAME,
+    PUBLIC,
+    PUBLIC_OF,
+    VALIDATORS,
+    Stage,
+    choice_of,
+    echo,
+    number_of,
+    validate,
+)
 
 __all__ = [
     "AGE_KEY",
@@ -44,14 +56,6 @@ Tier: TypeAlias = Literal["guaranteed", "best_effort"]
 OnUnattainable: TypeAlias = Literal["best_effort", "decline"]
 Speculate: TypeAlias = Literal["auto", "off"]
 
-MAX_TTFT_MS: Final = 86_400_000
-MAX_TPOT_MS: Final = 3_600_000
-MAX_VALUE: Final = 1_000_000
-MAX_OUTPUT_TOKENS: Final = 10_000_000
-MAX_SESSION_ROUNDS: Final = 10_000
-MAX_STAGES: Final = 8
-MAX_MARK_CHARS: Final = 64
-MAX_ECHO_CHARS: Final = 80
 EXPIRED_TTFT_MS: Final = 0.001
 """TTFT of a `prefill_ddl` that lies in the past: valid, and never attainable."""
 
@@ -90,154 +94,7 @@ _INTERNAL_KEYS: Final = (STREAM_KEY, AGE_KEY, TICKET_KEY, QUOTE_KEY, SEAL_KEY)
 _PREFIX: Final = "slo_"
 _DDL_KEY: Final = "prefill_ddl"
 _TPOT_S_KEY: Final = "slo_tpot"
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:@/-]{1,64}")
 _DECIMAL: Final = re.compile(r"[+-]?(\d{1,32}(\.\d{0,32})?|\.\d{1,32})([eE][+-]?\d{1,3})?", re.A)
-
-
-class Stage(NamedTuple):
-    """A stretch of one answer with an objective of its own (SLOs-Serve, table 1).
-
-    Attributes:
-        tpot_ms: time per output token, milliseconds; None: no objective.
-        until: text that ends the stage, itself included; None: it lasts to the end.
-    """
-
-    tpot_ms: float | None
-    until: str | None = None
-
-
-def _echo(value: object) -> str:
-    """A printable one-line rendering of untrusted `value`, at most 80 characters."""
-    brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = brief.maxlong = MAX_ECHO_CHARS
-    try:
-        text = brief.repr(value)
-    except Exception:  # noqa: BLE001 - a foreign __repr__ may raise anything; the type name will do
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= MAX_ECHO_CHARS else text[: MAX_ECHO_CHARS - 3] + "..."
-
-
-def _number(name: str, value: object, high: float, unit: str, example: str) -> float:
-    """`value` as a finite float in (0, `high`]."""
-    fix = f"give {unit} above 0 and at most {high:.0f}, for example {example}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidSLOError(name, f"{_echo(value)} is not a number", fix)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InvalidSLOError(name, f"{_echo(value)} is not a finite number", fix)
-    if not 0 < number <= high:
-        raise InvalidSLOError(name, f"{_echo(number)} is out of range", fix)
-    return number
-
-
-def _whole(name: str, value: object, high: int) -> int:
-    """`value` as an int in [1, `high`]."""
-    fix = f"give a whole number from 1 to {high}, for example 256"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidSLOError(name, f"{_echo(value)} is not a whole number", fix)
-    whole = int(value)
-    if not 1 <= whole <= high:
-        raise InvalidSLOError(name, f"{_echo(whole)} is out of range", fix)
-    return whole
-
-
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """`value` if it is one of `choices`."""
-    if isinstance(value, str) and value in choices:
-        return value
-    raise InvalidSLOError(name, f"{_echo(value)} is unknown", f"use one of {', '.join(choices)}")
-
-
-def _name(name: str, value: object) -> str:
-    """`value` if it is an identifier that is safe as a metric label."""
-    if isinstance(value, str) and _NAME.fullmatch(value):
-        return value
-    fix = "give 1 to 64 characters out of A-Z a-z 0-9 _ . : @ / -"
-    raise InvalidSLOError(name, f"{_echo(value)} is not a name", fix)
-
-
-def _flag(name: str, value: object) -> bool:
-    """`value` as a bool; 0 and 1 too, which is what `vllm_xargs` can carry."""
-    if isinstance(value, bool | int) and value in (0, 1):
-        return bool(value)
-    raise InvalidSLOError(name, f"{_echo(value)} is not a bool", "give true or false")
-
-
-def _stages(name: str, value: object) -> tuple[Stage, ...]:
-    """`value` as stages: a list of objects, or that as JSON (which is what `vllm_xargs` can carry).
-
-    Every stage but the last has a text that ends it.
-    """
-    fix = 'give a list such as [{"until": "</think>", "tpot_ms": 20}, {"tpot_ms": 100}]'
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise InvalidSLOError(name, f"{_echo(value)} is not JSON", fix) from None
-    if not isinstance(value, list | tuple) or not value:
-        raise InvalidSLOError(name, f"{_echo(value)} is not a list of stages", fix)
-    if len(value) > MAX_STAGES:
-        raise InvalidSLOError(name, f"{len(value)} stages are too many", f"give up to {MAX_STAGES}")
-    stages = tuple(_stage(f"{name}[{i}]", one, fix) for i, one in enumerate(value))
-    for i, stage in enumerate(stages):
-        if (stage.until is None) != (i == len(stages) - 1):
-            problem = "nothing ends it" if stage.until is None else "is the last stage"
-            raise InvalidSLOError(
-                f"{name}[{i}].until", problem, "every stage but the last needs until, and it none"
-            )
-    if all(stage.tpot_ms is None for stage in stages):
-        raise InvalidSLOError(name, "no stage has an objective", "give one of them tpot_ms")
-    return stages
-
-
-def _stage(name: str, value: object, fix: str) -> Stage:
-    if isinstance(value, Stage):
-        value = value._asdict()
-    if not isinstance(value, Mapping):
-        raise InvalidSLOError(name, f"{_echo(value)} is not an object", fix)
-    if unknown := next((key for key in value if key not in Stage._fields), None):
-        raise InvalidSLOError(name, f"{_echo(unknown)} is unknown", "a stage has until and tpot_ms")
-    tpot_ms, until = value.get("tpot_ms"), value.get("until")
-    if tpot_ms is not None:
-        tpot_ms = _number(f"{name}.tpot_ms", tpot_ms, MAX_TPOT_MS, "milliseconds", "50")
-    if until is not None and not (isinstance(until, str) and 1 <= len(until) <= MAX_MARK_CHARS):
-        raise InvalidSLOError(
-            f"{name}.until",
-            f"{_echo(until)} is not a text to look for",
-            f"give 1 to {MAX_MARK_CHARS} characters, for example </think>",
-        )
-    return Stage(tpot_ms, until)
-
-
-_VALIDATORS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    "ttft_ms": lambda n, v: _number(n, v, MAX_TTFT_MS, "milliseconds", "500"),
-    "tpot_ms": lambda n, v: _number(n, v, MAX_TPOT_MS, "milliseconds", "50"),
-    "thinking_tpot_ms": lambda n, v: _number(n, v, MAX_TPOT_MS, "milliseconds", "20"),
-    "stages": _stages,
-    "session_id": _name,
-    "session_e2e_ms": lambda n, v: _number(n, v, MAX_TTFT_MS, "milliseconds", "10000"),
-    "session_rounds": lambda n, v: _whole(n, v, MAX_SESSION_ROUNDS),
-    "session_last": _flag,
-    "value": lambda n, v: _number(n, v, MAX_VALUE, "a weight", "1"),
-    "tier": lambda n, v: _choice(n, v, ("guaranteed", "best_effort")),
-    "on_unattainable": lambda n, v: _choice(n, v, ("best_effort", "decline")),
-    "expected_output_tokens": lambda n, v: _whole(n, v, MAX_OUTPUT_TOKENS),
-    "tenant": _name,
-    "speculation": lambda n, v: _choice(n, v, ("auto", "off")),
-    "slo_class": _name,
-}
-_PUBLIC: Final[Mapping[str, str]] = {
-    ("class" if name == "slo_class" else name): name for name in _VALIDATORS
-}
-"""Key as a client writes it -> SLO attribute."""
-_PUBLIC_OF: Final[Mapping[str, str]] = {name: key for key, name in _PUBLIC.items()}
-
-
-def _validate(name: str, value: object) -> object:
-    return _VALIDATORS[name](_PUBLIC_OF[name], value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +148,10 @@ class SLO:
     slo_class: str | None = None
 
     def __post_init__(self) -> None:
-        for name in _VALIDATORS:
+        for name in VALIDATORS:
             given = getattr(self, name)
             if given is not None or name in ("value", "on_unattainable"):
-                object.__setattr__(self, name, _validate(name, given))
+                object.__setattr__(self, name, validate(name, given))
         _check_stages(self)
         _check_session(self)
         if self.slo_class is None:
@@ -344,7 +201,7 @@ class SLO:
                     given = json.dumps([stage._asdict() for stage in given])
                 elif isinstance(given, bool):
                     given = int(given)
-                flat[_PREFIX + _PUBLIC_OF[spec.name]] = given
+                flat[_PREFIX + PUBLIC_OF[spec.name]] = given
         return flat
 
     @classmethod
@@ -450,21 +307,21 @@ class _Claims:
 
     def add(self, name: str, value: object, carrier: str) -> None:
         """Record a validated value; a carrier that disagrees with an earlier one is an error."""
-        value = _validate(name, value)
+        value = validate(name, value)
         before = self.said.setdefault(name, (value, carrier))
         if not _same(before[0], value):
             raise InvalidSLOError(
-                _PUBLIC_OF[name],
-                f"{before[1]} says {_echo(before[0])} but {carrier} says {_echo(value)}",
+                PUBLIC_OF[name],
+                f"{before[1]} says {echo(before[0])} but {carrier} says {echo(value)}",
                 "send one value",
             )
 
     def add_body(self, body: object) -> None:
         if not isinstance(body, Mapping):
             fix = 'give an object, for example {"ttft_ms": 500, "tpot_ms": 50} or {"class": "chat"}'
-            raise InvalidSLOError("slo", f"{_echo(body)} is not an object", fix)
+            raise InvalidSLOError("slo", f"{echo(body)} is not an object", fix)
         for key, value in body.items():
-            name = _PUBLIC.get(key) if isinstance(key, str) else None
+            name = PUBLIC.get(key) if isinstance(key, str) else None
             if name is None:
                 raise _unknown_key(key)
             if value is not None:
@@ -477,11 +334,11 @@ class _Claims:
             return
         if not isinstance(xargs, Mapping):
             fix = 'give an object, for example {"slo_ttft_ms": 500}'
-            raise InvalidSLOError("vllm_xargs", f"{_echo(xargs)} is not an object", fix)
+            raise InvalidSLOError("vllm_xargs", f"{echo(xargs)} is not an object", fix)
         for key, value in xargs.items():
             if not is_slo_key(key) or key in internal:
                 continue
-            name = _PUBLIC.get(key.removeprefix(_PREFIX))
+            name = PUBLIC.get(key.removeprefix(_PREFIX))
             if name is None and key not in (_DDL_KEY, _TPOT_S_KEY):
                 raise _unknown_key(key.removeprefix(_PREFIX))
             if value is None:
@@ -489,7 +346,7 @@ class _Claims:
             if key == _DDL_KEY:
                 self.add("ttft_ms", _ttft_of_deadline(value, arrival_s), f"vllm_xargs {key}")
             elif key == _TPOT_S_KEY:
-                seconds = _number(key, value, MAX_TPOT_MS / 1000, "seconds", "0.05")
+                seconds = number_of(key, value, MAX_TPOT_MS / 1000, "seconds", "0.05")
                 self.add("tpot_ms", seconds * 1000, f"vllm_xargs {key}")
             elif name is not None:
                 self.add(name, value, f"vllm_xargs {key}")
@@ -512,10 +369,10 @@ def _same(one: object, other: object) -> bool:
 
 
 def _unknown_key(key: object) -> InvalidSLOError:
-    known = ", ".join(_PUBLIC)
-    near = difflib.get_close_matches(str(key)[:64], _PUBLIC, n=1) if isinstance(key, str) else []
+    known = ", ".join(PUBLIC)
+    near = difflib.get_close_matches(str(key)[:64], PUBLIC, n=1) if isinstance(key, str) else []
     fix = f"did you mean {near[0]}? known: {known}" if near else f"known: {known}"
-    shown = key if isinstance(key, str) and _NAME.fullmatch(key) else _echo(key)
+    shown = key if isinstance(key, str) and NAME.fullmatch(key) else echo(key)
     return InvalidSLOError(str(shown), "is not a field of an SLO", fix)
 
 
@@ -523,7 +380,7 @@ def _ttft_of_deadline(value: object, arrival_s: float | None) -> float:
     """TTFT in milliseconds of an absolute deadline `value` in epoch seconds."""
     fix = "give epoch seconds at most one day ahead, or use ttft_ms"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidSLOError(_DDL_KEY, f"{_echo(value)} is not a number", fix)
+        raise InvalidSLOError(_DDL_KEY, f"{echo(value)} is not a number", fix)
     if arrival_s is None:
         raise InvalidSLOError(_DDL_KEY, "the arrival time is unknown here", "use ttft_ms")
     try:
@@ -531,9 +388,9 @@ def _ttft_of_deadline(value: object, arrival_s: float | None) -> float:
     except OverflowError:
         ttft_ms = math.inf
     if not math.isfinite(ttft_ms):
-        raise InvalidSLOError(_DDL_KEY, f"{_echo(value)} is not a finite number", fix)
+        raise InvalidSLOError(_DDL_KEY, f"{echo(value)} is not a finite number", fix)
     if ttft_ms > MAX_TTFT_MS:
-        raise InvalidSLOError(_DDL_KEY, f"{_echo(value)} is out of range", fix)
+        raise InvalidSLOError(_DDL_KEY, f"{echo(value)} is out of range", fix)
     return max(ttft_ms, EXPIRED_TTFT_MS)
 
 
@@ -578,7 +435,7 @@ def _of_service_tier(
 ) -> dict[str, object]:
     if service_tier is None:
         return {}
-    tier = _choice("service_tier", service_tier, SERVICE_TIERS)
+    tier = choice_of("service_tier", service_tier, SERVICE_TIERS)
     weak: dict[str, object] = {}
     if mapped := service_tiers.get(tier):
         weak["slo_class"] = mapped
@@ -615,7 +472,7 @@ def _fill_from_class(said: dict[str, object], classes: Mapping[str, SLO] | None)
     others = _instead_of(said)
     if name not in classes:
         known = ", ".join(sorted(classes)[:16]) or "none"
-        raise InvalidSLOError("class", f"{_echo(name)} is unknown", f"configured classes: {known}")
+        raise InvalidSLOError("class", f"{echo(name)} is unknown", f"configured classes: {known}")
     for spec in fields(SLO):
         given = getattr(classes[name], spec.name)
         if given != spec.default and spec.name not in others:

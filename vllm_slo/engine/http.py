@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from vllm_slo.access import Access, Seal
 from vllm_slo.config import SLOConfig
+from vllm_slo.engine.http_messages import error_messages
 from vllm_slo.engine.http_outcome import Asked, Declined, StreamGate, rewrite_event, rewrite_json
-from vllm_slo.engine.http_quote import QUOTE_ROUTE, answer_quote, error_messages
+from vllm_slo.engine.http_quote import QUOTE_ROUTE, answer_quote
 from vllm_slo.engine.live_page import LivePage
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES, Policy, carriers_of, slo_headers

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_slo.engine.http_messages import error_messages, json_messages
 from vllm_slo.engine.http_outcome import Asked
 from vllm_slo.errors import ForbiddenSLOError, InvalidSLOError
 from vllm_slo.http_slo import MAX_BODY_BYTES, QUOTE_ROUTE
@@ -20,7 +21,7 @@ from vllm_slo.slo import QUOTE_KEY, unpack_quote
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["QUOTE_ROUTE", "answer_quote", "error_messages"]
+__all__ = ["QUOTE_ROUTE", "answer_quote"]
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -177,27 +178,3 @@ def _quote_in(body: bytes) -> dict[str, Any] | None:
         return unpack_quote(choices[0].get("stop_reason"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
-
-
-def json_messages(
-    status: int, said: dict[str, Any], headers: list[tuple[bytes, bytes]] | None = None
-) -> tuple[Message, Message]:
-    """A whole JSON response as ASGI messages."""
-    body = json.dumps(said).encode()
-    base = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    return (
-        {"type": "http.response.start", "status": status, "headers": [*base, *(headers or [])]},
-        {"type": "http.response.body", "body": body, "more_body": False},
-    )
-
-
-def error_messages(
-    status: int,
-    kind: str,
-    text: str,
-    param: str | None,
-    headers: list[tuple[bytes, bytes]] | None = None,
-) -> tuple[Message, Message]:
-    """A refusal in OpenAI's error shape as ASGI messages."""
-    error = {"message": text, "type": kind, "param": param, "code": status}
-    return json_messages(status, {"error": error}, headers)

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stage of an answer ends: at a text, or where the reasoning parser says thinking does."""
+"""Where a stage of an answer ends: at a text, or where the reasoning parser says thinking does; and
+whether a text has ended the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo import SLO, check_thinking
+
+OVERRUN: Final = 64
+"""Most tokens that are sampled after a stop string before vLLM's API server has the engine stop."""
 
 
 class StageMarks(Protocol):
@@ -26,6 +30,10 @@ class StageMarks(Protocol):
     def end_of(self, request: Request, slo: SLO, stage: int, tokens: int, new: int) -> int | None:
         """Of the ``new`` last tokens of an answer the number of that which ends the stage, from 1;
         None: it goes on. ``tokens`` of the stage came before them."""
+
+    def has_stopped(self, request: Request) -> bool:
+        """Whether the answer has come to one of its stop strings. vLLM's API server looks for these
+        and aborts such a request, as it does when a client leaves."""
 
 
 class AnswerMarks:
@@ -67,6 +75,16 @@ class AnswerMarks:
             if self._reasoner.is_reasoning_end_streaming(seen, ids[len(ids) - new : end]):
                 return number
         return None
+
+    def has_stopped(self, request: Request) -> bool:
+        params = request.sampling_params
+        if self._tokenizer is None or params is None or not params.stop:
+            return False
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop
+        # Every token has at least a byte.
+        last = max(len(stop.encode()) for stop in stops) + OVERRUN
+        text = self._text(list(request.output_token_ids)[-last:])
+        return any(stop in text for stop in stops)
 
     def _end_of_text(self, ids: Sequence[int], until: str, tokens: int, new: int) -> int | None:
         # Every token has at least a byte, so no more of them can hold the beginning of the text.

@@ -281,7 +281,7 @@ class Steering:
         by_itself = request.status in (
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
-        )
+        ) or self._marks.has_stopped(request)
         self._served_s.pop(request.request_id, None)
         if request in self._refused:  # its client left before it was told
             self._refused.remove(request)
@@ -300,9 +300,7 @@ class Steering:
         else:
             self._unpromised -= 1
         attained = self.sessions.in_time(tracked, tracked.attained() if by_itself else None)
-        # Where a stop string may end it, an abort is most likely that.
-        answered = by_itself or views.may_stop(request)
-        self.sessions.end(tracked, attained, blocks, answered=answered)
+        self.sessions.end(tracked, attained, blocks, answered=by_itself)
         if by_itself:
             self.metrics.finished(
                 tracked.slo_class,

@@ -93,6 +93,9 @@ class KnownEnds:
         number = self.ends[request.request_id][stage] - before
         return number if number <= new else None
 
+    def has_stopped(self, request: Request) -> bool:
+        return False
+
 
 @dataclass
 class EngineShape:
