@@ -738,16 +738,20 @@ def waiting(name: str, since_s: float, needed_blocks: int, *, decoding: bool = F
     return BestEffortView(name, since_s, 10, decoding, 0, needed_blocks)
 
 
-def test_best_effort_is_served_by_age_then_what_has_begun_then_as_given() -> None:
+def test_best_effort_that_has_begun_is_served_first_but_for_the_elder() -> None:
     requests = [
         waiting("new", 90.0, 4),
-        waiting("begun", 95.0, 0, decoding=True),
+        waiting("begun", 95.0, 0, decoding=True)._replace(begun=True),
+        waiting("lost its place", 95.0, 4)._replace(begun=True),
         waiting("just", 70.0, 4),
         waiting("aged", 69.9, 4),
-        waiting("begun and aged", 10.0, 0, decoding=True),
+        waiting("elder", 98.0, 4),
+        waiting("begun and aged", 10.0, 4)._replace(begun=True),
     ]
-    ranked = rank_best_effort(requests, 100.0, 30.0)
-    assert [r.request_id for r in ranked] == ["begun and aged", "aged", "begun", "new", "just"]
+    ranked = [r.request_id for r in rank_best_effort(requests, 100.0, 30.0, "elder")]
+    begun = ["begun and aged", "begun", "lost its place"]
+    assert ranked == ["elder", *begun, "aged", "new", "just"]
+    assert [r.request_id for r in rank_best_effort(requests, 100.0, 30.0)][:3] == begun
 
 
 def test_best_effort_leaves_the_memory_that_promises_were_short_of() -> None:

@@ -376,3 +376,33 @@ def test_every_output_that_a_stop_string_may_end_has_the_report(
     assert [report["ttft_ms"] for report in reports] == [reports[0]["ttft_ms"]] * 5
     assert said["unasked"] == [None] * 5
     assert said["endless"][:4] == [None] * 4 and said["endless"][4]["vllm_slo"]["attained"]
+
+
+def test_best_effort_that_began_ends_before_long_whatever_is_promised(engine: Any) -> None:
+    """Seats are short: half again as many requests come as can be served."""
+    one = engine(
+        model=StepTimeModel(((0.0, 0.0, 0.07), (0.0006, 0.0, 0.075)), kv_s=1e-6, max_tokens=2048),
+        shape=EngineShape(4000, 32, 16, 2048, 1024),
+        slo_config={"ageing_s": 10.0},
+    )
+    rng, due_s, count = random.Random(1), 0.0, 0
+    tiers = [SLO(ttft_ms=1770, tpot_ms=146), SLO(ttft_ms=3540, tpot_ms=292), None]
+    tiers += [SLO(ttft_ms=1180, tpot_ms=126, on_unattainable="decline")] * 3
+    while one.clock.now_s < 240.0:
+        while due_s <= one.clock.now_s:
+            tokens = rng.randint(8, 96)
+            prompt, slo = rng.randint(16, 320), rng.choice(tiers)
+            one.add(f"r{count}", prompt, tokens, slo, max_tokens=tokens)
+            due_s, count = due_s + rng.expovariate(5.0), count + 1
+        one.step()
+    lasted, promised = [], []
+    for outcome in one.outcomes.values():
+        if outcome.report and outcome.report["promised"]:
+            promised.append(outcome)
+        elif outcome.token_times_s:
+            ended_s = outcome.token_times_s[-1] if outcome.finish_reason else one.clock.now_s
+            lasted.append(ended_s - outcome.token_times_s[0])
+    assert len(promised) > 300
+    assert sum(map(kept, promised)) >= 0.99 * len(promised)
+    assert len(lasted) > 50
+    assert max(lasted) < 100.0, sorted(lasted)[-5:]

@@ -484,8 +484,9 @@ class SLOConfig(BaseModel):
         default=0.05,
         ge=0.0,
         le=0.5,
-        description="Share of each step's token budget kept for best effort while it waits, 0 to "
-        "0.5. 0: best effort may wait for as long as promises fill the engine.",
+        description="Share of each step's token budget kept, with a place, for the best-effort "
+        "request that has waited longest, once that is longer than ageing_s; 0 to 0.5. 0: best "
+        "effort may wait for as long as promises fill the engine.",
     )
     ageing_s: float = Field(
         default=30.0,

@@ -456,11 +456,20 @@ class Pressure:
 
 
 def rank_best_effort(
-    requests: Iterable[BestEffortView], now_s: float, ageing_s: float
+    requests: Iterable[BestEffortView], now_s: float, ageing_s: float, elder: str | None = None
 ) -> list[BestEffortView]:
-    """Serving order: who has waited longer than ``ageing_s`` first, then answers that have begun,
-    then as given."""
-    return sorted(requests, key=lambda r: (now_s - r.waiting_since_s <= ageing_s, not r.decoding))
+    """Serving order: the ``elder`` (``Steering.elder``); answers that have begun, those that lost
+    their place too, since fewer at a time end sooner; the others. Of either, those first that have
+    waited longer than ``ageing_s``, then those that decode, then as given."""
+    return sorted(
+        requests,
+        key=lambda r: (
+            r.request_id != elder,
+            not r.begun,
+            now_s - r.waiting_since_s <= ageing_s,
+            not r.decoding,
+        ),
+    )
 
 
 def preemptions(

@@ -119,6 +119,7 @@ class BestEffortView(NamedTuple):
         decoding: whether those tokens are a decode step, which cannot be split.
         context_tokens: KV length it attends to.
         needed_blocks: KV blocks that it must find free to start; 0 where it holds its own.
+        begun: whether its client has tokens of it already.
     """
 
     request_id: str
@@ -127,6 +128,7 @@ class BestEffortView(NamedTuple):
     decoding: bool
     context_tokens: int = 0
     needed_blocks: int = 0
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def state_of(steering: Steering) -> ReplicaState:
         free_blocks=steering.total_blocks - blocks,
         total_blocks=steering.total_blocks,
         block_sizes=tuple(steering.block_sizes),
-        seats=scheduler.max_num_active_reqs - promised,
+        seats=steering.seats(promised),
         max_step_tokens=steering.max_step_tokens,
         token_share=1.0 - steering.kept_share(),
         finish_interval_s=steering.finish_interval_s,

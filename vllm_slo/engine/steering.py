@@ -147,6 +147,7 @@ class Steering:
         self._last_end_s = self.now_s
         self.finish_interval_s = 1.0
         self._served_s: dict[str, float] = {}
+        self._elder: str | None = None
         self._recent = RecentObjectives()
         self.pressure = Pressure(self.config.ageing_s / 2)
         self._unpromised = 0
@@ -564,7 +565,7 @@ class Steering:
         """What is left beside so many promises that hold so many KV blocks."""
         return admission.Capacity(
             blocks=self.total_blocks - blocks,
-            seats=self.scheduler.max_num_active_reqs - promised,
+            seats=self.seats(promised),
             max_step_tokens=self.max_step_tokens,
             token_share=1.0 - self.kept_share(),
             finish_interval_s=self.finish_interval_s,
@@ -687,10 +688,25 @@ class Steering:
             self.pressure.short_of(self.blocks_for(tracked.request.num_tokens), self.now_s)
 
     def kept_share(self) -> float:
-        """Share of the tokens that an aged best-effort request may claim before promises."""
-        oldest_s = min(self._served_s.values(), default=INFINITY)
-        aged = self.now_s - oldest_s > self.config.ageing_s
-        return self.config.best_effort_token_share if aged else 0.0
+        """Share of the tokens that best effort may claim before promises, once one has aged."""
+        return self.config.best_effort_token_share if self.elder() is not None else 0.0
+
+    def elder(self) -> str | None:
+        """The best-effort request that had waited longest when it was looked for: for longer than
+        ``ageing_s``. It goes first, and until it ends a place and a share of the tokens are kept
+        for it: an answer that begins, gives way to a promise, and begins anew would never end."""
+        if self._elder in self._served_s:
+            return self._elder
+        name = min(self._served_s, key=self._served_s.__getitem__, default=None)
+        waits = name is not None and self.now_s - self._served_s[name] > self.config.ageing_s
+        # In another order than that of arrival ageing is the order's own.
+        self._elder = name if waits and self.best_effort is None else None
+        return name if waits else None
+
+    def seats(self, promised: int) -> int:
+        """Places for promises beside so many."""
+        kept = self._elder is not None and self.config.best_effort_token_share > 0.0
+        return self.scheduler.max_num_active_reqs - promised - kept
 
     def demand(
         self, tracked: Tracked, start_s: float, model: StepTimeModel, origin_s: float = 0.0
@@ -814,8 +830,9 @@ class Steering:
         return self._served_s.setdefault(request.request_id, self.now_s)
 
     def is_aged(self, request: Request) -> bool:
-        """Whether a best-effort request has had no tokens for too long."""
-        return self.now_s - self.since_served_s(request) > self.config.ageing_s
+        """Whether a best-effort request has had no tokens for too long, or had not."""
+        aged = self.now_s - self.since_served_s(request) > self.config.ageing_s
+        return aged or request.request_id == self._elder
 
     def served(self, request_id: str) -> None:
         """Note that a request got tokens; one with a promise has no place among those who wait."""

@@ -203,7 +203,9 @@ class StepPlanner:
         to_start = [self._blocks_to_come(t.request) for t in starting]
         if needed + sum(to_start) <= free and len(starting) <= seats:
             return []
+        elder = steering.elder()
         victims = list(reversed(self._ranked(self.others)))
+        victims.sort(key=lambda r: r.request_id == elder)
         most, short = free + sum(steering.held_blocks(r) for r in victims), -seats
         for blocks in to_start:
             # What is cleared for who cannot start all the same would go to somebody else.
@@ -246,13 +248,13 @@ class StepPlanner:
     def _welcome(self, others: list[Request], free_blocks: int) -> list[BestEffortView]:
         """Best effort in serving order, without those for whom there is no memory."""
         steering = self.steering
-        now_s, ageing_s = steering.now_s, steering.config.ageing_s
+        now_s, ageing_s, elder = steering.now_s, steering.config.ageing_s, steering.elder()
         found = (
             views.best_effort_view(r, steering.since_served_s(r), self._needed_blocks(r))
             for r in others
         )
         if steering.best_effort is None:
-            ranked = batch_plan.rank_best_effort(found, now_s, ageing_s)
+            ranked = batch_plan.rank_best_effort(found, now_s, ageing_s, elder)
         else:
             ranked = sorted(found, key=lambda view: self._ranks[view.request_id])
         return steering.pressure.welcome(
@@ -277,7 +279,7 @@ class StepPlanner:
         share = steering.kept_share()
         limits = batch_plan.StepLimits(
             max_step_tokens=steering.max_step_tokens,
-            best_effort_tokens=int(share * self._fullest_step()),
+            best_effort_tokens=max(int(share * self._fullest_step()), 1) if share else 0,
             best_effort_step_s=steering.responsive_step_s(self.model),
             best_effort_prompt_s=steering.pressure.prompt_step_s(
                 steering.now_s, self.model.predict_s(1), promises=self._promises()

@@ -348,6 +348,7 @@ def best_effort_view(request: Request, since_s: float, needed_blocks: int = 0) -
         decoding,
         request.num_computed_tokens,
         needed_blocks,
+        request.num_output_tokens > 0,
     )
 
 
