@@ -23,7 +23,7 @@ import yaml
 from docs_blocks import ROOT, SHOWN, TRIED, Block, Command
 
 import vllm_slo
-from vllm_slo import cli, errors, slo
+from vllm_slo import cli, errors, slo, slo_fields
 from vllm_slo.config import SLOConfig
 from vllm_slo.slo import resolve_slo
 
@@ -413,7 +413,7 @@ def test_every_key_of_the_configuration_is_in_the_reference() -> None:
 
 def test_every_field_of_a_request_is_in_the_reference() -> None:
     page = reference().requests()
-    assert not {key for key in slo._PUBLIC if f"| `{key}` |" not in page}
+    assert not {key for key in slo_fields.PUBLIC if f"| `{key}` |" not in page}
     assert not {header for header in slo.HEADER_FIELDS if f"| `{header}` |" not in page}
 
 

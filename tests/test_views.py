@@ -32,6 +32,7 @@ def request(**fields: Any) -> Any:
         "num_output_placeholders": 0,
         "num_computed_tokens": 19,
         "num_prompt_tokens": 15,
+        "num_output_tokens": 5,
         "is_prefill_chunk": False,
         "status": RequestStatus.RUNNING,
         "lora_request": None,
@@ -225,9 +226,10 @@ def test_speculated_tokens_are_part_of_a_decode_step() -> None:
 
 
 def test_a_waiting_request_wants_its_prompt() -> None:
-    waiting = {"num_computed_tokens": 0, "num_tokens": 15, "status": RequestStatus.WAITING}
+    waiting = {"num_computed_tokens": 0, "num_tokens": 15, "num_output_tokens": 0}
+    waiting["status"] = RequestStatus.WAITING
     view = views.best_effort_view(request(**waiting), 7.0)
-    assert view == ("r", 7.0, 15, False, 0, 0)
+    assert view == ("r", 7.0, 15, False, 0, 0, False)
     assert views.prefill_view(tracked(**waiting)) == ("r", 102.0, 15, 1.0, 0)
 
 
@@ -237,7 +239,8 @@ def test_a_preempted_request_is_resumed_by_one_prefill() -> None:
     view = views.prefill_view(tracked(times=[101.0], **back))
     assert view.remaining_tokens == 20
     assert view.deadline_s <= 101.0
-    assert not views.best_effort_view(request(**back), 0.0).decoding
+    other = views.best_effort_view(request(**back), 0.0)
+    assert (other.decoding, other.begun) == (False, True)
 
 
 def test_a_demand_is_a_prefill_until_the_first_token_and_a_rate_after_it() -> None:

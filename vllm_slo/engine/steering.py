@@ -412,6 +412,7 @@ class Steering:
         if self._nothing_to_decide():
             return None
         self._settle_refused()
+        self._find_elder()
         start_s = self.steps.next_start_s(self.now_s)
         if self._quotes:
             for request, answer in self._quotes.take(start_s):
@@ -689,23 +690,30 @@ class Steering:
 
     def kept_share(self) -> float:
         """Share of the tokens that best effort may claim before promises, once one has aged."""
-        return self.config.best_effort_token_share if self.elder() is not None else 0.0
+        if self.best_effort is None:
+            aged = self.elder is not None
+        else:
+            oldest_s = min(self._served_s.values(), default=INFINITY)
+            aged = self.now_s - oldest_s > self.config.ageing_s
+        return self.config.best_effort_token_share if aged else 0.0
 
+    @property
     def elder(self) -> str | None:
-        """The best-effort request that had waited longest when it was looked for: for longer than
-        ``ageing_s``. It goes first, and until it ends a place and a share of the tokens are kept
-        for it: an answer that begins, gives way to a promise, and begins anew would never end."""
-        if self._elder in self._served_s:
-            return self._elder
-        name = min(self._served_s, key=self._served_s.__getitem__, default=None)
-        waits = name is not None and self.now_s - self._served_s[name] > self.config.ageing_s
-        # In another order than that of arrival ageing is the order's own.
-        self._elder = name if waits and self.best_effort is None else None
-        return name if waits else None
+        """The best-effort request that goes first, and for which a place and a share of the tokens
+        are kept until it ends: an answer that begins, gives way to a promise, and begins anew would
+        never end. None where best effort has an order of its own."""
+        return self._elder if self._elder in self._served_s else None
+
+    def _find_elder(self) -> None:
+        """Who has waited longest succeeds the elder, if that is longer than ``ageing_s``."""
+        if self.elder is None and self.best_effort is None:
+            name = min(self._served_s, key=self._served_s.__getitem__, default=None)
+            waits = name is not None and self.now_s - self._served_s[name] > self.config.ageing_s
+            self._elder = name if waits else None
 
     def seats(self, promised: int) -> int:
         """Places for promises beside so many."""
-        kept = self._elder is not None and self.config.best_effort_token_share > 0.0
+        kept = self.elder is not None and self.config.best_effort_token_share > 0.0
         return self.scheduler.max_num_active_reqs - promised - kept
 
     def demand(
@@ -832,7 +840,7 @@ class Steering:
     def is_aged(self, request: Request) -> bool:
         """Whether a best-effort request has had no tokens for too long, or had not."""
         aged = self.now_s - self.since_served_s(request) > self.config.ageing_s
-        return aged or request.request_id == self._elder
+        return aged or request.request_id == self.elder
 
     def served(self, request_id: str) -> None:
         """Note that a request got tokens; one with a promise has no place among those who wait."""
