@@ -76,7 +76,7 @@ class Load:
 
     asked: int = 500
     asking: float = 0.6
-    background: float = 1.1
+    background: float = 0.9
     again: int = 500
     alone_s: float = 40.0
 
