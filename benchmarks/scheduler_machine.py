@@ -41,7 +41,7 @@ def play(seed: int, runs: int) -> Played:
     """So many runs in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", TEST, f"--hypothesis-seed={seed}",
-         "--timeout", "0", "-o", "session_timeout=0", "-p", "no:cacheprovider"],
+         "--timeout", "0", "-o", "session_timeout=99999", "-p", "no:cacheprovider"],
         cwd=ROOT, capture_output=True, text=True, check=False,
         env={**os.environ, "VLLMSLO_MACHINE_RUNS": str(runs)},
     )  # fmt: skip

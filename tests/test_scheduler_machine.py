@@ -10,7 +10,7 @@ its own, and after every event and every step compares them with the scheduler's
 A longer run, its counts shown::
 
     VLLMSLO_MACHINE_RUNS=2000 pytest tests/test_scheduler_machine.py -s --timeout 0 \\
-        -o session_timeout=0
+        -o session_timeout=99999
 """
 
 from __future__ import annotations
