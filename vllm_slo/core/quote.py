@@ -17,8 +17,6 @@ PRECISION: Final = 1.04
 """Objectives that are found are at most so many times as long as the shortest."""
 WIDEST: Final = 1e5
 """Objectives are looked for up to so many times a lone request's."""
-
-
 MEMORY_S: Final = 10.0
 """How soon prompts that were promised are forgotten."""
 

@@ -184,16 +184,10 @@ class VirtualReplica:
             if len(self._asked) > MAX_PREPARED:
                 del self._asked[next(iter(self._asked))]
         verdict = outlook.judge(self.demand(request), start_s)
-        if verdict.reason in ("prefill", "decode") and self._is_stale(now_s):
-            return Verdict(True)
-        return verdict
-
-    def _is_stale(self, now_s: float) -> bool:
-        """Whether it has had nothing to do for so long that how fast it is only itself can find
-        out; see ``Steering.probe``."""
-        state = self.state
-        empty = state is None or not (self._sent or state.running or state.waiting)
-        return empty and now_s - self._taken_s >= STALE_S
+        # How fast it is now only itself can find out; see ``Steering.probe``.
+        idle = not (self._sent or state.running or state.waiting)
+        stale = idle and now_s - self._taken_s >= STALE_S
+        return Verdict(True) if stale and verdict.reason in ("prefill", "decode") else verdict
 
     def work_s(self, request: RoutedRequest) -> float:
         """Share of this replica, times how long, that a request takes: of its time, or of its KV

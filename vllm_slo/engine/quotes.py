@@ -83,7 +83,7 @@ class Quotes:
         others, considered = set(plan.admitted) - {name}, {*plan.admitted, *plan.refused}
         beside = [demand for demand in asked if demand.request_id in others]
         demand = steering.demand(one, start_s, model)
-        work = demand.prefill_tokens + round(ahead)
+        beside_others = replace(demand, prefill_tokens=demand.prefill_tokens + round(ahead))
         guard_s = model.predict_s(0)
         outlooks = self._outlooks(standing, beside, one.reserved_tpot_s)
         asked_s = one.deadline_s - arrival_s, one.reserved_tpot_s
@@ -95,8 +95,7 @@ class Quotes:
                     return Verdict(refused is None, refused, plan.retry_after_s.get(name, 0.0))
             # Without a TTFT a prompt has a moment to begin all the same; see `Tracked.due_s`.
             due_s = demand.deadline_s if ttft_s == INFINITY else arrival_s + ttft_s - guard_s
-            due = replace(demand, prefill_tokens=work, deadline_s=due_s, tpot_s=tpot_s)
-            return _best(outlooks, due, start_s)
+            return _best(outlooks, replace(beside_others, deadline_s=due_s, tpot_s=tpot_s), start_s)
 
         lone_s = model.predict_s(demand.prefill_tokens) + guard_s + start_s - arrival_s
         found = quote(*asked_s, ask, lone_s, steering.steps.expected_model.predict_s(1))

@@ -510,9 +510,9 @@ class Steering:
         been would do.
         """
         hoped = self.steps.fastest_model
-        idle = self.steps.idle_s(self.now_s) >= self._probe_after_s
-        busy = self.scheduler.running or any(t.promised for t in self.tracked.values())
-        if not idle or hoped is None or plan.admitted or busy:
+        if hoped is None or plan.admitted or self.steps.idle_s(self.now_s) < self._probe_after_s:
+            return None
+        if self.scheduler.running or any(t.promised for t in self.tracked.values()):
             return None
         late = [
             t for t in asking if plan.refused.get(t.request.request_id) in ("prefill", "decode")
