@@ -255,7 +255,7 @@ def test_asking_changes_nothing(engine: Any, order: str) -> None:
     assert None not in answers
     steering = asked.scheduler._steering
     assert not steering.tracked
-    assert not steering._served_s
+    assert not steering.waiting.since_s
     counted = asked.scheduler._steering.metrics.registry
     both = (counted, plain.scheduler._steering.metrics.registry)
     admissions = [

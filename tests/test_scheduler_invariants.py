@@ -178,7 +178,7 @@ class CheckedEngine(VirtualEngine):
         self.check_blocks()
         steering = s._steering
         assert set(steering.tracked) <= set(s.requests)
-        assert set(steering._served_s) <= set(s.requests)
+        assert set(steering.waiting.since_s) <= set(s.requests)
 
     def check_blocks(self) -> None:
         manager, pool = self.scheduler.kv_cache_manager, self.scheduler.kv_cache_manager.block_pool
@@ -213,7 +213,12 @@ class CheckedEngine(VirtualEngine):
                 assert outcome.token_times_s == sorted(outcome.token_times_s)
         steering = self.scheduler._steering
         assert not steering.active
-        for left in (steering.tracked, steering._served_s, steering._ended, steering._refused):
+        for left in (
+            steering.tracked,
+            steering.waiting.since_s,
+            steering._ended,
+            steering._refused,
+        ):
             assert not left
 
     @staticmethod

@@ -228,7 +228,7 @@ class WatchedEngine(CheckedEngine):
     def step(self) -> SchedulerOutput:
         self.nudge = None
         held = {r.request_id for r in self.scheduler.running}
-        served_s = dict(self.scheduler._steering._served_s)
+        served_s = dict(self.scheduler._steering.waiting.since_s)
         output = super().step()
         PLAYED["preempted"] += len(output.preempted_req_ids or ())
         if self.nudge is not None:
@@ -297,7 +297,7 @@ class WatchedEngine(CheckedEngine):
         assert set(tracked) == follows
         promised = {name for name, one in tracked.items() if one.promised}
         assert steering._unpromised == len(tracked) - len(promised)
-        assert not promised & set(steering._served_s), "a promise among those who wait"
+        assert not promised & set(steering.waiting.since_s), "a promise among those who wait"
         made = self.counted("admissions", outcome="promised")
         made += self.counted("admissions", outcome="late")
         broken = self.counted("promises_broken")
@@ -372,7 +372,7 @@ class WatchedEngine(CheckedEngine):
             "nudge": scheduler._nudge,
             "tracked": steering.tracked,
             "unpromised": steering._unpromised,
-            "served": steering._served_s,
+            "served": steering.waiting.since_s,
             "ended": steering._ended,
             "refused": steering._refused,
             "steps": steering.steps._flight,

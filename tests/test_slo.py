@@ -291,6 +291,7 @@ def test_slos_serve_keys() -> None:
     deadlines: list[Any] = ["5", True, math.nan, math.inf, 1_000_000, 10**400, []]
     for bad in deadlines:
         assert refused(xargs={"prefill_ddl": bad}).field == "prefill_ddl"
+    assert refused(xargs={"prefill_ddl": 0.5 - 86_400.0}).field == "prefill_ddl"
     seconds: list[Any] = [0, -1, "5", math.nan, 3601]
     for bad in seconds:
         assert refused(xargs={"slo_tpot": bad}).field == "slo_tpot"

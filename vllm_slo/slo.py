@@ -378,7 +378,7 @@ def _unknown_key(key: object) -> InvalidSLOError:
 
 def _ttft_of_deadline(value: object, arrival_s: float | None) -> float:
     """TTFT in milliseconds of an absolute deadline `value` in epoch seconds."""
-    fix = "give epoch seconds at most one day ahead, or use ttft_ms"
+    fix = "give epoch seconds at most one day from now, or use ttft_ms"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSLOError(_DDL_KEY, f"{echo(value)} is not a number", fix)
     if arrival_s is None:
@@ -389,7 +389,7 @@ def _ttft_of_deadline(value: object, arrival_s: float | None) -> float:
         ttft_ms = math.inf
     if not math.isfinite(ttft_ms):
         raise InvalidSLOError(_DDL_KEY, f"{echo(value)} is not a finite number", fix)
-    if ttft_ms > MAX_TTFT_MS:
+    if abs(ttft_ms) > MAX_TTFT_MS:  # long past: a duration, taken for an instant
         raise InvalidSLOError(_DDL_KEY, f"{echo(value)} is out of range", fix)
     return max(ttft_ms, EXPIRED_TTFT_MS)
 

@@ -514,27 +514,35 @@ class _Instance:
         )
         return [demand for number, demand in enumerate(self.new) if bits >> number & 1]
 
-    def refusal(self, demand: Demand, admitted: Sequence[Demand]) -> tuple[str, float]:
-        """Which resource binds for ``demand`` beside ``admitted``, and when to ask again."""
-        wait = max(self.capacity.finish_interval_s, 0.0)
-        if sum(d.blocks for d in admitted) + demand.blocks > self.capacity.blocks:
-            return "memory", wait
-        if len(admitted) + 1 > self.capacity.seats:
-            return "seats", wait
-        counts = self.decoding.copy()
-        backlog = float(demand.prefill_tokens)
-        for place, forced, prefill in zip(self.tier, self.forced, self.prefill, strict=True):
-            if forced:
-                counts[place] += 1
-                backlog += prefill
-        for other in admitted:
-            counts[tier_of(other.tpot_s, self.tiers)] += 1
-            backlog += other.prefill_tokens
-        counts[tier_of(demand.tpot_s, self.tiers)] += 1
-        wait_s = prefill_wait(backlog, counts, self.tpots, self.weights, self.engine)
-        if wait_s < 0.0:
-            return "decode", wait
-        return "prefill", wait_s or wait
+    def refusals(self, admitted: Sequence[Demand]) -> dict[str, tuple[str, float]]:
+        """Of each new request beside those ``admitted``: which resource binds for it, and in how
+        many seconds to ask again."""
+        capacity, wait_s = self.capacity, max(self.capacity.finish_interval_s, 0.0)
+        spare_blocks = capacity.blocks - sum(d.blocks for d in admitted)
+        tiers = np.append(
+            self.tier[self.forced],
+            np.array([tier_of(d.tpot_s, self.tiers) for d in admitted], dtype=np.int64),
+        )
+        counts = self.decoding + np.bincount(tiers, minlength=len(self.tiers))
+        backlog = float(self.prefill[self.forced].sum()) + sum(d.prefill_tokens for d in admitted)
+        taken = {d.request_id for d in admitted}
+        found: dict[str, tuple[str, float]] = {}
+        for demand in self.new:
+            if demand.request_id in taken:
+                continue
+            if demand.blocks > spare_blocks:
+                found[demand.request_id] = "memory", wait_s
+            elif len(admitted) + 1 > capacity.seats:
+                found[demand.request_id] = "seats", wait_s
+            else:
+                beside = counts.copy()
+                beside[tier_of(demand.tpot_s, self.tiers)] += 1
+                after_s = prefill_wait(
+                    backlog + demand.prefill_tokens, beside, self.tpots, self.weights, self.engine
+                )
+                reason = "decode" if after_s < 0.0 else "prefill"
+                found[demand.request_id] = reason, after_s if after_s > 0.0 else wait_s
+        return found
 
 
 def plan_admission(
@@ -586,15 +594,12 @@ def plan_admission(
         speculated.tokens_in,
     )
     admitted = instance.solve()
-    taken = {demand.request_id for demand in admitted}
-    refused: dict[str, str] = {}
-    retry: dict[str, float] = {}
-    for demand in considered:
-        if demand.request_id not in taken:
-            reason, wait = instance.refusal(demand, admitted)
-            refused[demand.request_id] = reason
-            retry[demand.request_id] = wait
-    return AdmissionPlan(tuple(d.request_id for d in admitted), refused, retry)
+    refusals = instance.refusals(admitted)
+    return AdmissionPlan(
+        tuple(demand.request_id for demand in admitted),
+        {name: reason for name, (reason, _) in refusals.items()},
+        {name: after_s for name, (_, after_s) in refusals.items()},
+    )
 
 
 def _slower(demand: Demand, factor: float) -> Demand:

@@ -458,7 +458,7 @@ class Pressure:
 def rank_best_effort(
     requests: Iterable[BestEffortView], now_s: float, ageing_s: float, elder: str | None = None
 ) -> list[BestEffortView]:
-    """Serving order: the ``elder`` (``Steering.elder``); answers that have begun, those that lost
+    """Serving order: the ``elder`` (``Waiting.elder``); answers that have begun, those that lost
     their place too, since fewer at a time end sooner; the others. Of either, those first that have
     waited longer than ``ageing_s``, then those that decode, then as given."""
     return sorted(

@@ -184,7 +184,7 @@ class VirtualReplica:
             if len(self._asked) > MAX_PREPARED:
                 del self._asked[next(iter(self._asked))]
         verdict = outlook.judge(self.demand(request), start_s)
-        # How fast it is now only itself can find out; see ``Steering.probe``.
+        # How fast it is now only itself can find out; see ``idle_probe``.
         idle = not (self._sent or state.running or state.waiting)
         stale = idle and now_s - self._taken_s >= STALE_S
         return Verdict(True) if stale and verdict.reason in ("prefill", "decode") else verdict

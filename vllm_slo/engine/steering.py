@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -17,12 +17,14 @@ from vllm_slo.config import SLOConfig
 from vllm_slo.core import admission
 from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
+from vllm_slo.core.idle_probe import SLOW, IdleProbe, whom_to_probe
 from vllm_slo.core.length_forecast import LengthQuery
 from vllm_slo.core.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.room import Bearable, Pace, has_room
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator, StepTimeModel, horizon_of
 from vllm_slo.core.types import INFINITY, AdmissionPlan, DecodeView, Demand, PrefillView
+from vllm_slo.core.waiting import Waiting
 from vllm_slo.engine import views
 from vllm_slo.engine.best_effort import BestEffort
 from vllm_slo.engine.metrics import SchedulerMetrics
@@ -57,10 +59,6 @@ Commitments: TypeAlias = tuple[list[Demand], dict[float, int], int, int]
 """(promises before their first token, decoding count by TPOT, their KV tokens, blocks)."""
 
 
-LONGEST_IDLE_S: Final = 3600.0
-"""However often it was in vain, an engine that was idle for so long may have become fast again."""
-
-
 class _Ways(NamedTuple):
     """What promises may count on at a time, beside requests of which this is the tightest TPOT."""
 
@@ -91,6 +89,7 @@ class Steering:
         bearable: a TPOT -> how many requests typical steps keep it for, and what decoding is then
             like.
         best_effort: in which order requests without a promise are served; None: as they arrive.
+        waiting: how long they have had no tokens, and what is kept for them.
         tenants: whose drafts are verified beyond what objectives need; None: the likeliest.
         quotas: how much each tenant may be promised; None: as much as there is.
 
@@ -141,13 +140,11 @@ class Steering:
             if isinstance(manager.kv_cache_spec, FullAttentionSpec)
         ]
         self._last_plan_s = -INFINITY
-        self._probe_after_s = self.config.ageing_s
+        self._idle_probe = IdleProbe(self.config.ageing_s)
         self._arrived = False
         self._ended_since_plan = 0
         self._last_end_s = self.now_s
         self.finish_interval_s = 1.0
-        self._served_s: dict[str, float] = {}
-        self._elder: str | None = None
         self._recent = RecentObjectives()
         self.pressure = Pressure(self.config.ageing_s / 2)
         self._unpromised = 0
@@ -165,6 +162,9 @@ class Steering:
         self.without_trees()
         ordered = self.config.best_effort.order != "fcfs"
         self.best_effort = BestEffort(self, self.config) if ordered else None
+        self.waiting = Waiting(
+            self.config.ageing_s, self.config.best_effort_token_share, elders=not ordered
+        )
         fair = self.config.speculation.share == "tenants"
         self.tenants = TenantShares(self) if fair else None
         self.sessions = SessionRounds(self)
@@ -283,7 +283,7 @@ class Steering:
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         ) or self._marks.has_stopped(request)
-        self._served_s.pop(request.request_id, None)
+        self.waiting.gone(request.request_id)
         if request in self._refused:  # its client left before it was told
             self._refused.remove(request)
         if self.best_effort is not None:
@@ -412,7 +412,7 @@ class Steering:
         if self._nothing_to_decide():
             return None
         self._settle_refused()
-        self._find_elder()
+        self.waiting.choose_elder(self.now_s)
         start_s = self.steps.next_start_s(self.now_s)
         if self._quotes:
             for request, answer in self._quotes.take(start_s):
@@ -494,33 +494,24 @@ class Steering:
         due_s = {demand.request_id: demand.deadline_s for demand in new}
         admitted, refused = plan.admitted, plan.refused
         if admitted:
-            self._probe_after_s = self.config.ageing_s
+            self._idle_probe.promised()
         elif probe := self.probe(plan, asking, start_s):
             self.steps.doubt()
-            self._probe_after_s = min(2.0 * self._probe_after_s, LONGEST_IDLE_S)
+            self._idle_probe.probed()
             admitted = (probe,)
             refused = {name: reason for name, reason in refused.items() if name != probe}
         self._settle(admitted, refused, plan.retry_after_s, due_s)
 
     def probe(self, plan: AdmissionPlan, asking: Sequence[Tracked], start_s: float) -> str | None:
-        """Who is promised what they ask against what is known of step times, where that is old.
-
-        Whom it turns away an engine learns nothing from. If it was slow and nobody runs, it would
-        never know that it is fast again: so one request may find out, if steps as fast as they have
-        been would do.
-        """
-        hoped = self.steps.fastest_model
-        if hoped is None or plan.admitted or self.steps.idle_s(self.now_s) < self._probe_after_s:
+        """Who is promised what they ask to find out how fast steps are; see ``core.idle_probe``."""
+        hoped, idle_s = self.steps.fastest_model, self.steps.idle_s(self.now_s)
+        if hoped is None or plan.admitted or not self._idle_probe.is_due(idle_s):
             return None
         if self.scheduler.running or any(t.promised for t in self.tracked.values()):
             return None
-        late = [
-            t for t in asking if plan.refused.get(t.request.request_id) in ("prefill", "decode")
-        ]
-        able = [self.demand(t, start_s, hoped) for t in late]
-        capacity = self.capacity(0, 0)
-        found = admission.plan_admission(start_s, able, (), {}, hoped, capacity).admitted
-        return found[-1] if found else None
+        slow = [t for t in asking if plan.refused.get(t.request.request_id) in SLOW]
+        refused = [self.demand(t, start_s, hoped) for t in slow]
+        return whom_to_probe(refused, hoped, self.capacity(0, 0), start_s)
 
     def asking(self, start_s: float, *others: Tracked) -> list[Tracked]:
         """Whom the dynamic program is to consider in a step that begins at ``start_s``."""
@@ -663,7 +654,7 @@ class Steering:
             if self.quotas is not None:
                 self.quotas.promised(tracked, self.now_s)
             self._unpromised -= 1
-            self._served_s.pop(request_id, None)
+            self.waiting.gone(request_id)
             self._unordered = True
             self.metrics.admission(tracked.slo_class, "late" if tracked.planned else "promised")
             tracked.planned = True
@@ -689,32 +680,12 @@ class Steering:
             self.pressure.short_of(self.blocks_for(tracked.request.num_tokens), self.now_s)
 
     def kept_share(self) -> float:
-        """Share of the tokens that best effort may claim before promises, once one has aged."""
-        if self.best_effort is None:
-            aged = self.elder is not None
-        else:
-            oldest_s = min(self._served_s.values(), default=INFINITY)
-            aged = self.now_s - oldest_s > self.config.ageing_s
-        return self.config.best_effort_token_share if aged else 0.0
-
-    @property
-    def elder(self) -> str | None:
-        """The best-effort request that goes first, and for which a place and a share of the tokens
-        are kept until it ends: an answer that begins, gives way to a promise, and begins anew would
-        never end. None where best effort has an order of its own."""
-        return self._elder if self._elder in self._served_s else None
-
-    def _find_elder(self) -> None:
-        """Who has waited longest succeeds the elder, if that is longer than ``ageing_s``."""
-        if self.elder is None and self.best_effort is None:
-            name = min(self._served_s, key=self._served_s.__getitem__, default=None)
-            waits = name is not None and self.now_s - self._served_s[name] > self.config.ageing_s
-            self._elder = name if waits else None
+        """Share of the tokens that best effort may claim before promises."""
+        return self.waiting.kept_share(self.now_s)
 
     def seats(self, promised: int) -> int:
         """Places for promises beside so many."""
-        kept = self.elder is not None and self.config.best_effort_token_share > 0.0
-        return self.scheduler.max_num_active_reqs - promised - kept
+        return self.scheduler.max_num_active_reqs - promised - self.waiting.kept_seats
 
     def demand(
         self, tracked: Tracked, start_s: float, model: StepTimeModel, origin_s: float = 0.0
@@ -835,19 +806,17 @@ class Steering:
 
     def since_served_s(self, request: Request) -> float:
         """When a best-effort request last got tokens, or arrived."""
-        return self._served_s.setdefault(request.request_id, self.now_s)
+        return self.waiting.seen(request.request_id, self.now_s)
 
     def is_aged(self, request: Request) -> bool:
         """Whether a best-effort request has had no tokens for too long, or had not."""
-        aged = self.now_s - self.since_served_s(request) > self.config.ageing_s
-        return aged or request.request_id == self.elder
+        return self.waiting.is_aged(request.request_id, self.now_s)
 
     def served(self, request_id: str) -> None:
         """Note that a request got tokens; one with a promise has no place among those who wait."""
         tracked = self.tracked.get(request_id)
-        if tracked is not None and tracked.promised:
-            return
-        self._served_s[request_id] = self.now_s
+        if tracked is None or not tracked.promised:
+            self.waiting.served(request_id, self.now_s)
 
     def take_unordered(self) -> bool:
         """Whether promises came or went since the running list was last put in order."""

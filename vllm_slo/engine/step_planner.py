@@ -203,7 +203,7 @@ class StepPlanner:
         to_start = [self._blocks_to_come(t.request) for t in starting]
         if needed + sum(to_start) <= free and len(starting) <= seats:
             return []
-        elder = steering.elder
+        elder = steering.waiting.elder
         victims = list(reversed(self._ranked(self.others)))
         victims.sort(key=lambda r: r.request_id == elder)
         most, short = free + sum(steering.held_blocks(r) for r in victims), -seats
@@ -248,7 +248,7 @@ class StepPlanner:
     def _welcome(self, others: list[Request], free_blocks: int) -> list[BestEffortView]:
         """Best effort in serving order, without those for whom there is no memory."""
         steering = self.steering
-        now_s, ageing_s, elder = steering.now_s, steering.config.ageing_s, steering.elder
+        now_s, ageing_s, elder = steering.now_s, steering.config.ageing_s, steering.waiting.elder
         found = (
             views.best_effort_view(r, steering.since_served_s(r), self._needed_blocks(r))
             for r in others

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long best effort has gone without tokens, and what is kept for it after too long.
+
+SLOs-Serve's best-effort tier (section 4.1) takes what promises leave, which under load is nothing
+for long. So after a while a share of the tokens comes before promises. Spread over everybody, that
+share ends nobody's answer: one begins, gives way to a promise, and begins anew. Where best effort
+is served as it comes, it therefore belongs to one request until that ends, the elder.
+"""
+
+from __future__ import annotations
+
+from vllm_slo.core.types import INFINITY
+
+
+class Waiting:
+    """Those without a promise, and when each last got tokens. Times are seconds of one clock.
+
+    Args:
+        ageing_s: without tokens for longer than this, a request has waited too long.
+        share: of a step's tokens that is kept for best effort then, from 0 to below 1.
+        elders: whether it is kept for one request at a time; else for whom an order puts first.
+
+    Attributes:
+        since_s: request id -> when it last got tokens, or was first seen.
+    """
+
+    def __init__(self, ageing_s: float, share: float, *, elders: bool) -> None:
+        self.since_s: dict[str, float] = {}
+        self._ageing_s = ageing_s
+        self._share = share
+        self._elders = elders
+        self._elder: str | None = None
+
+    def seen(self, request_id: str, now_s: float) -> float:
+        """When a request last got tokens; it waits from now on if it is new."""
+        return self.since_s.setdefault(request_id, now_s)
+
+    def served(self, request_id: str, now_s: float) -> None:
+        """A request got tokens."""
+        self.since_s[request_id] = now_s
+
+    def gone(self, request_id: str) -> None:
+        """A request has ended, or has been promised what it asked."""
+        self.since_s.pop(request_id, None)
+
+    def is_aged(self, request_id: str, now_s: float) -> bool:
+        """Whether a request has waited too long, or had and has not ended."""
+        return now_s - self.seen(request_id, now_s) > self._ageing_s or request_id == self.elder
+
+    @property
+    def elder(self) -> str | None:
+        """The request that goes first, and for which a place is kept; None: there is none."""
+        return self._elder if self._elder in self.since_s else None
+
+    def choose_elder(self, now_s: float) -> None:
+        """Where there is no elder, it is who has waited longest, if that is too long."""
+        if self._elders and self.elder is None:
+            name = min(self.since_s, key=self.since_s.__getitem__, default=None)
+            waits = name is not None and now_s - self.since_s[name] > self._ageing_s
+            self._elder = name if waits else None
+
+    def kept_share(self, now_s: float) -> float:
+        """Share of the tokens that best effort may claim before promises."""
+        if self._elders:
+            return 0.0 if self.elder is None else self._share
+        oldest_s = min(self.since_s.values(), default=INFINITY)
+        return self._share if now_s - oldest_s > self._ageing_s else 0.0
+
+    @property
+    def kept_seats(self) -> int:
+        """Places that are not for promises."""
+        return int(self.elder is not None and self._share > 0.0)
