@@ -78,6 +78,7 @@ ALLOWED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (SILVER, {"class": "chat", "tpot_ms": 50, "expected_output_tokens": 9}, {"slo_tpot_ms": 50.0}),
     (SILVER, {"tier": "best_effort", "speculation": "off"}, {"slo_tier": "best_effort"}),
     (SILVER, {"class": "chat", "value": 1.5}, {"slo_value": 1.5}),
+    (SILVER, {"class": "chat", "session_id": "j", "session_last": True}, {"slo_session_id": "j"}),
     (OPS, {"class": "chat", "tier": "best_effort"}, {"slo_tier": "best_effort"}),
 ]
 TENANTS = {GOLD: "acme", SILVER: "silver", OPS: "ops"}
@@ -106,6 +107,19 @@ FORBIDDEN: list[tuple[str | None, dict[str, Any], str, str]] = [
     (SILVER, {"slo": {"class": "chat", "ttft_ms": 600}}, "ttft_ms", "objectives of a class"),
     (SILVER, {"slo": {"tpot_ms": 50}}, "tpot_ms", "objectives of a class"),
     (SILVER, {"slo": {"class": "chat", "value": 2.1}}, "value", "at most 2"),
+    (GOLD, {"slo": {"session_id": "j", "session_e2e_ms": 900}}, "session_e2e_ms", "sets the pace"),
+    (
+        SILVER,
+        {"slo": {"class": "chat", "session_id": "j", "session_rounds": 9_000}},
+        "session_rounds",
+        "sets the pace",
+    ),
+    (
+        SILVER,
+        {"slo": {"class": "chat", "session_id": "j", "expected_output_tokens": 9}},
+        "expected_output_tokens",
+        "sets the pace",
+    ),
     (OPS, {"slo": {"class": "chat"}}, "tier", "allowed: best_effort"),
     (OPS, {"service_tier": "priority"}, "tier", "guaranteed is not allowed"),
     ("unknown", {"slo": {"class": "chat"}}, "class", "allowed: none"),
@@ -405,6 +419,39 @@ def test_what_slips_by_the_middleware_has_no_seal(
     send(guarded, "trick", passed)
     guarded.run()
     assert str(guarded.outcomes["trick"].stop_reason).startswith("slo_invalid:slo: ")
+
+
+@pytest.mark.parametrize("first", ["application/json", "text/plain"])
+def test_of_two_content_types_the_first_counts_as_in_vllm(first: str) -> None:
+    one = server()
+    both = {first: 1, "application/json": 2, "text/plain": 3}
+    headers = [*(("content-type", kind) for kind in both), ("authorization", f"Bearer {GOLD}")]
+    one.post(content=b'{"slo": {"class": "strict"}}', headers=headers)
+    assert (b"slo_seal" in one.bodies[-1]) == (first == "application/json")
+
+
+def test_a_default_class_is_not_given_past_the_check(
+    config_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SEAL_VARIABLE, "secret")
+    config = {**GUARDED, "default_class": "strict"}
+    one = VirtualEngine(
+        Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=config
+    )
+    send(one, "other route", {})
+    assert not one.scheduler._steering.tracked
+    one.run()
+    assert one.outcomes["other route"].finish_reason == "stop"
+
+
+def test_an_engine_that_could_not_check_the_seal_does_not_start(
+    config_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SEAL_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=r"^access: VLLMSLO_SEAL is not set"):
+        VirtualEngine(
+            Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=GUARDED
+        )
 
 
 # --- the documentation ---------------------------------------------------------------------------

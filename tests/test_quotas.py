@@ -310,6 +310,16 @@ def test_who_prefers_a_refusal_is_told_when_the_bucket_has_filled(engine: Make) 
     assert one.outcomes["first"].finish_reason == "stop"
 
 
+def test_who_is_refused_is_told_of_those_before_it_in_the_same_step(engine: Make) -> None:
+    one = engine(quotas={"default": quota(50, 100)})
+    slo = SLO(ttft_ms=9_000, on_unattainable="decline")
+    for name in ("first", "second"):
+        one.add(name, 60, 40, slo, max_tokens=40)
+    one.run()
+    assert one.outcomes["first"].finish_reason == "stop"
+    assert one.outcomes["second"].stop_reason == "slo_declined:2000"
+
+
 def test_a_request_is_promised_late_once_its_tenant_can_pay(engine: Make) -> None:
     one = engine(quotas={"default": quota(100, 250)})
     one.add("first", 100, 100, SLO(tpot_ms=900), max_tokens=100)

@@ -583,6 +583,38 @@ def test_a_session_with_streaming_input_goes_on_while_slo_traffic_runs(
     engine.run_all(limit_s=120.0)
 
 
+def test_a_prompt_that_comes_in_parts_has_no_objectives(make: Make) -> None:
+    classes = {"chat": {"ttft_ms": 500}}
+    engine = make(slo_config={"classes": classes, "default_class": "chat"})
+    engine.send("own", 40, 5, {"slo_ttft_ms": 500.0}, resumable=True)
+    engine.send("session", 40, 5, None, resumable=True)
+    engine.turn()
+    assert not engine.scheduler._steering.tracked
+    engine.turn()
+    assert engine.outcomes["own"].stop_reason == (
+        "slo_invalid:slo: the prompt comes in parts; leave objectives out"
+    )
+
+
+def test_who_is_waited_for_does_not_wait(make: Make) -> None:
+    """Nothing is kept for a session whose client has to send the next part."""
+    engine = make(slo_config={"ageing_s": 0.5})
+    steering = engine.scheduler._steering
+    for i in range(4):
+        engine.add(f"busy{i}", 100, 600, SLO(ttft_ms=1000, tpot_ms=60))
+    session = engine.send("session", 40, 5, None, resumable=True)
+    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        engine.turn()
+    engine.add("plain", 100, 600)
+    until_s = engine.clock.now_s + 2.0
+    while engine.clock.now_s < until_s:
+        engine.turn()
+        assert "session" not in steering.waiting.since_s
+        assert steering.waiting.elder != "session"
+    engine.abort("session")
+    engine.run_all(limit_s=120.0)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("slo", [None, SLO(ttft_ms=1000, tpot_ms=100)])
 def test_prompts_of_one_token_start_with_speculation_on(

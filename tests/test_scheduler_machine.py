@@ -52,6 +52,7 @@ from vllm_slo.engine import views
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
 from vllm_slo.sim.text import own_text
+from vllm_slo.slo_fields import SHORTEST_MS
 
 RUNS = int(os.environ.get("VLLMSLO_MACHINE_RUNS", "150"))
 EVENTS = 40
@@ -81,12 +82,14 @@ VALID: tuple[SLO | dict[str, Any] | None, ...] = (
     SLO(tpot_ms=60, on_unattainable="decline"),
     SLO(ttft_ms=1, tpot_ms=1),  # out of reach
     SLO(ttft_ms=5000, tpot_ms=0.5),
+    SLO(tpot_ms=SHORTEST_MS),
     SLO(ttft_ms=200, tpot_ms=40, on_unattainable="decline"),
     SLO(ttft_ms=1, on_unattainable="decline"),
     SLO(ttft_ms=900, tpot_ms=60, tier="best_effort"),
     SLO(tier="best_effort", value=1e-3),
     SLO(ttft_ms=1500, session_id="job"),
     SLO(session_id="job", session_e2e_ms=4000, session_rounds=3, expected_output_tokens=20),
+    SLO(session_id="tools", session_e2e_ms=6000, session_rounds=9, expected_output_tokens=9),
     SLO(ttft_ms=900, session_id="other", session_e2e_ms=2000, session_last=True),
     *(SLO(slo_class=name) for name in CLASSES),
     {"prefill_ddl": -10.0},  # from the arrival on, see ``WatchedEngine.submit``

@@ -71,7 +71,8 @@ def test_rounds_that_keep_their_pace_are_in_time_together(
         if one.deadline_s <= now_s:
             assert pace == UNPACED
             return
-        assert 0 <= pace.ttft_s <= one.deadline_s - now_s
+        assert 0 < pace.ttft_s <= one.deadline_s - now_s
+        assert pace.tpot_s > 0
         if pace.tpot_s < INFINITY:
             now_s += share * (pace.ttft_s + 10 * pace.tpot_s)
         assert now_s <= one.deadline_s * (1 + 1e-9)
@@ -80,6 +81,15 @@ def test_rounds_that_keep_their_pace_are_in_time_together(
         now_s += 0 if last else tool_s
     if tools_s == 0:
         assert now_s <= e2e_s * (1 + 1e-9)
+
+
+def test_tools_that_take_longer_than_what_is_left_leave_a_round_some_of_it() -> None:
+    sessions = Sessions(300.0)
+    begun(sessions, 0.0, e2e_s=10.0, expected=3)
+    sessions.end(KEY, 1.0, attained=True, last=False)
+    one = begun(sessions, 8.0)  # its tool took 7 s, and 2 s are left with another one to come
+    pace = sessions.pace(one, 8.0, 0.5, 21, last=False)
+    assert pace.ttft_s + 20 * pace.tpot_s == pytest.approx(0.1 * 2.0 / 2)
 
 
 def test_requests_that_overlap_are_one_round() -> None:

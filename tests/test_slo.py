@@ -118,7 +118,8 @@ def test_frozen_and_numbers_are_normalised() -> None:
 
 
 BAD_NUMBERS: list[Any] = [
-    *(0, -1, -0.0, math.nan, math.inf, -math.inf, True, "500", [1], {}, 10**400, 1e12, 1j)
+    *(0, -1, -0.0, math.nan, math.inf, -math.inf, True, "500", [1], {}, 10**400, 1e12, 1j),
+    *(1e-322, 9e-7),
 ]
 BAD_NAMES: list[Any] = ["", "a b", "x" * 65, "\u00e9", 5, [], "a\n"]
 BAD: dict[str, list[Any]] = {
@@ -148,6 +149,15 @@ def test_limits_are_inclusive_above(field: str) -> None:
     assert getattr(SLO(**{field: high}), field) == high
     with pytest.raises(InvalidSLOError):
         SLO(**{field: high + 1})
+
+
+def test_the_shortest_time_is_a_microsecond() -> None:
+    """Time is divided by objectives: the engine must never find one that is 0 in seconds."""
+    for field in ("ttft_ms", "tpot_ms", "thinking_tpot_ms"):
+        assert getattr(SLO(**{field: 0.001}), field) == 0.001
+        with pytest.raises(InvalidSLOError, match=r"give milliseconds from 0\.001000 to "):
+            SLO(**{field: 0.000999})
+    assert resolve(xargs={"slo_tpot": 1e-6}) == SLO(tpot_ms=0.001)
 
 
 def test_guaranteed_needs_something_to_guarantee() -> None:
@@ -292,7 +302,7 @@ def test_slos_serve_keys() -> None:
     for bad in deadlines:
         assert refused(xargs={"prefill_ddl": bad}).field == "prefill_ddl"
     assert refused(xargs={"prefill_ddl": 0.5 - 86_400.0}).field == "prefill_ddl"
-    seconds: list[Any] = [0, -1, "5", math.nan, 3601]
+    seconds: list[Any] = [0, -1, "5", math.nan, 3601, 1e-322]
     for bad in seconds:
         assert refused(xargs={"slo_tpot": bad}).field == "slo_tpot"
     with pytest.raises(InvalidSLOError, match="arrival"):

@@ -42,6 +42,8 @@ _NO_OBJECTIVES: Final = frozenset(
     }
 )
 """Fields of an SLO that set no objective. What is not known here counts as an objective."""
+_PACE: Final = ("session_e2e_ms", "session_rounds", "expected_output_tokens")
+"""Fields from which the pace of a session's rounds follows: objectives in all but name."""
 _UNSEALED: Final = frozenset({SEAL_KEY, QUOTE_KEY})
 """A mark that asks for a quote is put on what was checked, and gives nothing."""
 _NOTHING: Final = GrantConfig(classes=[], tiers=["best_effort"], objectives=False)
@@ -73,6 +75,21 @@ class Seal:
         """The seal of this server; None where nobody checks requests."""
         secret = os.environ.get(SEAL_VARIABLE)
         return cls(secret) if secret else None
+
+    @classmethod
+    def of_checked(cls) -> Seal:
+        """The seal where requests are checked.
+
+        Raises:
+            ConfigError: there is none, so what comes cannot be told from what was not checked.
+        """
+        seal = cls.from_environment()
+        if seal is None:
+            raise ConfigError(
+                f"access: {SEAL_VARIABLE} is not set in the engine's process; set the same secret "
+                "for every process of the server, or leave access out where there are no clients"
+            )
+        return seal
 
     @staticmethod
     def prepare() -> None:
@@ -214,9 +231,11 @@ def _check(slo: SLO, grant: _Grant, classes: Mapping[str, SLO]) -> None:
     usual = classes.get(slo.slo_class or "", SLO())
     for spec in fields(SLO):
         given, of_class = getattr(slo, spec.name), getattr(usual, spec.name)
-        own = given is not None and given != of_class and spec.name not in _NO_OBJECTIVES
-        if own and not may.objectives:
+        own = given is not None and given != of_class
+        if own and not may.objectives and spec.name not in _NO_OBJECTIVES:
             raise _forbidden(spec.name, given, "use the objectives of a class")
+        if own and slo.session_id is not None and may.limits_pace and spec.name in _PACE:
+            raise _forbidden(spec.name, given, "use a class that sets the pace of its sessions")
     limits = [
         ("ttft_ms", slo.ttft_ms, usual.ttft_ms, may.min_ttft_ms),
         ("tpot_ms", slo.tightest_tpot_ms, usual.tightest_tpot_ms, may.min_tpot_ms),

@@ -77,6 +77,11 @@ class GrantConfig(BaseModel):
         "their class may be higher. Too high without quotas: others lose their promises first.",
     )
 
+    @property
+    def limits_pace(self) -> bool:
+        """Whether some objectives may not be asked for."""
+        return not self.objectives or (self.min_ttft_ms, self.min_tpot_ms) != (None, None)
+
     @field_validator("tenant")
     @classmethod
     def _check_tenant(cls, given: str | None) -> str | None:

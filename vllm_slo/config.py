@@ -64,7 +64,7 @@ class StageConfig(BaseModel):
     )
     tpot_ms: float | None = Field(
         default=None,
-        description="Time per output token, milliseconds, above 0 and at most 3600000; unset: no "
+        description="Time per output token, milliseconds, 0.001 to 3600000; unset: no "
         "objective. Scope: the stage. Admission takes the tightest of all stages.",
     )
 
@@ -76,12 +76,12 @@ class ClassConfig(BaseModel):
 
     ttft_ms: float | None = Field(
         default=None,
-        description="Time to first token, milliseconds from arrival, above 0 and at most 86400000. "
+        description="Time to first token, milliseconds from arrival, 0.001 to 86400000. "
         "Scope: every request of the class. Too tight: the requests run best effort.",
     )
     tpot_ms: float | None = Field(
         default=None,
-        description="Time per output token, milliseconds, above 0 and at most 3600000. "
+        description="Time per output token, milliseconds, 0.001 to 3600000. "
         "Scope: every request of the class. Too tight: small batches, little throughput.",
     )
     thinking_tpot_ms: float | None = Field(
@@ -106,7 +106,7 @@ class ClassConfig(BaseModel):
     )
     value: float = Field(
         default=1.0,
-        description="Weight of a request when not all can be promised, above 0, at most 1e6. "
+        description="Weight of a request when not all can be promised, 1e-6 to 1e6. "
         "Too high: the other classes lose their promises first.",
     )
     tier: Tier | None = Field(

@@ -23,6 +23,7 @@ from vllm_slo.slo_fields import (
     NAME,
     PUBLIC,
     PUBLIC_OF,
+    SHORTEST_MS,
     VALIDATORS,
     Stage,
     choice_of,
@@ -56,7 +57,7 @@ Tier: TypeAlias = Literal["guaranteed", "best_effort"]
 OnUnattainable: TypeAlias = Literal["best_effort", "decline"]
 Speculate: TypeAlias = Literal["auto", "off"]
 
-EXPIRED_TTFT_MS: Final = 0.001
+EXPIRED_TTFT_MS: Final = SHORTEST_MS
 """TTFT of a `prefill_ddl` that lies in the past: valid, and never attainable."""
 
 SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority")
@@ -103,8 +104,9 @@ class SLO:
 
     Attributes:
         ttft_ms: time to first token, milliseconds from arrival at the server, queueing included;
-            0 < ttft_ms <= 86,400,000. None: no objective.
-        tpot_ms: time per output token, milliseconds; 0 < tpot_ms <= 3,600,000. None: no objective.
+            0.001 <= ttft_ms <= 86,400,000. None: no objective.
+        tpot_ms: time per output token, milliseconds; 0.001 <= tpot_ms <= 3,600,000. None: no
+            objective.
         thinking_tpot_ms: the same while the model thinks, as the server's reasoning parser tells;
             `tpot_ms` is then for what follows.
         stages: up to 8 stages, each with a TPOT of its own, in place of both; mappings and JSON are
@@ -115,7 +117,7 @@ class SLO:
             token of its last one, tools included; at most 86,400,000.
         session_rounds: how many rounds the job is expected to have, 1 to 10,000.
         session_last: whether this is its last round; None: nobody knows.
-        value: weight of the request when not all can be promised; 0 < value <= 1e6.
+        value: weight of the request when not all can be promised; 1e-6 <= value <= 1e6.
         tier: None means `guaranteed` when an objective is set, else `best_effort`.
         on_unattainable: what happens when no promise can be made: served `best_effort`, or
             `decline` (HTTP 429; in Python an output whose stop_reason says so).
@@ -346,7 +348,9 @@ class _Claims:
             if key == _DDL_KEY:
                 self.add("ttft_ms", _ttft_of_deadline(value, arrival_s), f"vllm_xargs {key}")
             elif key == _TPOT_S_KEY:
-                seconds = number_of(key, value, MAX_TPOT_MS / 1000, "seconds", "0.05")
+                seconds = number_of(
+                    key, value, SHORTEST_MS / 1000, MAX_TPOT_MS / 1000, "seconds", "0.05"
+                )
                 self.add("tpot_ms", seconds * 1000, f"vllm_xargs {key}")
             elif name is not None:
                 self.add(name, value, f"vllm_xargs {key}")

@@ -13,8 +13,10 @@ from typing import Final, NamedTuple
 
 from vllm_slo.errors import InvalidSLOError
 
+SHORTEST_MS: Final = 0.001
 MAX_TTFT_MS: Final = 86_400_000
 MAX_TPOT_MS: Final = 3_600_000
+MIN_VALUE: Final = 1e-6
 MAX_VALUE: Final = 1_000_000
 MAX_OUTPUT_TOKENS: Final = 10_000_000
 MAX_SESSION_ROUNDS: Final = 10_000
@@ -47,9 +49,9 @@ def echo(value: object) -> str:
     return text if len(text) <= MAX_ECHO_CHARS else text[: MAX_ECHO_CHARS - 3] + "..."
 
 
-def number_of(name: str, value: object, high: float, unit: str, example: str) -> float:
-    """`value` as a finite float in (0, `high`]."""
-    fix = f"give {unit} above 0 and at most {high:.0f}, for example {example}"
+def number_of(name: str, value: object, low: float, high: float, unit: str, example: str) -> float:
+    """`value` as a float in [`low`, `high`]."""
+    fix = f"give {unit} from {low:f} to {high:.0f}, for example {example}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSLOError(name, f"{echo(value)} is not a number", fix)
     try:
@@ -58,7 +60,7 @@ def number_of(name: str, value: object, high: float, unit: str, example: str) ->
         number = math.inf
     if not math.isfinite(number):
         raise InvalidSLOError(name, f"{echo(value)} is not a finite number", fix)
-    if not 0 < number <= high:
+    if not low <= number <= high:
         raise InvalidSLOError(name, f"{echo(number)} is out of range", fix)
     return number
 
@@ -132,8 +134,8 @@ def _stage(name: str, value: object, fix: str) -> Stage:
         raise InvalidSLOError(name, f"{echo(unknown)} is unknown", "a stage has until and tpot_ms")
     tpot_ms, until = value.get("tpot_ms"), value.get("until")
     if tpot_ms is not None:
-        tpot_ms = number_of(f"{name}.tpot_ms", tpot_ms, MAX_TPOT_MS, "milliseconds", "50")
-    if until is not None and not (isinstance(until, str) and 1 <= len(until) <= MAX_MARK_CHARS):
+        tpot_ms = _ms_of(f"{name}.tpot_ms", tpot_ms, MAX_TPOT_MS, "50")
+    if until is not None and not _is_mark(until):
         raise InvalidSLOError(
             f"{name}.until",
             f"{echo(until)} is not a text to look for",
@@ -142,16 +144,27 @@ def _stage(name: str, value: object, fix: str) -> Stage:
     return Stage(tpot_ms, until)
 
 
+def _is_mark(value: object) -> bool:
+    """Whether this is a text that an answer can hold."""
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_MARK_CHARS:
+        return False
+    return not any("\ud800" <= char <= "\udfff" for char in value)  # halves of a pair
+
+
+def _ms_of(name: str, value: object, high: float, example: str) -> float:
+    return number_of(name, value, SHORTEST_MS, high, "milliseconds", example)
+
+
 VALIDATORS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    "ttft_ms": lambda n, v: number_of(n, v, MAX_TTFT_MS, "milliseconds", "500"),
-    "tpot_ms": lambda n, v: number_of(n, v, MAX_TPOT_MS, "milliseconds", "50"),
-    "thinking_tpot_ms": lambda n, v: number_of(n, v, MAX_TPOT_MS, "milliseconds", "20"),
+    "ttft_ms": lambda n, v: _ms_of(n, v, MAX_TTFT_MS, "500"),
+    "tpot_ms": lambda n, v: _ms_of(n, v, MAX_TPOT_MS, "50"),
+    "thinking_tpot_ms": lambda n, v: _ms_of(n, v, MAX_TPOT_MS, "20"),
     "stages": stages_of,
     "session_id": name_of,
-    "session_e2e_ms": lambda n, v: number_of(n, v, MAX_TTFT_MS, "milliseconds", "10000"),
+    "session_e2e_ms": lambda n, v: _ms_of(n, v, MAX_TTFT_MS, "10000"),
     "session_rounds": lambda n, v: whole_of(n, v, MAX_SESSION_ROUNDS),
     "session_last": flag_of,
-    "value": lambda n, v: number_of(n, v, MAX_VALUE, "a weight", "1"),
+    "value": lambda n, v: number_of(n, v, MIN_VALUE, MAX_VALUE, "a weight", "1"),
     "tier": lambda n, v: choice_of(n, v, ("guaranteed", "best_effort")),
     "on_unattainable": lambda n, v: choice_of(n, v, ("best_effort", "decline")),
     "expected_output_tokens": lambda n, v: whole_of(n, v, MAX_OUTPUT_TOKENS),

@@ -69,11 +69,12 @@ class TokenBucket:
         """Return what was taken and not used."""
         self._level = min(self.level(now_s) + tokens, self.burst)
 
-    def wait_s(self, tokens: float, now_s: float) -> float:
-        """Seconds until so many are there; infinite where they never will be."""
+    def wait_s(self, tokens: float, now_s: float, beside: float = 0.0) -> float:
+        """Seconds until so many are there beside those that others are about to take; infinite
+        where they never will be."""
         if tokens > self.burst:
             return math.inf
-        return max(tokens - self.level(now_s), 0.0) / self.rate
+        return max(tokens + beside - self.level(now_s), 0.0) / self.rate
 
 
 def token_weight(model: StepTimeModel, tpot_s: float, max_step_tokens: int) -> float:

@@ -22,12 +22,14 @@ MOST_SESSIONS: Final = 4_096
 """Sessions that are remembered; then the one that was quiet the longest is closed."""
 TYPICAL_OF: Final = 64
 """Rounds and tools that the typical numbers of a class are taken from."""
+TOOLS_SHARE: Final = 0.9
+"""Of what is left of a job, set aside for tools at most: they may be quicker than usual."""
 TIGHT: Final = 3.0
 """TTFT of a round, in multiples of a lone request's (SLOs-Serve, table 3), where none was asked."""
 
 
 class RoundPace(NamedTuple):
-    """What a round may take. Seconds; infinite where its job does not say.
+    """What a round may take. Seconds, above 0; infinite where its job does not say.
 
     Attributes:
         ttft_s: to its first token.
@@ -154,7 +156,8 @@ class Sessions:
         if left_s == INFINITY or left_s <= 0.0:
             return UNPACED
         more = 0 if last else self._more_rounds(session)
-        budget_s = max(left_s - more * self._tool_s(session.slo_class), 0.0) / (1 + more)
+        tools_s = min(more * self._tool_s(session.slo_class), TOOLS_SHARE * left_s)
+        budget_s = (left_s - tools_s) / (1 + more)
         ttft_s = min(TIGHT * lone_ttft_s, budget_s / 2)
         if tokens is None or tokens <= 1.0:
             return RoundPace(budget_s if tokens is not None else ttft_s, INFINITY)

@@ -140,7 +140,7 @@ def _is_generation(scope: Scope) -> bool:
     """Whether this is a JSON POST to one of `ROUTES` that is not too large to look into."""
     if not _is_post(scope, ROUTES):
         return False
-    headers = dict(scope["headers"])
+    headers = dict(reversed(scope["headers"]))  # of several the first, which is the one vLLM reads
     if not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
         return False
     length = headers.get(b"content-length", b"0")

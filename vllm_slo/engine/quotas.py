@@ -115,7 +115,8 @@ class Quotas:
                 left[bucket] -= price.tokens
                 self._offered[request_id] = price
             else:
-                self.over[request_id] = self._wait_s(price, now_s)
+                offered = self._buckets[bucket].level(now_s) - left[bucket]
+                self.over[request_id] = self._wait_s(price, now_s, offered)
         return self.over
 
     def wait_s(self, tracked: Tracked, now_s: float, model: StepTimeModel) -> float:
@@ -127,8 +128,8 @@ class Quotas:
         weight = token_weight(model, tracked.reserved_tpot_s, most)
         return self._wait_s(self._price(tracked, bucket, weight), now_s)
 
-    def _wait_s(self, price: _Price, now_s: float) -> float:
-        return min(self._buckets[price.bucket].wait_s(price.tokens, now_s), MAX_WAIT_S)
+    def _wait_s(self, price: _Price, now_s: float, beside: float = 0.0) -> float:
+        return min(self._buckets[price.bucket].wait_s(price.tokens, now_s, beside), MAX_WAIT_S)
 
     def levelled(self, asking: Sequence[Tracked], demands: Iterable[Demand]) -> list[Demand]:
         """The demands of those who ask, with values that compare between tenants."""

@@ -82,7 +82,7 @@ class AnswerMarks:
             return False
         stops = [params.stop] if isinstance(params.stop, str) else params.stop
         # Every token has at least a byte.
-        last = max(len(stop.encode()) for stop in stops) + OVERRUN
+        last = max(len(stop.encode(errors="surrogatepass")) for stop in stops) + OVERRUN
         text = self._text(list(request.output_token_ids)[-last:])
         return any(stop in text for stop in stops)
 

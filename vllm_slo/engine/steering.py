@@ -169,7 +169,7 @@ class Steering:
         self.tenants = TenantShares(self) if fair else None
         self.sessions = SessionRounds(self)
         self.quotas = Quotas(self, self.config) if self.config.quotas.on else None
-        self._seal = None if self.config.access is None else Seal.from_environment()
+        self._seal = None if self.config.access is None else Seal.of_checked()
         self._spans = RequestSpans.from_config(vllm_config.observability_config)
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
@@ -205,7 +205,7 @@ class Steering:
                 self._seal.check(params.extra_args)
             ticket, before_s = views.ticket(request), views.age_before_s(request)
             self.seen = max(self.seen, ticket)
-            slo = self._slo_of(params.extra_args, request.arrival_time - before_s)
+            slo = self._slo_of(request, request.arrival_time - before_s)
         except InvalidSLOError as error:
             logger.warning("request %s refused: %s", request.request_id, error)
             request.stop_reason = f"slo_invalid:{error}"
@@ -234,13 +234,18 @@ class Steering:
             outcome = "best_effort" if stands_back else "best_effort_asked"
             self.metrics.admission(tracked.slo_class, outcome, tracked.reason or "")
 
-    def _slo_of(self, extra: dict[str, Any] | None, arrival_epoch_s: float) -> SLO | None:
+    def _slo_of(self, request: Request, arrival_epoch_s: float) -> SLO | None:
+        """What a request asks for. Where access is checked, who did that has named the default
+        class; and where there is no telling when a prompt has arrived, nothing can be kept."""
+        extra = request.sampling_params.extra_args
         slo = None
         if has_slo_key(extra):
             slo = SLO.from_extra_args(extra, classes=self.classes, arrival_s=arrival_epoch_s)
-            if slo is not None:
-                self._marks.check(slo)
-        if slo is None and self.config.default_class:
+        if slo is not None:
+            if request.resumable and slo.has_objective:
+                raise InvalidSLOError("slo", "the prompt comes in parts", "leave objectives out")
+            self._marks.check(slo)
+        elif self.config.default_class and self._seal is None and not request.resumable:
             return self.classes[self.config.default_class]
         return slo
 
@@ -282,6 +287,7 @@ class Steering:
         by_itself = request.status in (
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_REPETITION,
         ) or self._marks.has_stopped(request)
         self.waiting.gone(request.request_id)
         if request in self._refused:  # its client left before it was told
@@ -412,7 +418,7 @@ class Steering:
         if self._nothing_to_decide():
             return None
         self._settle_refused()
-        self.waiting.choose_elder(self.now_s)
+        self._choose_elder()
         start_s = self.steps.next_start_s(self.now_s)
         if self._quotes:
             for request, answer in self._quotes.take(start_s):
@@ -682,6 +688,14 @@ class Steering:
     def kept_share(self) -> float:
         """Share of the tokens that best effort may claim before promises."""
         return self.waiting.kept_share(self.now_s)
+
+    def _choose_elder(self) -> None:
+        requests = self.scheduler.requests
+        if self.scheduler.num_waiting_for_streaming_input:  # their clients let them wait, not we
+            for name in tuple(self.waiting.since_s):
+                if requests[name].status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                    self.waiting.gone(name)
+        self.waiting.choose_elder(self.now_s)
 
     def seats(self, promised: int) -> int:
         """Places for promises beside so many."""
