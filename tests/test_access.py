@@ -427,7 +427,7 @@ def test_of_two_content_types_the_first_counts_as_in_vllm(first: str) -> None:
     both = {first: 1, "application/json": 2, "text/plain": 3}
     headers = [*(("content-type", kind) for kind in both), ("authorization", f"Bearer {GOLD}")]
     one.post(content=b'{"slo": {"class": "strict"}}', headers=headers)
-    assert (b"slo_seal" in one.bodies[-1]) == (first == "application/json")
+    assert (b"slo_tenant" in one.bodies[-1]) == (first == "application/json")
 
 
 def test_a_default_class_is_not_given_past_the_check(

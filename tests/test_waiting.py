@@ -19,7 +19,7 @@ def waiting(*, share: float = SHARE, elders: bool = True, **since_s: float) -> W
 
 
 def test_who_waited_longest_is_the_elder_until_it_ends() -> None:
-    one = waiting(young=4.0, old=0.0, older=-1.0)
+    one = waiting(young=4.0, old=0.0, older=-2.0)
     assert (one.elder, one.kept_share(9.0), one.kept_seats) == (None, 0.0, 0)
     one.choose_elder(9.0)
     assert (one.elder, one.kept_share(9.0), one.kept_seats) == ("older", SHARE, 1)

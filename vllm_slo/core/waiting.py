@@ -22,6 +22,8 @@ class Waiting:
 
     Attributes:
         since_s: request id -> when it last got tokens, or was first seen.
+        elder: the request that goes first, and for which a place is kept; None: there is none. It
+            is one of those who wait.
     """
 
     def __init__(self, ageing_s: float, share: float, *, elders: bool) -> None:
@@ -29,7 +31,7 @@ class Waiting:
         self._ageing_s = ageing_s
         self._share = share
         self._elders = elders
-        self._elder: str | None = None
+        self.elder: str | None = None
 
     def seen(self, request_id: str, now_s: float) -> float:
         """When a request last got tokens; it waits from now on if it is new."""
@@ -42,22 +44,19 @@ class Waiting:
     def gone(self, request_id: str) -> None:
         """A request has ended, or has been promised what it asked."""
         self.since_s.pop(request_id, None)
+        if request_id == self.elder:
+            self.elder = None
 
     def is_aged(self, request_id: str, now_s: float) -> bool:
         """Whether a request has waited too long, or had and has not ended."""
         return now_s - self.seen(request_id, now_s) > self._ageing_s or request_id == self.elder
 
-    @property
-    def elder(self) -> str | None:
-        """The request that goes first, and for which a place is kept; None: there is none."""
-        return self._elder if self._elder in self.since_s else None
-
     def choose_elder(self, now_s: float) -> None:
         """Where there is no elder, it is who has waited longest, if that is too long."""
         if self._elders and self.elder is None:
             name = min(self.since_s, key=self.since_s.__getitem__, default=None)
-            waits = name is not None and now_s - self.since_s[name] > self._ageing_s
-            self._elder = name if waits else None
+            if name is not None and now_s - self.since_s[name] > self._ageing_s:
+                self.elder = name
 
     def kept_share(self, now_s: float) -> float:
         """Share of the tokens that best effort may claim before promises."""
