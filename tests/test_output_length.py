@@ -162,6 +162,35 @@ def test_what_is_set_aside_is_what_survivors_hold_on_average(
         assert got == max(int(max(curve)), 101 + generated)
 
 
+@given(
+    lengths,
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"), st.integers(1, 90), st.integers(1, 70), st.integers(0, 70)
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    st.sampled_from([1, 2, 4096]),
+)
+def test_an_answer_that_is_remembered_is_the_one_that_would_be_found(
+    values: list[int], asked: list[tuple[str, int, int, int]], most: int
+) -> None:
+    one = OutputLengthPredictor()
+    one.REMEMBERED = most  # type: ignore[misc]  # a small memory forgets in a short test
+    known: list[tuple[str, int]] = []
+    for slo_class, prompt, max_tokens, generated in asked:
+        fresh = OutputLengthPredictor()
+        for name, length in known:
+            fresh.observe(name, length)
+        for _ in range(2):
+            said = one.expected_hold(slo_class, prompt, max_tokens, None, generated)
+            assert said == fresh.expected_hold(slo_class, prompt, max_tokens, None, generated)
+        for length in values[:3]:
+            one.observe(slo_class, length)
+            known.append((slo_class, length))
+
+
 # --- what somebody else is told of it ------------------------------------------------------------
 
 

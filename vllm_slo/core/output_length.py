@@ -42,6 +42,8 @@ class OutputLengthPredictor:
 
     PARTS = 8
     """Points of the survival curve that ``expected_hold`` looks at."""
+    REMEMBERED = 4096
+    """Of its answers: it is asked for every promise in every plan, and has few new ones to give."""
 
     def __init__(self, quantile: float = 0.9, window: int = 256, min_samples: int = 8) -> None:
         self._quantile = checked_quantile(quantile)
@@ -49,6 +51,7 @@ class OutputLengthPredictor:
         self._min_samples = min_samples
         self._arrivals: dict[str, deque[int]] = {}
         self._ranked: dict[str, list[int]] = {}
+        self._holds: dict[tuple[str, int, int, int], int] = {}
 
     def observe(self, slo_class: str, tokens: int) -> None:
         """Record that a request of this class ended by itself after ``tokens`` tokens."""
@@ -56,6 +59,7 @@ class OutputLengthPredictor:
         ranked = self._ranked.setdefault(slo_class, [])
         arrivals.append(tokens)
         insort(ranked, tokens)
+        self._holds.clear()
         if len(arrivals) > self._window:
             ranked.pop(bisect_right(ranked, arrivals.popleft()) - 1)
 
@@ -124,15 +128,23 @@ class OutputLengthPredictor:
         survivors = len(ranked) - longer
         if len(ranked) < self._min_samples or survivors < 1:
             return now
-        most = now
+        asked = slo_class, prompt, max_tokens, longer
+        hold = self._holds.get(asked)
+        if hold is None:
+            if len(self._holds) >= self.REMEMBERED:
+                self._holds.clear()
+            hold = self._holds[asked] = self._hold(ranked, longer, prompt, max_tokens)
+        return max(hold, now)
+
+    def _hold(self, ranked: Sequence[int], longer: int, prompt: int, max_tokens: int) -> int:
+        """The greatest (prompt + n) S(n), n the lengths ``ranked`` from place ``longer`` on."""
+        survivors, most = len(ranked) - longer, 0
         for part in range(self.PARTS):
             passed = part * survivors // self.PARTS
-            length = ranked[longer + passed]
-            if length >= max_tokens:  # fewer and fewer are at the cap from here on
-                return max(most, (prompt + max_tokens) * (survivors - passed) // survivors)
-            held = (prompt + length) * (survivors - passed) // survivors
-            if held > most:  # in place of max(): this is asked for every promise, in every plan
-                most = held
+            length = min(ranked[longer + passed], max_tokens)
+            most = max(most, (prompt + length) * (survivors - passed) // survivors)
+            if length == max_tokens:  # fewer and fewer are at the cap from here on
+                break
         return most
 
 
