@@ -177,7 +177,7 @@ def test_an_answer_that_is_remembered_is_the_one_that_would_be_found(
     values: list[int], asked: list[tuple[str, int, int, int]], most: int
 ) -> None:
     one = OutputLengthPredictor()
-    one.REMEMBERED = most  # type: ignore[misc]  # a small memory forgets in a short test
+    one.REMEMBERED = most
     known: list[tuple[str, int]] = []
     for slo_class, prompt, max_tokens, generated in asked:
         fresh = OutputLengthPredictor()
