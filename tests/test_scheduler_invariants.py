@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 pytest.importorskip("vllm")
 
@@ -25,9 +28,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from vllm_slo import SLO
+from vllm_slo import SLO, tiny
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.stage_marks import AnswerMarks
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome, VirtualEngine
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
@@ -636,6 +640,54 @@ def test_prompts_of_one_token_start_with_speculation_on(
     assert engine.outcomes["plain"].finish_reason is None
     engine.run_all(limit_s=60.0)
     engine.check_outcomes()
+
+
+# Whatever clients say.
+
+TIMES = st.floats(0.0, 1e8) | st.sampled_from([5e-324, 1e-3, 1.0, 50.0, 1e3, 86_400_000.0])
+MARKS = st.text(max_size=4) | st.sampled_from(["\ud800", "a\udfff", "\n\n"])
+STAGES = st.lists(st.fixed_dictionaries({"until": MARKS, "tpot_ms": TIMES}), max_size=3)
+SAID = st.fixed_dictionaries(
+    {},
+    optional={
+        "slo_ttft_ms": TIMES,
+        "slo_tpot_ms": TIMES,
+        "slo_stages": STAGES.map(lambda stages: json.dumps([*stages, {}])),
+        "slo_session_id": st.sampled_from("ab"),
+        "slo_session_e2e_ms": TIMES,
+        "slo_session_rounds": st.integers(1, 10_000),
+        "slo_session_last": st.booleans(),
+        "slo_value": st.floats(0.0, 1e6),
+        "slo_tier": st.sampled_from(["guaranteed", "best_effort"]),
+        "slo_on_unattainable": st.sampled_from(["best_effort", "decline"]),
+        "slo_expected_output_tokens": st.integers(1, 10_000_000),
+        "slo_tenant": st.sampled_from("ab"),
+        "prefill_ddl": st.floats(-10.0, 10.0),
+        "slo_tpot": st.floats(0.0, 10.0),
+        "slo_quote": st.just(1),
+    },
+)
+
+
+@given(asked=st.lists(st.tuples(SAID, st.integers(0, 5)), min_size=1, max_size=8))
+@example(asked=[({"slo_tpot_ms": 5e-324}, 0)])
+@example(asked=[({"slo_stages": '[{"until": "\\ud800", "tpot_ms": 50}, {"tpot_ms": 50}]'}, 0)])
+def test_whatever_is_said_everybody_is_served_or_told(
+    config_folder: Path, asked: list[tuple[dict[str, Any], int]]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny.path("target") / "tokenizer.json"))
+    marks = AnswerMarks(SimpleNamespace(tokenizer=tokenizer, reasoner_cls=None))
+    engine = CheckedEngine(config_folder, options={"stage_marks": marks})
+    engine.add("honest", 100, 40, SLO(ttft_ms=1000, tpot_ms=60))
+    for number, (extra, turns) in enumerate(asked):
+        engine.send(f"r{number}", 20, 10, extra)
+        for _ in range(turns):
+            engine.turn()
+    engine.run_all(limit_s=60.0)
+    assert engine.outcomes["honest"].finish_reason == "stop"
+    for outcome in engine.outcomes.values():
+        told = str(outcome.stop_reason).startswith(("slo_invalid:", "slo_declined:", "slo_quote:"))
+        assert (outcome.finish_reason == "abort") == told
 
 
 # Pauses.
