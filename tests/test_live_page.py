@@ -19,6 +19,8 @@ import pytest
 from http_app import Server
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.values import MultiProcessValue
 
 from vllm_slo.engine import live_page
 from vllm_slo.engine.http import SLOMiddleware
@@ -412,6 +414,30 @@ def test_of_vllms_series_only_those_on_the_page_are_asked_for(
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
     got = {s.name: s.value for family in live_page.vllm_series() for s in family.samples}
     assert got == {RUNNING: 3, "vllm:spec_decode_num_draft_tokens_total": 7}
+
+
+def test_with_several_api_servers_nothing_is_counted_twice(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's multiprocess mode: what a scheduler counts is shared by itself, beside its file.
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr("prometheus_client.values.ValueClass", MultiProcessValue())
+    series = SchedulerMetrics()
+    series.admission("chat", "promised")
+    Gauge(RUNNING, "", ["engine"], multiprocess_mode="mostrecent", registry=None).labels("0").set(3)
+    kept, shown = History(), LivePage()
+    for step in range(2):
+        series.publish(10.0 * step, promised_requests=2.0)
+        kept.add(T0 + step, shown._collect())
+        series.admission("chat", "promised")
+    _, counts, gauges = seen(kept)[-1]
+    assert counts["vllm_slo:admissions_total/chat/promised"] == 1
+    assert (gauges["vllm_slo:promised_requests"], gauges[RUNNING]) == (2.0, 3.0)
+
+    shared = CollectorRegistry()  # as `/metrics` has them: without the files
+    MultiProcessCollector(shared)
+    labels = {"engine": "0", "slo_class": "chat", "outcome": "promised", "reason": ""}
+    assert shared.get_sample_value("vllm_slo:admissions_total", labels) == 3
 
 
 def test_a_folder_of_two_engines_is_one_server(folder: Path) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LivePage"]
 
-_THEIRS: Final = tuple(name for name in KEPT if not name.startswith("vllm_slo:"))
+_OURS: Final = "vllm_slo:"
+_THEIRS: Final = tuple(name for name in KEPT if not name.startswith(_OURS))
 
 
 class LivePage:
@@ -94,13 +95,17 @@ class LivePage:
 
 
 def vllm_series() -> Iterable[Metric]:
-    """vLLM's own series of `KEPT`, or where there are several API servers all of theirs."""
+    """vLLM's own series of `KEPT`, or where there are several API servers all of theirs.
+
+    Never a scheduler's: where values are shared among processes its own are among them, and they
+    are in its file already.
+    """
     if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         from prometheus_client import CollectorRegistry, multiprocess
 
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)
-        return registry.collect()
+        return (one for one in registry.collect() if not one.name.startswith(_OURS))
     from prometheus_client import REGISTRY
 
     return REGISTRY.restricted_registry(_THEIRS).collect()
