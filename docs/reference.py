@@ -297,11 +297,12 @@ def metrics_page() -> str:
 
 # --- HTTP ----------------------------------------------------------------------------------------
 
-MEANING: Final[Mapping[tuple[str, int], str]] = {
+MEANING: Final[Mapping[tuple[str, int | str], str]] = {
     ("server", 400): "the objective is not one; `param` names the field, the text has the fix",
     ("server", 403): "the API key may not ask for this; `param` names the field (`access:`)",
     ("server", 413): "a quote is asked for with a body larger than 32 MiB",
     ("server", 429): "no promise can be made, and the request prefers a refusal (`decline`)",
+    ("server", "RateLimitError"): "too many quotes are asked for at once",
     ("server", 500): "the configuration broke after the start; the log says how",
     ("server", 501): "a quote is asked of a server with another scheduler",
     ("front", 400): "as above, or not a valid HTTP request",
@@ -353,7 +354,7 @@ def statuses(where: str, paths: Iterable[Path]) -> list[list[str]]:
     """(status, type, meaning) of the errors that some modules answer with, read from their code.
 
     Raises:
-        ValueError: one of them has no ``MEANING``.
+        ValueError: one of them has no ``MEANING``, neither its type nor its status.
     """
     found: set[tuple[int, str]] = set()
     for path in paths:
@@ -370,9 +371,10 @@ def statuses(where: str, paths: Iterable[Path]) -> list[list[str]]:
     for status, kind in sorted(found):
         if not kind and any(other == status and named for other, named in found):
             continue
-        if (where, status) not in MEANING:
+        told = MEANING.get((where, kind)) or MEANING.get((where, status))
+        if told is None:
             raise ValueError(f"{where} answers {status}: reference.MEANING does not say why")
-        rows.append([str(status), code(kind) if kind else "", MEANING[where, status]])
+        rows.append([str(status), code(kind) if kind else "", told])
     return rows
 
 

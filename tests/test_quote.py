@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,6 +30,8 @@ from vllm_slo.core.outlook import Outlook, Verdict
 from vllm_slo.core.quote import PRECISION, Competition, quote
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import INFINITY, Demand
+from vllm_slo.engine.http import SLOMiddleware
+from vllm_slo.engine.http_quote import MOST
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo import QUOTE_KEY, pack_quote, unpack_quote
@@ -432,6 +436,74 @@ def test_a_quote_needs_the_key_of_the_server(prompt: dict[str, Any]) -> None:
     assert server.bodies == []
     right = server.post("/v1/slo/quote", json=prompt, headers={"authorization": "Bearer secret"})
     assert right.json() == {"object": "slo.quote", **YES}
+
+
+class _Slow:
+    """An app behind the middleware that has read so many bodies, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if (await receive())["type"] != "http.request":
+            raise RuntimeError("the client has left")
+        self.asked += 1
+        await self.may.wait()
+        said = json.dumps(quoting({})).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": said})
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "x"}, {"messages": [{"role": "user"}]}])
+def test_quotes_beyond_what_the_engine_may_have_are_refused(prompt: dict[str, Any]) -> None:
+    app = _Slow()
+
+    async def trickled() -> AsyncIterator[bytes]:
+        await app.may.wait()
+        yield json.dumps(prompt).encode()
+
+    async def run() -> tuple[list[httpx.Response], httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(SLOMiddleware(app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://slo") as client:
+
+            async def ask(**body: Any) -> httpx.Response:
+                return await client.post("/v1/slo/quote", **body)
+
+            # Who has not said yet what it asks keeps nobody out.
+            reading = [asyncio.ensure_future(ask(content=trickled())) for _ in range(2 * MOST)]
+            await asyncio.sleep(0)
+            asking = [asyncio.ensure_future(ask(json=prompt)) for _ in range(MOST)]
+            while app.asked < MOST:
+                await asyncio.sleep(0)
+            refusal = await ask(json=prompt)
+            asking[0].cancel()  # a client that leaves makes room
+            await asyncio.wait(asking[:1])
+            last = asyncio.ensure_future(ask(json=prompt))
+            while app.asked == MOST:
+                await asyncio.sleep(0)
+            app.may.set()
+            await asyncio.gather(*reading)
+            return await asyncio.gather(*asking[1:]), refusal, await last
+
+    answers, refusal, last = asyncio.run(asyncio.wait_for(run(), 30))
+    assert [answer.status_code for answer in (*answers, last)] == [200] * MOST
+    assert refusal.status_code == 429
+    assert refusal.headers["retry-after"] == "1"
+    assert refusal.headers["retry-after-ms"] == "1000"
+    error = refusal.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("RateLimitError", 429, None)
+    assert "ask one after another" in error["message"]
+
+
+def test_quotes_of_which_none_came_to_the_engine_leave_room() -> None:
+    broken = Server(lambda body: {"error": "x"}["choices"])  # raises
+    server = Server(quoting)
+    for _ in range(MOST + 1):
+        refused(server.post("/v1/slo/quote", json={"prompt": "x", "slo": {"ttft": 5}}), "ttft")
+        with pytest.raises(KeyError):
+            broken.post("/v1/slo/quote", json={"prompt": "x"})
+    assert server.post("/v1/slo/quote", json={"prompt": "x"}).status_code == 200
 
 
 def test_a_server_with_another_scheduler_gives_no_quotes() -> None:

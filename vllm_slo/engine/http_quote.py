@@ -4,6 +4,9 @@
 The body is that of a completion or of a chat. It goes to vLLM's own route of that kind, so it is
 authenticated, checked and cut into tokens as if it was to be served; marked with `QUOTE_KEY`, it
 comes back from the scheduler with the answer instead of a text.
+
+The engine works a quote out between two steps, so those that ask hold up those that are served. No
+more than `MOST` are with the engine at once, and the others are refused rather than made to wait.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ __all__ = ["QUOTE_ROUTE", "answer_quote"]
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
+MOST: Final = 8
+"""Quotes of one API server that the engine has at once, so about the most it answers in a step."""
+RETRY_MS: Final = 1_000
 
 Plan = Callable[["Scope", bytes], tuple[bytes, Asked | None]]
 """The middleware's: the body with its SLO in ``vllm_xargs``."""
@@ -51,7 +57,8 @@ class _Attempt:
     """The request as it is sent to one route of vLLM, and what came back.
 
     Invariant: once `refusal` is set, or the body belongs to the other route, vLLM is told that the
-    client has left, and what it says counts no more.
+    client has left, and what it says counts no more. It is among those `_asking` from when vLLM has
+    let the client in and has the whole body, so slow bodies keep nobody out, until it has answered.
     """
 
     def __init__(
@@ -82,6 +89,8 @@ class _Attempt:
         except Exception:
             if self.refusal is None and not self.is_chat:
                 raise
+        finally:
+            _asking.discard(self)
 
     async def receive(self) -> Message:
         """What the application is given: the marked body, then what the client does."""
@@ -91,8 +100,9 @@ class _Attempt:
         if self.body is None:
             self.body = await self._read()
         changed = None if self.body is None else self._marked(self.body)
-        if changed is None:
+        if changed is None or self._is_one_too_many():
             return {"type": "http.disconnect"}
+        _asking.add(self)
         headers = self.scope["headers"]
         headers[:] = [(n, v) for n, v in headers if n.lower() != b"content-length"]
         headers.append((b"content-length", b"%d" % len(changed)))
@@ -144,10 +154,28 @@ class _Attempt:
         changed["vllm_xargs"] = {**(changed.get("vllm_xargs") or {}), QUOTE_KEY: 1}
         return json.dumps(changed, separators=(",", ":")).encode()
 
+    def _is_one_too_many(self) -> bool:
+        """Whether the engine has as many quotes as it may; the client is told then."""
+        if len(_asking) < MOST:
+            return False
+        text = f"{MOST} quotes are being worked out; ask one after another, or in {RETRY_MS} ms"
+        headers = [
+            (b"retry-after", b"%d" % -(-RETRY_MS // 1000)),
+            (b"retry-after-ms", b"%d" % RETRY_MS),
+            (b"x-slo-reason", b"too_many_quotes"),
+        ]
+        self._refuse(429, text, None, "RateLimitError", headers)
+        return True
+
     def _refuse(
-        self, status: int, text: str, param: str | None, kind: str = "BadRequestError"
+        self,
+        status: int,
+        text: str,
+        param: str | None,
+        kind: str = "BadRequestError",
+        headers: list[tuple[bytes, bytes]] | None = None,
     ) -> None:
-        self.refusal = error_messages(status, kind, text, param)
+        self.refusal = error_messages(status, kind, text, param, headers)
 
     def response(self) -> tuple[Message, ...]:
         """What the client is told: the quote, or the error as it came."""
@@ -160,6 +188,10 @@ class _Attempt:
             text = "the scheduler of this server gives no quotes: use vllm_slo.Scheduler"
             return error_messages(501, "NotImplementedError", text, None)
         return json_messages(200, {"object": "slo.quote", **quote})
+
+
+_asking: Final[set[_Attempt]] = set()
+"""Those whose body vLLM has, in this process: one API server."""
 
 
 def _check_single(asked: dict[str, Any]) -> None:
