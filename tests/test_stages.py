@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,9 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from tokenizers import Tokenizer
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_slo import SLO, tiny
 from vllm_slo.config import SLOConfig
@@ -290,7 +294,7 @@ def test_thinking_needs_a_reasoning_parser(engine: Any) -> None:
 class _EndToken:
     """A reasoning parser in vLLM's shape: token 7 ends thinking."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, chat_template_kwargs: Any) -> None:
         self.tokenizer = tokenizer
 
     def is_reasoning_end(self, ids: Any) -> bool:
@@ -330,10 +334,16 @@ def test_whether_a_stop_string_has_come(text: str, stops: list[str], stopped: bo
     )
 
 
-def answer(ids: list[int], prompt: list[int] | None = None) -> Any:
+def answer(ids: list[int], prompt: list[int] | None = None, told: Any = None) -> Any:
+    """A request as it is now. `told`: what vLLM tells the engine where output is structured."""
     prompt = prompt or []
+    params = StructuredOutputsParams(json_object=True)
     return SimpleNamespace(
-        prompt_token_ids=prompt, output_token_ids=ids, all_token_ids=[*prompt, *ids]
+        prompt_token_ids=prompt,
+        output_token_ids=ids,
+        all_token_ids=[*prompt, *ids],
+        structured_output_request=told
+        and StructuredOutputRequest(params, reasoning_parser_kwargs={"chat_template_kwargs": told}),
     )
 
 
@@ -379,3 +389,88 @@ def test_thinking_ends_where_the_parser_says() -> None:
     assert found.end_of(answer([1, 2, 3], [5]), slo, 0, 0, 3) is None
     assert found.end_of(answer([1, 7, 3], [5]), slo, 0, 0, 3) == 2
     assert found.end_of(answer([1, 2, 7], [5]), slo, 0, 2, 1) == 1
+
+
+MARKS = {
+    "deepseek_r1": ("<think>", "</think>"),
+    "deepseek_v3": ("<think>", "</think>"),
+    "deepseek_v4": ("<think>", "</think>"),
+    "gemma4": ("<|channel>", "<channel|>"),
+    "glm45": ("<think>", "</think>"),
+    "hy_v3": ("<think>", "</think>"),
+    "hy_v4": ("<think>", "</think>"),
+    "k2_horizon": ("<ifm|think>", "</ifm|think>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "qwen3": ("<think>", "</think>"),
+}
+"""vLLM's reasoning parsers that switch by what the chat template is told (and one that does not):
+what begins thinking, and what ends it."""
+
+
+class _Words:
+    """A tokenizer: each mark is a token, or as many as it has words, and so is each letter."""
+
+    def __init__(self) -> None:
+        marks = {part for pair in MARKS.values() for mark in pair for part in _parts(mark)}
+        efforts = {f"<{slash}ifm|think_fast>" for slash in ("", "/")}
+        self._words = [*sorted(marks | efforts), *"abcdefghijklmnopqrstuvwxyz "]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self._words)}
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        vocab = self.get_vocab()
+        longest = sorted(vocab, key=len, reverse=True)
+        return [vocab[word] for word in re.findall("|".join(map(re.escape, longest)), text)]
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        return "".join(self._words[number] for number in ids)
+
+
+def _parts(mark: str) -> list[str]:
+    return re.findall(r"<[^>]+>|[a-z]+", mark) if mark.count("<") > 1 else [mark]
+
+
+def real_marks(parser: str) -> tuple[AnswerMarks, Callable[[str], list[int]]]:
+    """The real thing, with a parser of vLLM's; and its tokenizer."""
+    words = _Words()
+    reasoner = ReasoningParserManager.get_reasoning_parser(parser)
+    return AnswerMarks(SimpleNamespace(tokenizer=words, reasoner_cls=reasoner)), words.encode
+
+
+@pytest.mark.parametrize("parser", MARKS)
+def test_thinking_is_found_whatever_the_parser_has_to_be_told(parser: str) -> None:
+    (found, ids), slo = real_marks(parser), SLO(thinking_tpot_ms=20, tpot_ms=100)
+    begins, ends = MARKS[parser]
+    thinks, does_not = ids(f"hi {begins}"), ids(f"hi {begins}{ends}")
+    for _ in range(2):  # one that has come to its end changes nothing for the next
+        assert found.first_stage(answer([], thinks), slo) == 0
+        assert found.first_stage(answer([], does_not), slo) == 1
+        said = [*ids("so it is"), *ids(ends), *ids("yes")]
+        whole = len(said) - len(ids("yes"))
+        at = [
+            number
+            for number in range(1, whole + 1)
+            if found.end_of(answer(said[:number], thinks), slo, 0, number - 1, 1)
+        ]
+        assert at == [whole]
+        assert found.end_of(answer(said, thinks), slo, 0, 0, len(said)) == whole
+
+
+def test_what_vllm_tells_of_a_request_is_believed() -> None:
+    slo = SLO(thinking_tpot_ms=20, tpot_ms=100)
+    found, ids = real_marks("deepseek_v3")
+    prompt = ids("hi <think>")
+    assert found.first_stage(answer([], prompt, {"thinking": True}), slo) == 0
+    assert found.first_stage(answer([], prompt, {"thinking": False}), slo) == 1
+    assert found.first_stage(answer([], prompt), slo) == 0
+    # Another effort thinks between other marks.
+    found, ids = real_marks("k2_horizon")
+    fast = answer(
+        ids("so</ifm|think_fast>"), ids("<ifm|think_fast>"), {"reasoning_effort": "medium"}
+    )
+    assert found.end_of(fast, slo, 0, 0, 3) == 3
+    kept = fast.structured_output_request.reasoner
+    assert found.end_of(fast, slo, 0, 0, 3) == 3
+    assert fast.structured_output_request.reasoner is kept  # the one that vLLM uses, too

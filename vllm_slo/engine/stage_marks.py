@@ -16,6 +16,8 @@ from vllm_slo.slo import SLO, check_thinking
 
 OVERRUN: Final = 64
 """Most tokens that are sampled after a stop string before vLLM's API server has the engine stop."""
+THINKING: Final = {"thinking": True, "enable_thinking": True, "reasoning_effort": "high"}
+"""What a chat template is told, under the names that parsers know, so that the model thinks."""
 
 
 class StageMarks(Protocol):
@@ -39,6 +41,10 @@ class StageMarks(Protocol):
 class AnswerMarks:
     """Reads the answers, with the tokenizer that vLLM keeps in the engine for structured output.
 
+    Some parsers find no thinking unless they are told, as the chat template was, that there is any.
+    vLLM tells the engine only of requests with structured output; all others that ask something of
+    thinking are taken to think. Where a prompt has ended it already, the parser says so.
+
     Args:
         manager: vLLM's, which has the tokenizer and the reasoning parser's class.
     """
@@ -48,9 +54,22 @@ class AnswerMarks:
         self._reasoner_cls = manager.reasoner_cls
 
     @cached_property
-    def _reasoner(self) -> Any:
+    def _thinker(self) -> Any:
+        """One parser for many requests: only what does not change it is called, and finding where
+        thinking ends does not (in vLLM's parsers, reading a stream of text does)."""
         assert self._reasoner_cls is not None
-        return self._reasoner_cls(tokenizer=self._tokenizer)
+        return self._reasoner_cls(tokenizer=self._tokenizer, chat_template_kwargs=dict(THINKING))
+
+    def _reasoner(self, request: Request) -> Any:
+        """The parser that reads this request's answer."""
+        structured = request.structured_output_request
+        if structured is None or not structured.reasoning_parser_kwargs:
+            return self._thinker
+        if structured.reasoner is None:  # as vLLM does, and it uses this one
+            assert self._reasoner_cls is not None
+            told = structured.reasoning_parser_kwargs
+            structured.reasoner = self._reasoner_cls(tokenizer=self._tokenizer, **told)
+        return structured.reasoner
 
     def check(self, slo: SLO) -> None:
         check_thinking(slo, told=self._reasoner_cls is not None)
@@ -62,17 +81,17 @@ class AnswerMarks:
     def first_stage(self, request: Request, slo: SLO) -> int:
         if slo.thinking_tpot_ms is None:
             return 0
-        return int(self._reasoner.is_reasoning_end(request.prompt_token_ids or []))
+        return int(self._reasoner(request).is_reasoning_end(request.prompt_token_ids or []))
 
     def end_of(self, request: Request, slo: SLO, stage: int, tokens: int, new: int) -> int | None:
         until = slo.answer_stages[stage].until
         if until is not None:
             return self._end_of_text(request.output_token_ids, until, tokens, new)
-        ids = request.all_token_ids
+        ids, reasoner = request.all_token_ids, self._reasoner(request)
         for number in range(1, new + 1):
             end = len(ids) - new + number
             seen = ids if number == new else ids[:end]
-            if self._reasoner.is_reasoning_end_streaming(seen, ids[len(ids) - new : end]):
+            if reasoner.is_reasoning_end_streaming(seen, ids[len(ids) - new : end]):
                 return number
         return None
 
