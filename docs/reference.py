@@ -320,6 +320,10 @@ MEANING: Final[Mapping[tuple[str, int | str], str]] = {
 }
 
 
+ANSWERING: Final = ("_refuse", "error_messages", "error_response", "json_response", "error_event")
+"""The functions that answer with an error."""
+
+
 FRONT_PATHS: Final[Mapping[str, str]] = {
     "/health": "200 while a replica is ready and the front is not stopping, else 503",
     "/-/healthz": "the same; what KubeRay asks the port that clients use",
@@ -364,7 +368,7 @@ def statuses(where: str, paths: Iterable[Path]) -> list[list[str]]:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             numbers = [a.value for a in node.args if isinstance(a, ast.Constant)]
             status = next((n for n in numbers if isinstance(n, int) and 400 <= n < 600), None)
-            if status and name in ("_refuse", "error_response", "json_response", "error_event"):
+            if status and name in ANSWERING:
                 kinds = [n for n in numbers if isinstance(n, str) and re.fullmatch(r"\w+", n)]
                 found.add((status, kinds[0] if kinds else ""))
     rows = []
@@ -423,7 +427,7 @@ def example(title: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> s
 def http() -> str:
     """Routes, errors, and what they look like."""
     routes = ", ".join(code(route) for route in sorted(http_slo.ROUTES))
-    router = PACKAGE / "router"
+    engine, router = PACKAGE / "engine", PACKAGE / "router"
     declined = {"finish_reason": "abort", "stop_reason": "slo_declined:1200", "text": ""}
     head = ["status", "`type`", "when"]
     return "\n\n".join(
@@ -437,7 +441,7 @@ def http() -> str:
             ),
             "## Errors of a server",
             "In OpenAI's shape; those of vLLM itself are its own.",
-            table(head, statuses("server", [PACKAGE / "engine" / "http.py"])),
+            table(head, statuses("server", [engine / "http.py", engine / "http_quote.py"])),
             example(
                 "An objective that is none",
                 {"prompt": "x", "slo": {"ttft_ms": -5}},

@@ -453,6 +453,16 @@ def test_an_error_without_a_meaning_ends_the_build(tmp_path: Path) -> None:
         reference().statuses("front", [tmp_path / "new.py"])
 
 
+def test_the_reference_has_the_refusals_of_quotes() -> None:
+    rows = reference().http().splitlines()
+    for status, kind in (
+        ("413", ""),
+        ("429", "`RateLimitError`"),
+        ("501", "`NotImplementedError`"),
+    ):
+        assert any(row.startswith(f"| {status} | {kind} | ") and "quote" in row for row in rows)
+
+
 def test_a_page_of_the_front_that_nobody_explains_ends_the_build() -> None:
     with pytest.raises(ValueError, match="/coffee"):
         reference().front_paths('{"/health": self._health, "/coffee": self._brew}')
