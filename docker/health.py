@@ -10,6 +10,8 @@ import urllib.request
 
 url = os.environ.get("VLLMSLO_HEALTH_URL", "http://127.0.0.1:8000/health")
 try:
-    urllib.request.urlopen(url, timeout=4).close()  # raises where the status is an error
+    # The server is in this container: a proxy that is configured for others is not asked.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.open(url, timeout=4).close()  # raises where the status is an error
 except (OSError, ValueError) as error:
     sys.exit(f"{url}: {error}")

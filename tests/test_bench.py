@@ -36,6 +36,8 @@ from vllm_slo.bench import (
     run_server,
 )
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
+from vllm_slo.bench.endpoint import describe_server
+from vllm_slo.bench.quote import _first_model
 from vllm_slo.bench.report import comparison_table, in_flight, machine, versions
 from vllm_slo.bench.workload import PlannedRequest
 from vllm_slo.bench.zero_load import load_zero_load
@@ -334,6 +336,21 @@ def test_a_server_that_says_nothing_of_drafts_has_none(fake: Fake, page: str) ->
 
 def test_a_server_that_is_gone_has_no_drafts() -> None:
     assert read_draft_counts("http://127.0.0.1:9") is None
+
+
+def test_a_proxy_is_not_asked_for_what_is_on_loopback(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    fake.metrics = drafts_page(drafts=20.0, draft_tokens=150.0, accepted_tokens=45.0)
+    assert read_draft_counts(fake.url) is not None
+    assert _first_model(fake.url) == "tiny"
+    assert describe_server(ServerTarget("a", fake.url)).version == "0.0.test"
+    with pytest.raises(BenchError, match="refused"):  # by the proxy
+        _first_model("http://nowhere.invalid")
 
 
 # ---------------------------------------------------------------------- reports and command

@@ -144,10 +144,10 @@ def answering(status: int) -> Iterator[str]:
         server.shutdown()
 
 
-def health(url: str) -> subprocess.CompletedProcess[str]:
+def health(url: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, DOCKER / "health.py"],
-        env={**os.environ, "VLLMSLO_HEALTH_URL": url},
+        env={**os.environ, "VLLMSLO_HEALTH_URL": url, **more},
         capture_output=True,
         text=True,
         timeout=30,
@@ -158,6 +158,8 @@ def health(url: str) -> subprocess.CompletedProcess[str]:
 def test_the_health_check() -> None:
     with answering(200) as url:
         done = health(url)
+        assert (done.returncode, done.stderr) == (0, "")
+        done = health(url, http_proxy="http://127.0.0.1:9")  # where nobody listens
         assert (done.returncode, done.stderr) == (0, "")
     assert health(url).returncode == 1  # it has gone
     with answering(503) as url:

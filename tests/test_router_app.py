@@ -330,7 +330,7 @@ def test_a_variable_with_keys_that_is_not_set_fails_the_front(
 
 
 def test_a_replica_that_is_stuck_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("http_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not asked
     with socket.create_server(("127.0.0.1", 0)) as stuck:
         url = f"http://127.0.0.1:{stuck.getsockname()[1]}"
         with pytest.raises(OSError, match="timed out"):

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING
 from vllm_slo import profiles, tiny
 from vllm_slo.bench.client import ClientOptions, ServerRun, measure_zero_load
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
-from vllm_slo.bench.endpoint import ServerTarget
+from vllm_slo.bench.endpoint import ServerTarget, opener
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.main import WorkloadOptions, bench_server, build_workload, finish
 from vllm_slo.bench.report import BenchReport
@@ -332,9 +331,9 @@ def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes],
             break
         try:
             if replicas == 1:
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()  # nosec B310  # ours
+                opener(url).open(f"{url}/health", timeout=2).close()
                 return
-            with urllib.request.urlopen(f"{url}/replicas", timeout=2) as page:  # nosec B310
+            with opener(url).open(f"{url}/replicas", timeout=2) as page:
                 if sum(one["status"] == "ready" for one in json.load(page)) >= replicas:
                     return
         except (urllib.error.URLError, OSError):

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_slo.bench.endpoint import opener
 
 _SERIES: Final = {
     "vllm:spec_decode_num_drafts_total": "drafts",
@@ -47,7 +48,7 @@ class DraftCounts:
 def read_draft_counts(url: str) -> DraftCounts | None:
     """The counts of the server at ``url``; None where it does not speculate or cannot be asked."""
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:  # nosec B310  # the user's
+        with opener(url).open(f"{url}/metrics", timeout=10) as page:
             text = page.read().decode()
         found: Counter[str] = Counter()
         for family in text_string_to_metric_families(text):

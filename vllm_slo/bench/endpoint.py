@@ -67,6 +67,20 @@ def import_openai() -> Any:
     return openai
 
 
+def _on_loopback(url: str) -> bool:
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+def opener(url: str) -> urllib.request.OpenerDirector:
+    """What opens ``url``: on loopback never through a proxy, elsewhere as the environment says.
+
+    Raises:
+        ValueError: this is no address.
+    """
+    handlers = [urllib.request.ProxyHandler({})] if _on_loopback(url) else []
+    return urllib.request.build_opener(*handlers)
+
+
 def _open_client(target: ServerTarget) -> openai.AsyncOpenAI:
     """A client that never retries, never queues for a connection and skips proxies on loopback."""
     sdk = import_openai()
@@ -74,7 +88,7 @@ def _open_client(target: ServerTarget) -> openai.AsyncOpenAI:
     limits = limits_type(
         max_connections=None, max_keepalive_connections=100, keepalive_expiry=KEEPALIVE_S
     )
-    local = urlsplit(target.base_url).hostname in ("127.0.0.1", "localhost", "::1")
+    local = _on_loopback(target.base_url)
     http_client = sdk.DefaultAsyncHttpxClient(limits=limits, trust_env=not local)
     client: openai.AsyncOpenAI = sdk.AsyncOpenAI(
         api_key=target.api_key,
@@ -89,10 +103,8 @@ def _open_client(target: ServerTarget) -> openai.AsyncOpenAI:
 def _version(target: ServerTarget) -> str | None:
     """vLLM's ``/version``; None where there is no such page."""
     url = target.api_url.removesuffix("/v1") + "/version"
-    local = urlsplit(target.base_url).hostname in ("127.0.0.1", "localhost", "::1")
-    handlers = [urllib.request.ProxyHandler({})] if local else []
     try:
-        with urllib.request.build_opener(*handlers).open(url, timeout=5) as reply:
+        with opener(url).open(url, timeout=5) as reply:
             return str(json.load(reply)["version"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from vllm_slo.bench.endpoint import opener
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.slo import SLO
 
@@ -103,7 +104,7 @@ def _call(url: str, body: bytes | None) -> dict[str, Any]:
         raise BenchError("--base-url", f"{url!r} is not an HTTP address")
     request = urllib.request.Request(url, body, headers)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # nosec B310
+        with opener(url).open(request, timeout=TIMEOUT_S) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
