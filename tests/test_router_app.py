@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import secrets
@@ -350,6 +351,49 @@ def test_a_replica_that_is_stuck_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         thread.start()
         app.require_answer(url, "t", 5.0)  # any answer will do
         thread.join()
+
+
+DIES_TWICE = """
+import json, pathlib, sys
+starts = pathlib.Path(__file__).with_name("starts")
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+print(json.dumps({"listening": "here"}), flush=True)
+if len(starts.read_text()) > 2:
+    sys.stdin.read()
+"""
+
+
+def test_a_front_that_came_back_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dies_twice.py").write_text(DIES_TWICE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spec = app.FrontSpec("dies_twice", "127.0.0.1", 0, "null", (), "KEYS", ("0" * 64,), (), 1.0)
+
+    class Front(app.Front):
+        def __del__(self) -> None:  # type: ignore[override]
+            """Serve awaits it; nobody does here."""
+
+    async def while_healthy(front: app.Front) -> None:
+        while True:
+            await front.check_health()
+            await asyncio.sleep(0.02)
+
+    async def check() -> None:
+        front = Front.__new__(Front)
+        await front.__init__(spec, None)  # type: ignore[misc,func-returns-value]  # as Serve does
+        # Two die, and the third is still to come.
+        with pytest.raises(RuntimeError, match="the front process does not stay"):
+            await while_healthy(front)
+        while len((tmp_path / "starts").read_text()) < 3 or not front._said:
+            await asyncio.sleep(0.02)
+        await front.check_health()
+        await front.drain()
+        for task in front._tasks:
+            task.cancel()
+        await asyncio.gather(*front._tasks, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(check(), 60))
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -297,7 +297,9 @@ class Front:
         Raises:
             RuntimeError: the child is gone and does not come back.
         """
-        if self._failures > 1 and not self._leaving:
+        # One that listens is left alone, however many died before it.
+        listens = self._said and self._child.returncode is None
+        if self._failures > 1 and not listens and not self._leaving:
             raise RuntimeError(f"the front process does not stay: {self._child.last_words()}")
 
     async def __del__(self) -> None:
