@@ -98,6 +98,9 @@ def test_secrets_are_not_shown(front: FrontProcess, fakes: list[Fake]) -> None:
 def test_prometheus_finds_every_replica(front: FrontProcess) -> None:
     groups = front.get("/metrics/targets", headers={"host": "front.example:80"}).json()
     assert [group["labels"]["replica"] for group in groups] == ["a", "b"]
+    # Alerts and panels tell servers apart by this label.
+    instances = [group["labels"]["instance"] for group in groups]
+    assert instances == ["front.example:80/a", "front.example:80/b"]
     for group in groups:
         assert group["targets"] == ["front.example:80"]
         page = front.get(group["labels"]["__metrics_path__"])

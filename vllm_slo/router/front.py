@@ -447,12 +447,19 @@ class Front:
         return web.Response(body=body, headers=headers)
 
     def _targets(self, request: web.BaseRequest) -> web.Response:
-        """Prometheus's HTTP service discovery: each replica's page, through this port."""
+        """Prometheus's HTTP service discovery: each replica's page, through this port.
+
+        The address of all is the front's, so that without an ``instance`` they would be one.
+        """
         host = request.headers.get("Host", "")
         targets = [
             {
                 "targets": [host],
-                "labels": {"__metrics_path__": f"/metrics/replicas/{name}", "replica": name},
+                "labels": {
+                    "__metrics_path__": f"/metrics/replicas/{name}",
+                    "instance": f"{host}/{name}",
+                    "replica": name,
+                },
             }
             for name in self.cluster.listed
         ]
