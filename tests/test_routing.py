@@ -442,13 +442,15 @@ def test_a_state_survives_the_wire(seed: int) -> None:
     state = replace(
         random_state(rng),
         decoding={float("inf"): 3, 0.5: 1},
-        committed=(Demand("x", float("inf"), 3, float("inf"), 1, 2.5, 9),),
+        committed=(Demand("0", float("inf"), 3, float("inf"), 1, 2.5, 9),),
         tickets=(4, 9),
         seen=9,
     )
     line = state.to_json()
     assert b"\n" not in line
     assert ReplicaState.from_json(line) == state
+    named = replace(state, committed=(replace(state.committed[0], request_id="x" * 10_000),))
+    assert named.to_json() == line
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import socket
 import time
@@ -230,6 +231,18 @@ def test_much_is_cut_and_fits_one_message(engine: Any, listener: Listener) -> No
     assert len(told.committed) == len(said.committed)
 
 
+def test_ids_of_clients_may_be_long(engine: Any, listener: Listener) -> None:
+    one = engine(shape=EngineShape(num_blocks=20_000))
+    for i in range(60):
+        add(one, f"cmpl-{'x' * 40_000}-{i}", SLO(ttft_ms=80_000_000), i + 1, prompt=3000)
+    one.step()
+    said = steering(one).state()
+    assert len(said.committed) > 55
+    told = listener.last()
+    assert told.tickets == said.tickets
+    assert [d.request_id for d in told.committed] == [str(i) for i in range(len(said.committed))]
+
+
 # --- age -----------------------------------------------------------------------------------------
 
 
@@ -343,6 +356,24 @@ def test_nobody_listens_and_then_somebody_does(tmp_path: Path) -> None:
     publisher.publish(one, 3.0)
     assert again.all() == [one]
     again.socket.close()
+    publisher.close()
+
+
+def test_what_cannot_be_sent_is_complained_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening = Listener(tmp_path / "state")
+    publisher = StatePublisher(str(listening.path))
+    large = ReplicaState(model=ROOFLINE, lengths={"x" * 4 * state.MAX_MESSAGE_BYTES: (1,)})
+    said: list[Any] = []
+    monkeypatch.setattr(state.logger, "error", lambda *words: said.append(words[-1]))
+    publisher.publish(large, 0.0)
+    publisher.publish(large, 1.0)
+    assert [error.errno for error in said] == [errno.EMSGSIZE]
+    one = ReplicaState(model=ROOFLINE, seen=1)
+    publisher.publish(one, 2.0)
+    assert listening.all() == [one]
+    listening.socket.close()
     publisher.close()
 
 

@@ -66,12 +66,16 @@ class ReplicaState:
     lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """One line of JSON; infinite times are null."""
+        """One line of JSON; infinite times are null.
+
+        Each promise is called by its place: its id may be as long as a client liked, and nobody
+        else needs it.
+        """
         said: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
         said["model"] = self.model.to_dict()
         said["committed"] = [
             [
-                d.request_id,
+                str(place),
                 _finite(d.deadline_s),
                 d.prefill_tokens,
                 _finite(d.tpot_s),
@@ -79,14 +83,15 @@ class ReplicaState:
                 d.value,
                 d.context_tokens,
             ]
-            for d in self.committed
+            for place, d in enumerate(self.committed)
         ]
         said["decoding"] = [[_finite(tpot_s), n] for tpot_s, n in self.decoding.items()]
         return json.dumps(said, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, line: bytes | str) -> ReplicaState:
-        """Inverse of `to_json`; unknown keys are ignored, as a newer replica may send more.
+        """Inverse of `to_json`, but for ids; unknown keys are ignored, as a newer replica may send
+        more.
 
         Raises:
             ValueError: the line is not such a state.

@@ -8,6 +8,7 @@ of one machine share the monotonic clock, so a message says when its state was t
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from vllm_slo.core.replica_state import ReplicaState
     from vllm_slo.core.types import Demand
     from vllm_slo.engine.steering import Steering
+
+logger = logging.getLogger(__name__)
 
 SOCKET_VARIABLE = "VLLMSLO_STATE_SOCKET"
 """Environment variable that names the socket; without it nothing is published."""
@@ -94,6 +97,7 @@ class StatePublisher:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         self._lock = threading.Lock()
         self._unsent: bytes | None = None
+        self._complained = False
 
     @classmethod
     def from_environment(cls) -> StatePublisher | None:
@@ -122,13 +126,17 @@ class StatePublisher:
             self._socket.close()
 
     def _sent(self, message: bytes) -> bool:
-        """Whether it is done with: sent, or nobody listens."""
+        """Whether it is done with: sent, or nobody listens, or it can never be sent."""
         try:
             self._socket.sendto(message, self._path)
         except BlockingIOError:
             return False
-        except OSError:
+        except (FileNotFoundError, ConnectionRefusedError):
             return True
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                logger.error("a state of %d bytes cannot be sent: %s", len(message), error)
         return True
 
     def _try_later(self) -> None:
