@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
 import random
 from dataclasses import replace
 
@@ -428,8 +429,19 @@ def test_work_is_time_or_memory_whichever_is_more() -> None:
     (double,) = replicas(IDLE)
     compute_s = double.work_s(ASKS)
     assert compute_s == pytest.approx((6 + 7) / 6, rel=0.2)
-    (small,) = replicas(replace(IDLE, total_blocks=1, free_blocks=1))
-    assert small.work_s(ASKS) > 4.0
+    at_least_one = StepTimeModel(((0.0, 0.0, 1.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
+    (small,) = replicas(replace(IDLE, model=at_least_one, total_blocks=1, free_blocks=1))
+    assert small.work_s(ASKS) == pytest.approx(6 / 6 + 7 * 1.0, rel=0.2)
+
+
+def test_a_loose_objective_holds_memory_no_longer_than_its_steps_take() -> None:
+    model = StepTimeModel(((0.0, 0.0, 10.0), (1 / 6, 0.0, 0.0)), kv_s=1e-3, max_tokens=1000)
+    (double,) = replicas(replace(IDLE, model=model, total_blocks=4, free_blocks=4))
+    work_s = [double.work_s(replace(ASKS, tpot_s=t)) for t in (2.0, 8.0, 20.0, 3600.0, math.inf)]
+    assert work_s == sorted(work_s)
+    assert work_s[0] < work_s[1] < work_s[2] == work_s[4]
+    # Four of them share its time; a step of theirs takes ten seconds, and some for what it reads.
+    assert work_s[4] == pytest.approx((6 / 6 + 7 * 10.0) / 4, rel=0.1)
 
 
 # The state on the wire.

@@ -200,8 +200,12 @@ class VirtualReplica:
         output = 2 * max(demand.context_tokens - request.prompt_tokens, 0) + 1
         read = 1.0 + model.kv_s * demand.context_tokens / slope_s
         compute_s = slope_s * (demand.prefill_tokens + output * read)
-        token_s = request.tpot_s if request.tpot_s < INFINITY else model.predict_s(1)
         held = demand.blocks / max(state.total_blocks, 1)
+        # A token takes no longer than a step of as many such requests as memory holds, however
+        # loose the objective is.
+        together = min(1.0 / held, state.max_step_tokens) if held else 1.0
+        full_s = model.predict_s(together, together * demand.context_tokens)
+        token_s = min(request.tpot_s, full_s)
         return max(compute_s, held * (slope_s * demand.prefill_tokens + output * token_s))
 
     def _look_out(self) -> Outlook:
