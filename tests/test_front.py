@@ -583,8 +583,10 @@ def test_when_all_refuse_the_backup_acts(started: dict[str, Any], fakes: list[Fa
         fake.reset()
     for fake, retry_ms in zip(fakes, (3_000, 2_500, 4_000), strict=True):
         fake.knobs(refuse_hops=True, retry_after_ms=retry_ms)
+    counted_here = front.total("declined_total")
     answer = front.post(json=LATE, headers={"authorization": f"Bearer {KEY}"})
     assert declined(answer) == 2_500  # the soonest
+    assert front.total("declined_total") == counted_here  # each replica has counted it
     assert [one["hop"] for one in everything_seen(fakes)] == [True] * 3
 
     front = ready(started, "one_hop")

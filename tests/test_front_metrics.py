@@ -47,6 +47,7 @@ def test_each_request_counts_once_by_its_result(front: FrontProcess, fakes: list
     hops = front.total("hops_count"), front.total("hops_sum")
     first_bytes = front.total("time_to_first_byte_seconds_count")
     decisions = front.total("decision_seconds_count")
+    declined = front.total("declined_total", slo_class="custom")
     for request in results.values():
         front.post(json=request)
     front.get("/v1/models")  # no generation
@@ -57,6 +58,7 @@ def test_each_request_counts_once_by_its_result(front: FrontProcess, fakes: list
     assert front.total("decision_seconds_count") == decisions + 4
     assert front.total("hops_count") == hops[0] + 2  # promised and declined
     assert front.total("hops_sum") == hops[1] + 1 + 2
+    assert front.total("declined_total", slo_class="custom") == declined + 1
 
 
 def test_the_replicas_own_verdict_counts(front: FrontProcess, fakes: list[Fake]) -> None:
@@ -64,9 +66,11 @@ def test_the_replicas_own_verdict_counts(front: FrontProcess, fakes: list[Fake])
         fake.knobs(declines=True)
     before = front.total("requests_total", result="declined")
     refused = front.total("refused_after_promise_total")
+    counted_here = front.total("declined_total")
     asked = {"prompt": "x", "slo": {"ttft_ms": 2_000, "on_unattainable": "decline"}}
     assert front.post(json=asked).status_code == 429
     assert front.total("requests_total", result="declined") == before + 1
+    assert front.total("declined_total") == counted_here
     assert front.total("refused_after_promise_total") == refused + 1
 
 
@@ -118,7 +122,7 @@ def test_the_page_is_prometheus_text(front: FrontProcess) -> None:
         for sample in family.samples
         for label in sample.labels
     }
-    assert labels <= {"result", "reason", "replica", "le"}
+    assert labels <= {"result", "reason", "replica", "slo_class", "le"}
 
 
 # --- the live page -------------------------------------------------------------------------------

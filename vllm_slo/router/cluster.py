@@ -130,6 +130,7 @@ class Placement:
         self.cluster = cluster
         self.routed = routed
         self.failures = 0
+        self.refusals = 0
         self.retry_after_s = float("inf")
         self._turn = cluster.next_turn()
         self._failed: set[Upstream] = set()
@@ -179,6 +180,7 @@ class Placement:
     def refused(self, retry_after_s: float) -> None:
         """The replica made no promise after all."""
         assert self._last is not None
+        self.refusals += 1
         self.retry_after_s = min(self.retry_after_s, retry_after_s)
         self._asked = self._last.hops
         self._order = self._last.left

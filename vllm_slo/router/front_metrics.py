@@ -17,7 +17,7 @@ _FIRST_BYTE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 
 
 class FrontMetrics:
-    """The series of one front. Labels: outcomes, reasons, and the names of the replicas."""
+    """The series of one front. Labels: outcomes, reasons, classes, names of replicas."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -30,6 +30,12 @@ class FrontMetrics:
         )
         for result in ("promised", "best_effort", "no_slo", "declined", "invalid", "unavailable"):
             self.requests.labels(result)
+        self.declined = Counter(
+            "vllm_slo:front_declined",
+            "Requests declined here that no replica has counted as declined: no double promised.",
+            ["slo_class"],
+            registry=registry,
+        )
         self.retries = Counter(
             "vllm_slo:front_retries",
             "Tries that failed before the answer began, by reason: connection, silence, status, "

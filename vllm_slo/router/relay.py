@@ -217,6 +217,9 @@ class Exchange:
     def _unplaced(self, route: Route | None, last: Failed | None) -> web.Response:
         if route is not None and route.backup == "decline":
             self._count("declined", route)
+            if self._routed is not None and not self._placement.refusals:
+                # A replica that refused it has counted it.
+                self._metrics.declined.labels(self._routed.slo_class).inc()
             # A prediction is one only where a double was asked.
             predicted_s = math.inf if route.reason is None else route.retry_after_s
             return decline_response(min(predicted_s, self._placement.retry_after_s))
