@@ -51,7 +51,7 @@ def echo(value: object) -> str:
 
 def number_of(name: str, value: object, low: float, high: float, unit: str, example: str) -> float:
     """`value` as a float in [`low`, `high`]."""
-    fix = f"give {unit} from {low:f} to {high:.0f}, for example {example}"
+    fix = f"give {unit} from {low:g} to {high:.0f}, for example {example}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSLOError(name, f"{echo(value)} is not a number", fix)
     try:
