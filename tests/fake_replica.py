@@ -347,7 +347,8 @@ class FakeReplica:
         self.seen.append(seen)
         if self.knobs.status_times > 0:
             self.knobs = replace(self.knobs, status_times=self.knobs.status_times - 1)
-            return self.error(self.knobs.status, "InternalServerError", "told to fail")
+            busy = {"x-slo-reason": "too_many_quotes"} if self.knobs.status == 429 else {}
+            return self.error(self.knobs.status, "InternalServerError", "told to fail", busy)
         if self.knobs.cut_after_tokens == 0:
             assert request.transport is not None
             request.transport.abort()

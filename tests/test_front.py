@@ -689,11 +689,19 @@ def test_a_quote_outlives_replicas_that_fail(front: FrontProcess, fakes: list[Fa
     for fake in fakes:
         fake.knobs(status=500, status_times=1, cut_after_tokens=None)
     assert front.post("/v1/slo/quote").status_code == 500
+    # One that works out too many already is passed over; where all do, the client comes back.
+    for fake in fakes[:2]:
+        fake.knobs(status=429, status_times=1)
+    fakes[2].knobs(status_times=0)
+    assert quoted(front)["class"] == "c"
+    for fake in fakes:
+        fake.knobs(status=429, status_times=1)
+    assert front.post("/v1/slo/quote").status_code == 429
     # What a replica refuses is the answer: another would refuse it, too.
     for fake in fakes:
         fake.knobs(status=404, status_times=1)
     assert front.post("/v1/slo/quote").status_code == 404
-    assert sum(len(fake.seen()) for fake in fakes) == 3 + 3 + 1
+    assert sum(len(fake.seen()) for fake in fakes) == 3 + 3 + 3 + 3 + 1
 
 
 def test_quotes_need_a_key_and_keep_to_the_hops(started: dict[str, Any], fakes: list[Fake]) -> None:

@@ -232,6 +232,8 @@ def test_several_samples_of_a_prompt(llm: LLM) -> None:
 def test_what_it_cannot_be_built_with() -> None:
     with pytest.raises(ConfigError, match="scheduler_cls"):
         LLM("tiny", scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    with pytest.raises(ConfigError, match=r"^access: there are no clients here"):
+        LLM("tiny", slo_config={"access": {}})
     with pytest.raises(ConfigError, match="clases: unknown key"):
         LLM("tiny", slo_config={"clases": {}})
     with pytest.raises(ConfigError, match="cannot read"):

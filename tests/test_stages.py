@@ -458,6 +458,21 @@ def test_thinking_is_found_whatever_the_parser_has_to_be_told(parser: str) -> No
         assert found.end_of(answer(said, thinks), slo, 0, 0, len(said)) == whole
 
 
+@pytest.mark.parametrize("parser", ["deepseek_v3", "tokenizer alone"])
+def test_a_parser_that_does_not_fit_the_model_is_told_before_it_is_used(parser: str) -> None:
+    """The tiny model's tokenizer has no marks of thinking; a plug-in may not take what we say."""
+    if parser == "tokenizer alone":
+
+        def reasoner(tokenizer: Any) -> None:
+            raise AssertionError(tokenizer)
+    else:
+        reasoner = ReasoningParserManager.get_reasoning_parser(parser)
+    found = marks(reasoner)
+    found.check(SLO(tpot_ms=100))
+    with pytest.raises(InvalidSLOError, match=r"^thinking_tpot_ms: .* does not fit its model"):
+        found.check(SLO(thinking_tpot_ms=20))
+
+
 def test_what_vllm_tells_of_a_request_is_believed() -> None:
     slo = SLO(thinking_tpot_ms=20, tpot_ms=100)
     found, ids = real_marks("deepseek_v3")

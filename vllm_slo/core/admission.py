@@ -517,6 +517,8 @@ class _Instance:
     def refusals(self, admitted: Sequence[Demand]) -> dict[str, tuple[str, float]]:
         """Of each new request beside those ``admitted``: which resource binds for it, and in how
         many seconds to ask again."""
+        if len(admitted) == len(self.new):
+            return {}
         capacity, wait_s = self.capacity, max(self.capacity.finish_interval_s, 0.0)
         spare_blocks = capacity.blocks - sum(d.blocks for d in admitted)
         tiers = np.append(

@@ -74,6 +74,8 @@ class LLM(vllm.LLM):
         if draft_servers is not None:
             additional[SERVERS_KEY] = draft_servers
         config = SLOConfig.from_additional_config(additional)
+        if config.access is not None:
+            raise ConfigError("access: there are no clients here; leave it out of LLM's slo_config")
         speculation = config.speculation
         if speculation.draft_servers is not None:
             check_verifier(speculation.draft_servers, speculation.draft_token_file, "draft_servers")

@@ -83,7 +83,7 @@ def register() -> None:
 def _check_or_exit(argv: list[str]) -> None:
     """End the server before it loads anything if it could not serve, with one clear line.
 
-    Where access is checked, the secret of the seal is in the environment from here on.
+    The secret of the seal is in the environment from here on, for where access is checked.
     """
     from vllm_slo import profiles
     from vllm_slo.access import Access, Seal
@@ -91,10 +91,10 @@ def _check_or_exit(argv: list[str]) -> None:
 
     try:
         check_vllm()
+        Seal.prepare()
         config = SLOConfig.from_additional_config(_additional_config(argv))
         if config.access is not None:
             Access(config.access)
-            Seal.prepare()
         if config.profile is not None:
             profiles.load(config.profile)  # whether it is of this engine is known there alone
     except VllmSLOError as error:

@@ -13,6 +13,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo import SLO, check_thinking
+from vllm_slo.slo_fields import echo
 
 OVERRUN: Final = 64
 """Most tokens that are sampled after a stop string before vLLM's API server has the engine stop."""
@@ -73,10 +74,22 @@ class AnswerMarks:
 
     def check(self, slo: SLO) -> None:
         check_thinking(slo, told=self._reasoner_cls is not None)
+        if slo.thinking_tpot_ms is not None:
+            self._check_parser()
         if slo.stages is not None and len(slo.stages) > 1 and self._tokenizer is None:
             raise InvalidSLOError(
                 "stages", "the server has no tokenizer to read answers", "give one tpot_ms"
             )
+
+    def _check_parser(self) -> None:
+        try:
+            _ = self._thinker
+        except Exception as error:
+            raise InvalidSLOError(
+                "thinking_tpot_ms",
+                f"the server's reasoning parser does not fit its model: {echo(str(error))}",
+                "start it with another one, or give stages with the text that ends thinking",
+            ) from error
 
     def first_stage(self, request: Request, slo: SLO) -> int:
         if slo.thinking_tpot_ms is None:

@@ -35,6 +35,11 @@ class _Answer(NamedTuple):
     response: web.Response
     quote: dict[str, Any] | None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the replica has too many quotes to work out already."""
+        return self.response.headers.get("x-slo-reason") == "too_many_quotes"
+
 
 async def answer_quote(cluster: Cluster, wire: Wire, routed: RoutedRequest) -> web.Response:
     """Ask until it is "yes"."""
@@ -42,7 +47,7 @@ async def answer_quote(cluster: Cluster, wire: Wire, routed: RoutedRequest) -> w
     failure: web.Response | None = None
     for upstream in cluster.in_order(routed, time.monotonic()):
         said = await _ask(upstream, wire)
-        if said is None or said.response.status in RETRIED:
+        if said is None or said.response.status in RETRIED or said.is_busy:
             failure = failure if said is None else said.response
         elif said.quote is None or said.quote["promised"]:
             return said.response
