@@ -13,7 +13,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo import SLO, check_thinking
-from vllm_slo.slo_fields import echo
 
 OVERRUN: Final = 64
 """Most tokens that are sampled after a stop string before vLLM's API server has the engine stop."""
@@ -87,7 +86,7 @@ class AnswerMarks:
         except Exception as error:
             raise InvalidSLOError(
                 "thinking_tpot_ms",
-                f"the server's reasoning parser does not fit its model: {echo(str(error))}",
+                f"the server's reasoning parser does not fit its model: {error!r:.200}",
                 "start it with another one, or give stages with the text that ends thinking",
             ) from error
 
