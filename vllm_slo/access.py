@@ -72,7 +72,7 @@ class Seal:
 
     @classmethod
     def from_environment(cls) -> Seal | None:
-        """The seal of this server; None where nobody checks requests."""
+        """The seal of this server; None where nobody has made up its secret."""
         secret = os.environ.get(SEAL_VARIABLE)
         return cls(secret) if secret else None
 
