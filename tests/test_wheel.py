@@ -108,7 +108,7 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "venv/lib").glob("python3.*/site-packages")
     (site / "base.pth").write_text(f"{base}\n")
     wheel = dist / f"{NAME}-py3-none-any.whl"
-    said = run(ROOT / "docker/install.sh", "cuda", wheel, cwd=folder, PYTHON=str(python))
+    said = run(ROOT / "docker/install.sh", "beside", wheel, cwd=folder, PYTHON=str(python))
     assert f"vllm-slo {vllm_slo.__version__} with vllm" in said
     installed = {entry.name for entry in site.iterdir() if entry.name.endswith(".dist-info")}
     assert f"{NAME}.dist-info" in installed
