@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 
+import hermetic
+import patience
+
+hermetic.prepare()
 # Read by vLLM when it is first imported, so they are set before anything else.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 if "PYTEST_XDIST_WORKER" in os.environ:  # engines of several workers must not share one core
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+hermetic.watch()
 
 import fcntl
 import json
@@ -50,6 +56,54 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# --- time-outs -----------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Time-outs as long as this machine needs; workers are handed the scaled ones."""
+    if is_worker(config):
+        return
+    for name in ("timeout", "session_timeout"):
+        seconds = getattr(config.option, name, None) or float(config.getini(name))
+        setattr(config.option, name, patience.patience(seconds))
+
+
+def pytest_report_header() -> str:
+    slower = patience.slowness()
+    return (
+        f"machine: time-outs are {slower:.1f} times the reference machine's ({patience.VARIABLE})"
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not is_worker(config):
+        hermetic.clean_up()
+
+
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+# --- files outside -------------------------------------------------------------------------------
+
+
+def fail_for_files_elsewhere() -> None:
+    if found := hermetic.opened_elsewhere():
+        pytest.fail(
+            f"opened files outside the repository: {', '.join(found)}\n"
+            "A test makes what it needs, or is marked real_data.",
+            pytrace=False,
+        )
+
+
+def pytest_collection_finish() -> None:
+    if found := hermetic.opened_elsewhere():
+        raise pytest.UsageError(f"collecting opened files outside the repository: {found}")
+
+
+# --- one test at a time where it must be ----------------------------------------------------------
+
 GATE, ROOM = Path(__file__), Path(__file__).with_name("live_server.py")
 
 
@@ -77,23 +131,38 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Of tests that run side by side, one marked ``alone`` has the machine to itself."""
     kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
     with a_place_in_the_room(kind):
-        return (yield)
+        done = yield
+        fail_for_files_elsewhere()
+        return done
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Generator[None]:
     with a_place_in_the_room(fcntl.LOCK_SH):
-        return (yield)
+        done = yield
+        fail_for_files_elsewhere()
+        return done
 
 
 FIRST = ["test_llm.py", "test_tree_lossless.py", "test_replicas.py", "test_replica.py"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first, so that workers end together; tests that wait for others last.
 
     Engines of this process before all: vLLM on CPU cannot start one once numba has been loaded.
     """
+    if not os.environ.get(hermetic.DATA_VARIABLE):
+        without = [item for item in items if item.get_closest_marker("real_data")]
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if not item.get_closest_marker("real_data")]
     places = {name: place for place, name in enumerate(FIRST)}
     waits = {item.path.name for item in items if item.get_closest_marker("alone")}
     items.sort(key=lambda item: places.get(item.path.name, len(FIRST) + (item.path.name in waits)))
+    for item in items:
+        scaled = [
+            pytest.mark.timeout(patience.patience(mark.args[0]), **mark.kwargs)
+            for mark in item.iter_markers("timeout")
+        ]
+        if scaled:
+            item.add_marker(scaled[0], append=False)

@@ -152,15 +152,18 @@ def test_prompts_are_reproducible_and_share_no_prefix() -> None:
     assert set(workload.prompt_ids(first, 2)) == {1}
 
 
-@pytest.mark.parametrize("real", [True, False])
+made_and_real = pytest.mark.parametrize(
+    "real", [False, pytest.param(True, marks=pytest.mark.real_data)], ids=["made", "real"]
+)
+
+
+@made_and_real
 @pytest.mark.parametrize("name", ["azure", "azure-code", "azure-conv"])
 def test_azure_hits_its_rate_and_keeps_its_shape(
     name: str, real: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not real:
         monkeypatch.setattr(traces, "data_folder", lambda: None)
-    elif traces.data_folder() is None:
-        pytest.skip("the Azure traces are not on this machine")
     options = WorkloadOptions(workload=name, rate=4.0, duration_s=100.0, max_context=1024)
     workload = build_workload(options, ZERO)
     assert workload == build_workload(options, ZERO)
@@ -175,11 +178,11 @@ def test_azure_hits_its_rate_and_keeps_its_shape(
         assert per_5s.var() > 3 * per_5s.mean()
 
 
+@pytest.mark.real_data
 @pytest.mark.parametrize("kind", ["code", "conv"])
 def test_stand_in_has_the_statistics_of_the_real_trace(kind: traces.AzureKind) -> None:
     folder = traces.data_folder()
-    if folder is None:
-        pytest.skip("the Azure traces are not on this machine")
+    assert folder is not None
     real = traces.read_azure(folder / f"azure_llm_2023_{kind}.csv", "x")
     made = traces.standin_azure(kind, 0)
     assert len(made) == len(real)
@@ -203,12 +206,10 @@ def test_azure_thinned_keeps_real_time() -> None:
     assert all(0 <= r.at_s <= 60 for r in workload.requests)
 
 
-@pytest.mark.parametrize("real", [True, False])
+@made_and_real
 def test_adaserve(real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not real:
         monkeypatch.setattr(traces, "data_folder", lambda: None)
-    elif traces.data_folder() is None:
-        pytest.skip("AdaServe's workload is not on this machine")
     options = WorkloadOptions(workload="adaserve", rate=3.0, duration_s=120.0)
     workload = build_workload(options, ZERO)
     assert workload.rate == 3.0
@@ -242,6 +243,25 @@ def from_file(path: Path, workload: str, **changes: Any) -> Workload:
         workload=workload, duration_s=1.0, rate=1.0, workload_file=path, **changes
     )
     return build_workload(options, ZERO)
+
+
+def test_where_recorded_data_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "repository" / "vllm_slo" / "bench"
+    beside = tmp_path / "shared" / "data"
+    for folder in (package, beside, tmp_path / "named"):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(traces, "__file__", str(package / "traces.py"))
+    for value, found in [
+        (None, beside),
+        ("", None),
+        (str(tmp_path / "named"), tmp_path / "named"),
+        (str(tmp_path / "nowhere"), None),
+    ]:
+        if value is None:
+            monkeypatch.delenv(traces.DATA_VARIABLE)
+        else:
+            monkeypatch.setenv(traces.DATA_VARIABLE, value)
+        assert traces.data_folder() == found
 
 
 def test_public_prompts_are_read_packed_or_not(

@@ -80,6 +80,14 @@ def test_every_kind_of_request_says_what_it_says_without_trees() -> None:
     assert differing(with_trees, without) == []
 
 
+@pytest.mark.real_data
+def test_public_problems_get_what_they_get_without_trees() -> None:
+    with_trees, without = run(trees=True, public=True), run(trees=False, public=True)
+    assert len(with_trees["said"]) >= 200
+    assert differing(with_trees, without) == []
+    assert with_trees["seen"]["branching"] > 500
+
+
 def test_the_run_contained_what_it_is_to_show() -> None:
     seen = run(trees=True)["seen"]
     assert seen["branching"] > 500, "trees, not chains"

@@ -31,6 +31,7 @@ os.environ.setdefault(
 import numpy as np
 import torch
 import vllm
+from made_prompts import made_prompts
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -38,6 +39,7 @@ from vllm_slo import SLO, tiny
 from vllm_slo.bench import traces
 
 PROMPTS = 208
+TWICE = 24
 TOKENS = 28
 MAX_DEPTH = 5
 BLOCK = 32
@@ -88,17 +90,18 @@ OBJECT = {
 }
 
 
-def prompts() -> list[str]:
-    """Problems of three public collections, some of them twice so that prefixes are cached; where
-    the collections are not at hand, the library sources of this Python."""
-    code, maths, mixed = map(traces.public_prompts, traces.PROMPTS)
-    texts = [*code[:80], *maths[:60], *mixed[::7]]
-    if not (code and maths and mixed):
-        library = sorted(Path(os.__file__).parent.glob("*.py"))
-        texts = [path.read_text(encoding="utf-8", errors="ignore")[200:600] for path in library]
-    texts = [text[:420] for text in texts if len(text) > 80][: PROMPTS - 24]
+def prompts(*, public: bool = False) -> list[str]:
+    """Made texts, or problems of three public collections; some of them twice so that prefixes are
+    cached."""
+    if public:
+        code, maths, mixed = map(traces.public_prompts, traces.PROMPTS)
+        texts = [*code[:80], *maths[:60], *mixed[::7]]
+        texts = [text[:420] for text in texts if len(text) > 80]
+    else:
+        texts = made_prompts(PROMPTS)
     # Beside each other, so that the second finds the first's blocks before they are needed.
-    return [text for i, text in enumerate(texts) for _ in range(2 if i % 7 == 0 and i < 168 else 1)]
+    texts = texts[: PROMPTS - TWICE]
+    return [text for i, text in enumerate(texts) for _ in range(1 + (i % 7 == 0 and i < 7 * TWICE))]
 
 
 def parameters(*, seeded: bool) -> list[SamplingParams]:
@@ -412,7 +415,7 @@ def main() -> None:
     if said.get("break") == "draft":
         counters.scheduler.num_lookahead_tokens = 0
     every = int(said.get("every", 1))
-    texts = prompts()[::every]
+    texts = prompts(public=said.get("public", False))[::every]
     kinds = parameters(seeded=said.get("seeded", False))[: len(texts)]
     if said.get("method"):
         for params, slo in zip(kinds, cycle(OBJECTIVES), strict=False):

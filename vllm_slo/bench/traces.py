@@ -2,9 +2,8 @@
 """Recorded workloads: the Azure 2023 traces (SLOs-Serve, figure 8) and AdaServe's own workload.
 
 The Azure files are in github.com/Azure/AzurePublicDataset (CC-BY 4.0), AdaServe's in its artifact
-(Apache-2.0, ``emission_*.json``). They are looked for in ``../shared/data`` beside the repository
-and then in ``$VLLM_SLO_DATA``; where neither has them, a seeded stand-in with the same statistics
-is made and named as such in ``Workload.source``.
+(Apache-2.0, ``emission_*.json``). `data_folder` says where they are looked for. Where they are not,
+a seeded stand-in with the same statistics is made and named as such in ``Workload.source``.
 """
 
 from __future__ import annotations
@@ -75,12 +74,19 @@ class TraceOptions:
     classes: Sequence[ClassSpec] = DEFAULT_CLASSES
 
 
+DATA_VARIABLE: Final = "VLLM_SLO_DATA"
+
+
 def data_folder() -> Path | None:
-    """Where recorded traces are: ``../shared/data`` by the repository, else ``$VLLM_SLO_DATA``."""
+    """The folder of recorded traces and prompts; None where there is none.
+
+    ``$VLLM_SLO_DATA`` names it; set but empty, it says that there is none. Where the variable is
+    not set, ``../shared/data`` beside the repository is taken.
+    """
+    named = os.environ.get(DATA_VARIABLE)
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    named = os.environ.get("VLLM_SLO_DATA")
-    candidates = [beside, *([Path(named)] if named else [])]
-    return next((folder for folder in candidates if folder.is_dir()), None)
+    folder = beside if named is None else Path(named)
+    return folder if named != "" and folder.is_dir() else None
 
 
 PROMPTS: Final[Mapping[str, tuple[str, str]]] = {
