@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
+import fcntl
+import json
 import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import hermetic
 import patience
+import pytest
+from hypothesis import settings
 
 hermetic.prepare()
-# Read by vLLM when it is first imported, so they are set before anything else.
+# Read by vLLM when it is first imported, which is after this file was read.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -16,15 +23,6 @@ os.environ |= {
 if "PYTEST_XDIST_WORKER" in os.environ:  # engines of several workers must not share one core
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 hermetic.watch()
-
-import fcntl
-import json
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
-import pytest
-from hypothesis import settings
 
 # pytest has the time limits, and what numba compiles at first takes longer than any example.
 settings.register_profile("here", settings(), deadline=None)

@@ -13,9 +13,9 @@ import time
 from typing import Final
 
 VARIABLE: Final = "VLLM_SLO_TEST_SLOWNESS"
-"""Set by the first process for those that it starts, or by the user, to say it without measuring."""
+"""Set by the first process for those that it starts, or by a user, who then decides."""
 REFERENCE_S: Final = 0.01
-"""Seconds of `probe_s` on one undisturbed core of an AMD EPYC (Zen 4): the suite's own machine."""
+"""Seconds of `probe_s` on an undisturbed core of an AMD EPYC (Zen 4), some reserve included."""
 PROBES: Final = 9
 MOST: Final = 8.0
 """Beyond it a hang would hold the session for hours."""
