@@ -19,16 +19,24 @@ EXTRAS_DEMO := bench
 EXTRAS := ray,bench,lengths,docs,dev
 comma := ,
 
-.PHONY: help setup test lint audit demo docs simulate clean constraints
+.PHONY: help setup test test-quick test-deep lint audit demo docs simulate clean constraints
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 setup: $(STAMP) ## make .venv and install vLLM, vllm-slo and the tools
 
-test: setup ## run the tests; PYTEST_ARGS='-m "not engine"' narrows them
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+
+test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them
+	$(PYTEST) -m "not deep" $(PYTEST_ARGS)
+
+test-quick: setup ## the tests that start no engine and no server: two minutes
+	$(PYTEST) -m "not engine and not slow and not alone and not deep" $(PYTEST_ARGS)
+
+test-deep: setup ## all tests, with those that repeat a covered path at length
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy and bandit
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ import numpy as np
 from common import markdown, write_result
 from rich.console import Console
 
-from vllm_slo.bench import demo
+from vllm_slo.bench import demo_load, demo_servers
 from vllm_slo.bench.client import ClientOptions, measure_zero_load
 from vllm_slo.bench.endpoint import ServerTarget
 from vllm_slo.bench.workload import SyntheticOptions, Workload, synthetic
@@ -64,7 +64,7 @@ CLASSES: Final = "classes: {chat: {}, code: {}, summary: {}, batch: {}}\n"
 @dataclass(frozen=True)
 class Load:
     """How much there is. Loads are offered tokens over what the machine can process, see
-    `demo.rate_at`.
+    `demo_load.rate_at`.
 
     Attributes:
         asked: requests that ask before they are sent.
@@ -88,7 +88,7 @@ class Load:
         return float(np.clip(self.asking / (token_s * mean), 2.5, 12.0))
 
 
-class Server(demo.Candidate):
+class Server(demo_servers.Candidate):
     """The server, with the scheduler that can be made to promise."""
 
     def arguments(self, out: Path) -> list[str]:
@@ -171,7 +171,7 @@ class Client:
 
     def body(self, prompt: int, answer: int, slo: dict[str, Any] | None) -> dict[str, Any]:
         """A completion of exactly ``answer`` tokens."""
-        ids = [self.rng.randrange(300, demo.VOCABULARY) for _ in range(prompt)]
+        ids = [self.rng.randrange(300, demo_load.VOCABULARY) for _ in range(prompt)]
         body = {"model": "tiny", "prompt": ids, "max_tokens": answer, "ignore_eos": True}
         return {**body, "temperature": 0, **({"slo": slo} if slo else {})}
 
@@ -287,16 +287,18 @@ def measure(load: Load) -> Measured:
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        model = demo.twin(PARAMETERS, console)
-        with demo.server(Server("server", demo.OURS), model, Path(folder), console) as url:
-            options = ClientOptions(vocab_size=demo.VOCABULARY, warmup_requests=8)
-            zero = measure_zero_load(ServerTarget("server", url), demo.MAX_CONTEXT, options)
-            with demo.own_core():
+        model = demo_load.twin(PARAMETERS, console)
+        with demo_servers.server(
+            Server("server", demo_servers.OURS), model, Path(folder), console
+        ) as url:
+            options = ClientOptions(vocab_size=demo_load.VOCABULARY, warmup_requests=8)
+            zero = measure_zero_load(ServerTarget("server", url), demo_servers.MAX_CONTEXT, options)
+            with demo_servers.own_core():
                 return asyncio.run(_measure(url, load, zero, console))
 
 
 async def _measure(url: str, load: Load, zero: ZeroLoad, console: Console) -> Measured:
-    rate, others = load.rate(zero), demo.rate_at(load.background, zero)
+    rate, others = load.rate(zero), demo_load.rate_at(load.background, zero)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -308,7 +310,7 @@ async def _measure(url: str, load: Load, zero: ZeroLoad, console: Console) -> Me
             gc.collect()
             client = Client(session, url, zero, random.Random(seed))
             options = SyntheticOptions(
-                others, 600.0, seed, demo.CLASSES, max_context=demo.MAX_CONTEXT
+                others, 600.0, seed, demo_load.CLASSES, max_context=demo_servers.MAX_CONTEXT
             )
             background = asyncio.create_task(client.replay(synthetic(options, zero)))
             answered = await asking(client)

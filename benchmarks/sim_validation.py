@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vllm_slo import profiles
-from vllm_slo.bench.demo import CLASSES as DEMO_CLASSES
-from vllm_slo.bench.demo import twin
+from vllm_slo.bench.demo_load import CLASSES as DEMO_CLASSES
+from vllm_slo.bench.demo_load import twin
 from vllm_slo.bench.workload import SyntheticOptions, synthetic
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.step_time import BatchShape, Sample, StepTimeModel

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from vllm_slo.bench.endpoint import ServerInfo, ServerTarget, import_openai, wit
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.workload import PlannedRequest, Workload
 from vllm_slo.bench.zero_load import ZeroLoad
-from vllm_slo.core.attainment import Outcome, RequestRecord, mean_tpot_s
+from vllm_slo.core.attainment import Outcome, RequestRecord, mean_tpot_s, measure
 
 if TYPE_CHECKING:
     import openai
@@ -40,7 +41,10 @@ class ClientOptions:
 
 @dataclass(slots=True)
 class Tally:
-    """Live counts of one run, for a progress bar."""
+    """Live counts of one run, for a progress bar.
+
+    ``asked``, ``kept``: of the requests with an objective that have ended, by class.
+    """
 
     planned: int
     sent: int = 0
@@ -48,6 +52,8 @@ class Tally:
     declined: int = 0
     failed: int = 0
     tokens: int = 0
+    asked: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
 
     @property
     def done(self) -> int:
@@ -185,8 +191,6 @@ class _Session:
             error = f"the stream ended before the answer did ({stream.finish_reason or 'cut'})"
         outcome = _outcome(status, error, stream)
         times_s, estimated = stream.token_times()
-        _count(tally, outcome)
-        notify()
         record = RequestRecord(
             request_id=request.request_id,
             slo_class=request.slo_class,
@@ -198,6 +202,8 @@ class _Session:
             finished=error is None,
             num_prompt_tokens=len(prompt),
         )
+        _count(tally, record)
+        notify()
         missing = 0 if stream.total_tokens is None else stream.total_tokens - len(times_s)
         return SentRequest(record, arrival_s - request.at_s, estimated, missing, status, error)
 
@@ -232,13 +238,17 @@ def _outcome(status: int | None, error: str | None, stream: _Stream) -> Outcome:
     return "best_effort" if stream.service_tier == "flex" else "served"
 
 
-def _count(tally: Tally, outcome: Outcome) -> None:
-    if outcome == "declined":
+def _count(tally: Tally, record: RequestRecord) -> None:
+    if record.outcome == "declined":
         tally.declined += 1
-    elif outcome == "failed":
+    elif record.outcome == "failed":
         tally.failed += 1
     else:
         tally.finished += 1
+    attained = measure(record).attained
+    if attained is not None:
+        tally.asked[record.slo_class] += 1
+        tally.kept[record.slo_class] += attained
 
 
 def probe_requests(lengths: Sequence[tuple[int, int]], prefix: str) -> list[PlannedRequest]:
@@ -372,5 +382,30 @@ def measure_zero_load(
         tpots = [mean_tpot_s(r.record.token_times_s) or 0.0 for r in sent]
         points = tuple((n, float(s)) for n, s in zip(lengths, rising, strict=True))
         return ZeroLoad(points, float(np.median(tpots)), target.name)
+
+    return asyncio.run(with_client(target, work))
+
+
+def measure_step(
+    target: ServerTarget,
+    together: int = 1,
+    options: ClientOptions | None = None,
+    repeats: int = 3,
+    output_tokens: int = 31,
+) -> float:
+    """Seconds of a step in which so many requests decode together: the median of their TPOTs.
+
+    No SLO is sent. BenchError where it cannot be measured.
+    """
+    options = options or ClientOptions()
+
+    async def work(client: openai.AsyncOpenAI, info: ServerInfo) -> float:
+        session = _Session(client, target, info.model, options)
+        tpots: list[float] = []
+        for repeat in range(repeats):
+            probes = probe_requests([(16, output_tokens)] * together, f"step-{repeat}")
+            sent = await _send_probes(session, probes, options, together=True)
+            tpots += [mean_tpot_s(r.record.token_times_s) or 0.0 for r in sent]
+        return float(np.median(tpots))
 
     return asyncio.run(with_client(target, work))

@@ -169,6 +169,15 @@ def parse_server(text: str, model: str | None, no_slo: Sequence[str]) -> ServerT
     return replace(target, send_slo=target.name not in no_slo)
 
 
+def kept_so_far(tally: Tally) -> str:
+    """The share of objectives kept, in all and by class, of the requests that have ended."""
+    asked = tally.asked.total()
+    if not asked:
+        return ""
+    classes = [f"{name} {tally.kept[name] / n:.0%}" for name, n in sorted(tally.asked.items())]
+    return f"{tally.kept.total() / asked:.0%} ({', '.join(classes)})"
+
+
 def bench_server(
     target: ServerTarget,
     workload: Workload,
@@ -179,10 +188,11 @@ def bench_server(
     if console is None:
         return run_server(target, workload, options)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=8),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
@@ -191,7 +201,8 @@ def bench_server(
         task = progress.add_task(target.name, total=len(workload.requests), state="warming up")
 
         def show(tally: Tally) -> None:
-            state = f"{tally.sent - tally.done} in flight, {tally.tokens} tokens"
+            shares = kept_so_far(tally)
+            state = f"kept {shares}" if shares else f"{tally.sent - tally.done} in flight"
             if tally.declined or tally.failed:
                 state += f", {tally.declined} declined, {tally.failed} failed"
             progress.update(task, completed=tally.done, state=state)

@@ -8,6 +8,7 @@ the same on dark and on light pages.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.report import TOTAL, BenchReport, in_flight
+from vllm_slo.bench.report import TOTAL, BenchReport, batch_tokens_per_s, in_flight
 from vllm_slo.core.attainment import Attainment, RequestRecord, measure
 from vllm_slo.house_style import INK, MUTED, PICTURE
 
@@ -80,6 +81,48 @@ def _draw_goodput(axes: Axes, report: BenchReport, classes: Sequence[str]) -> No
     _bars(axes, names, rows, ".3g")
     axes.set_ylabel("tokens/s of attaining requests")
     axes.set_title("Goodput per class (higher is better)")
+
+
+def _draw_everybody(figure: SubFigure, report: BenchReport) -> None:
+    """What all requests got, with an objective or without, and how fast batch work was done."""
+    names = [run.target.name for run in report.runs]
+    totals = [report.summaries(run)[TOTAL] for run in report.runs]
+    panels: list[tuple[str, list[str], list[list[float | None]], str]] = [
+        (
+            "TTFT of everybody (s)",
+            ["p50", "p99"],
+            [[one.ttft_p50_s, one.ttft_p99_s] for one in totals],
+            ".2g",
+        ),
+        (
+            "TPOT of everybody (ms)",
+            ["p50", "p99"],
+            [[_thousand(one.tpot_p50_s), _thousand(one.tpot_p99_s)] for one in totals],
+            ".0f",
+        ),
+        ("until all was done (s)", [""], [[run.elapsed_s] for run in report.runs], ".0f"),
+    ]
+    batch = [batch_tokens_per_s(run) for run in report.runs]
+    if any(rate is not None for rate in batch):
+        panels.insert(
+            2, ("batch work (tokens/s)", [""], [[rate] for rate in batch], ".0f")
+        )
+    for axes, (title, groups, rows, form) in zip(
+        np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True
+    ):
+        heights = [[0.0 if value is None else value for value in row] for row in rows]
+        _bars(axes, groups, list(zip(names, heights, strict=True)), form)
+        axes.set_title(title)
+    figure.suptitle(
+        "Everybody, with an objective or without (lower is better, but for tokens/s)",
+        fontsize=11.5,
+        x=0.01,
+        ha="left",
+    )
+
+
+def _thousand(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
 
 
 def _ratio(record: RequestRecord, result: Attainment, which: str) -> float | None:
@@ -150,7 +193,7 @@ def _draw_load(axes: Axes, report: BenchReport) -> None:
     axes.set_title("Requests over time: in flight (lines, lower is better) and arriving (grey)")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     rate_axes = axes.twinx()
-    arrivals = [r.at_s for r in report.workload.requests]
+    arrivals = _spread_arrivals_s(report)
     bins = np.linspace(0, report.workload.duration_s, 41)
     counts_per_bin, _ = np.histogram(arrivals, bins)
     rate = counts_per_bin / (bins[1] - bins[0])
@@ -161,6 +204,12 @@ def _draw_load(axes: Axes, report: BenchReport) -> None:
     rate_axes.grid(visible=False)
     rate_axes.set_zorder(axes.get_zorder() - 1)
     axes.patch.set_visible(False)
+
+
+def _spread_arrivals_s(report: BenchReport) -> list[float]:
+    """When requests arrive, without a backlog that arrives all at once and would dwarf them."""
+    at_once = Counter(r.at_s for r in report.workload.requests)
+    return [r.at_s for r in report.workload.requests if at_once[r.at_s] == 1]
 
 
 def _asked_measures(report: BenchReport) -> list[str]:
@@ -217,12 +266,13 @@ def draw(report: BenchReport) -> Figure:
         raise BenchError("--out-png", "needs matplotlib: install vllm-slo[bench]") from error
     with matplotlib.rc_context(PICTURE):
         classes = _asking_classes(report)
-        heights = (4.0, max(0.4, 3.3 * len(_asked_measures(report))), 3.2)
+        heights = (4.0, 3.0, max(0.4, 3.3 * len(_asked_measures(report))), 3.2)
         width = max(11.0, 3.7 * len(classes))
         figure = Figure(figsize=(width, sum(heights) + 1.0), layout="constrained")
         FigureCanvasAgg(figure)
-        parts: Any = figure.subfigures(3, 1, height_ratios=heights)
-        top, middle, bottom = parts
+        parts: Any = figure.subfigures(4, 1, height_ratios=heights)
+        top, everybody, middle, bottom = parts
+        _draw_everybody(everybody, report)
         left, right = (top.add_subplot(1, 2, i) for i in (1, 2))
         _draw_attainment(left, report, classes)
         _draw_goodput(right, report, classes)

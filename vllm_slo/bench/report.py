@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import numpy as np
 
 from vllm_slo import house_style
 from vllm_slo.bench.client import SentRequest, ServerRun
+from vllm_slo.bench.disturbance import Disturbance, unlike
 from vllm_slo.bench.drafts import DraftCounts
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.workload import Workload
@@ -40,6 +42,7 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "mean_tpot": "(last - first) / (tokens - 1) (AdaServe; vllm bench serve --goodput)",
     "attainment": "share of the requests with an objective that finished and kept all of them",
     "goodput": "requests and tokens per second of attaining requests only, over elapsed_s",
+    "batch_tokens_per_s": "answer tokens of requests without an objective over the time they took",
     "accepted_per_step": "draft tokens accepted of one request in one step; warm-up included",
 }
 
@@ -49,6 +52,7 @@ class BenchReport:
     """One workload on one or more servers, and all that is needed to run it again.
 
     ``drafts``: server's name -> what it said of its speculation, where that was asked for.
+    ``disturbances``: server's name -> what else the machine did, where that was watched.
     """
 
     workload: Workload
@@ -57,6 +61,22 @@ class BenchReport:
     command: str
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
+    disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
+
+    def warnings(self, run: ServerRun) -> list[str]:
+        """Reasons to doubt a run."""
+        disturbance = self.disturbances.get(run.target.name)
+        return [*warnings_of(run), *(disturbance.warnings() if disturbance else [])]
+
+    def comparison_warnings(self) -> list[str]:
+        """Reasons not to compare the runs."""
+        found = list(self.disturbances.items())
+        return [
+            f"{one} and {other} did not have the same machine ({first.taken:.0%} and "
+            f"{second.taken:.0%} of it were taken by others): run it again before you compare"
+            for (one, first), (other, second) in itertools.pairwise(found)
+            if unlike(first, second)
+        ]
 
     def summaries(self, run: ServerRun) -> dict[str, ClassSummary]:
         """Per class, in the order of the workload's classes by name, then ``total``."""
@@ -76,12 +96,14 @@ class BenchReport:
             "definitions": dict(DEFINITIONS),
             "workload": self.workload.describe(),
             "zero_load": self.zero_load.to_dict(),
+            "warnings": self.comparison_warnings(),
             "servers": [self._server_dict(run) for run in self.runs],
         }
 
     def _server_dict(self, run: ServerRun) -> dict[str, Any]:
         summaries = {name: asdict(s) for name, s in self.summaries(run).items()}
         drafts = self.drafts.get(run.target.name)
+        disturbance = self.disturbances.get(run.target.name)
         return {
             "name": run.target.name,
             "base_url": run.target.base_url,
@@ -91,7 +113,9 @@ class BenchReport:
             "elapsed_s": run.elapsed_s,
             "total": summaries.pop(TOTAL),
             "classes": summaries,
-            "warnings": warnings_of(run),
+            "batch_tokens_per_s": batch_tokens_per_s(run),
+            "warnings": self.warnings(run),
+            **({} if disturbance is None else {"disturbance": disturbance.to_dict()}),
             **({} if drafts is None else {"speculation": drafts.to_dict()}),
             "requests": [_request_dict(r) for r in run.requests],
         }
@@ -144,6 +168,17 @@ def warnings_of(run: ServerRun) -> list[str]:
     if failed:
         found.append(f"{len(failed)} requests failed, the first with: {failed[0].error}")
     return found
+
+
+def batch_tokens_per_s(run: ServerRun) -> float | None:
+    """Answer tokens a second of the requests without an objective, from the first one's arrival
+    to the last one's last token; None where there are none."""
+    batch = [r for r in run.records if not r.has_objective]
+    ends = [r.token_times_s[-1] for r in batch if r.token_times_s]
+    if not ends:
+        return None
+    lasted_s = max(ends) - min(r.arrival_s for r in batch)
+    return sum(len(r.token_times_s) for r in batch) / max(lasted_s, 1e-9)
 
 
 def _cpu_model() -> str:
@@ -266,8 +301,9 @@ def render(report: BenchReport) -> RenderableType:
     doubts = [
         Text(f"warning, {run.target.name}: {doubt}", style="yellow")
         for run in report.runs
-        for doubt in warnings_of(run)
+        for doubt in report.warnings(run)
     ]
+    doubts += [Text(f"warning: {doubt}", style="yellow") for doubt in report.comparison_warnings()]
     return Group(Text(objectives_line(report)), comparison_table(report), *doubts)
 
 

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of ``vllm-slo demo``: what is compared, and how each is started and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from vllm_slo.bench.endpoint import opener
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.core.types import RoutingPolicy
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MAX_CONTEXT: Final = 1024
+MAX_SEQS: Final = 64
+STEP_TOKENS: Final = 2048
+KV_BYTES: Final = 2 << 30
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 40.0
+SERVER_ARGS: Final = (
+    "--host=127.0.0.1",
+    f"--max-model-len={MAX_CONTEXT}",
+    f"--max-num-seqs={MAX_SEQS}",
+    f"--max-num-batched-tokens={STEP_TOKENS}",
+    "--enforce-eager",
+    "--no-enable-prefix-caching",
+    "--stream-interval=5",  # client and server share the cores that the engine leaves
+    "--gpu-memory-utilization=0.3",  # vLLM demands that share of the memory to be free
+)
+SERVER_ENV: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
+}
+OURS: Final = ("-m", "vllm_slo.cli", "serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One server of the demo: its name, the arguments after ``python``, how it is configured.
+
+    ``routing``: the policy of the front of ``replicas``; None for a single server.
+    ``draft``: whether it has the built-in draft model.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    send_slo: bool = True
+    replicas: int = 1
+    routing: RoutingPolicy | None = None
+    draft: bool = False
+
+    def arguments(self, out: Path) -> list[str]:
+        """Further arguments; what they name is written into ``out``."""
+        if self.draft:
+            return ["--draft-model=tiny"]
+        if self.routing is None:
+            return []
+        path = out / f"{self.routing}.yaml"
+        path.write_text(f"routing:\n  policy: {self.routing}\n", encoding="utf-8")
+        return [f"--replicas={self.replicas}", f"--slo-config={path}"]
+
+
+CANDIDATES = (
+    Candidate("stock vLLM", ("-m", "vllm.entrypoints.cli.main", "serve"), send_slo=False),
+    Candidate("vllm-slo", OURS),
+)
+WITH_TREES = Candidate("with trees", OURS, draft=True)
+
+
+def candidates(replicas: int, *, speculate: bool = False) -> tuple[Candidate, ...]:
+    """What is compared on so many replicas: the ways of routing, the engines being the same.
+
+    On one, the servers; ``speculate`` adds ours with a draft model.
+    """
+    if replicas == 1:
+        return (*CANDIDATES, WITH_TREES) if speculate else CANDIDATES
+    ways: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "slo")
+    return tuple(
+        Candidate(way.replace("_", " "), OURS, replicas=replicas, routing=way) for way in ways
+    )
+
+
+@contextmanager
+def server(
+    candidate: Candidate, model: Path, out: Path, console: Console, options: Sequence[str] = ()
+) -> Iterator[str]:
+    """Run one server; yields its address once it answers, and stops it at the end."""
+    port = free_port()
+    log = out / f"{candidate.name.replace(' ', '-')}.log"
+    command = [
+        sys.executable,
+        *candidate.command,
+        str(model),
+        *SERVER_ARGS,
+        *options,
+        *candidate.arguments(out),
+        f"--port={port}",
+        "--served-model-name=tiny",
+    ]
+    console.print(f"starting {candidate.name} (log: {log})", soft_wrap=True)
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **SERVER_ENV},
+            process_group=0,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url, candidate.replicas, process, log)
+            yield url
+        finally:
+            _stop(process)
+
+
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            break
+        try:
+            if replicas == 1:
+                opener(url).open(f"{url}/health", timeout=2).close()
+                return
+            with opener(url).open(f"{url}/replicas", timeout=2) as page:
+                if sum(one["status"] == "ready" for one in json.load(page)) >= replicas:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.2)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    raise BenchError("demo", f"the server did not start; the end of {log}:\n{tail}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server, which ends what it started; if it does not, end them all."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def own_core() -> Iterator[None]:
+    """Keep the client off the engine's cores: vLLM on CPU binds its threads to the first ones."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
