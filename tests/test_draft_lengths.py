@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_tree_lossless import differing, run
+from lossless import differing, told
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -284,6 +284,27 @@ def test_without_objectives_vllm_is_alone(method: dict[str, Any], overlap: bool)
     ]
 
 
+def test_every_draft_of_an_overlapping_step_is_of_the_step_before() -> None:
+    """There alone the runner finds it. Requests without an objective sit steps out while others
+    hurry; when the last of these ends, what they keep of older steps is no draft."""
+    engine = Engine(DRAFT, overlap=True)
+    lengths = engine.scheduler._lengths
+    assert isinstance(lengths, draft_lengths.DraftLengths)
+    lengths._only_of_last = True  # as where vLLM schedules asynchronously, not on CPU
+    before: set[str] = set()
+    late: set[str] = set()
+    engine.ask(names("close", 6), tokens=30)
+    engine.ask(names("free", 50), tokens=90)
+    while engine.scheduler.has_requests():
+        output = engine.step()
+        stale = output.scheduled_spec_decode_tokens.keys() - before
+        assert not stale, sorted(stale)
+        late |= {*engine.scheduler.requests} - output.num_scheduled_tokens.keys()
+        before = {*output.num_scheduled_tokens}
+    assert any(name.startswith("free") for name in late), "some sat out"
+    assert engine.mean("free") > 0, "and had drafts at other times"
+
+
 def test_placeholders_of_all_requests_are_one_list_that_stays() -> None:
     engine = Engine(LOOKUP, overlap=True)
     shared = engine.scheduler._spec_token_placeholders
@@ -348,9 +369,9 @@ def test_what_drafts_nothing_is_not_trimmed() -> None:
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_a_real_engine_says_what_it_says_without_drafts(method: str) -> None:
     """208 requests of every kind, some with a tight TPOT, a loose one, no drafts, or no SLO."""
-    found = run(method=method)
+    found = told(method)
     assert len(found["said"]) >= 200
-    assert differing(found, run(trees=False)) == []
+    assert differing(found, told("plain")) == []
     seen = found["seen"]
     assert min(seen["preempted"], seen["chunks"]) > 0
     assert len(seen["lengths"]) > 2, "drafts of many lengths"

@@ -171,6 +171,7 @@ class DraftLengths:
         self._only_of_last = (
             config.scheduler_config.async_scheduling and not config.use_v2_model_runner
         )
+        self._was_active = False
         self._depth = self._most
         self._base = steering.steps.estimator.base
         self._pass_time = self._new_pass_time()
@@ -207,8 +208,11 @@ class DraftLengths:
         if steering.active:
             lengths = self._lengths(decoding)
         else:
+            if self._was_active:
+                self._drop_stale(decoding)
             lengths = [self._most + 1] * len(decoding)
             self._draft_ahead(self._most)
+        self._was_active = steering.active
         self._planned = dict(zip((r.request_id for r in decoding), lengths, strict=True))
         if steering.active:
             for request, length in zip(decoding, lengths, strict=True):
@@ -378,9 +382,21 @@ class DraftLengths:
 
     def _sits_out(self, request: Request) -> bool:
         """Whether a request is to verify no draft, or has none but placeholders."""
-        name = request.request_id
-        stale = self._only_of_last and name not in self.scheduler.prev_step_scheduled_req_ids
-        return stale or self._is_silent(self.steering.tracked.get(name))
+        return self._is_stale(request) or self._is_silent(
+            self.steering.tracked.get(request.request_id)
+        )
+
+    def _is_stale(self, request: Request) -> bool:
+        """Whether its drafts are placeholders of a step that the runner has forgotten."""
+        last = self.scheduler.prev_step_scheduled_req_ids
+        return self._only_of_last and request.request_id not in last
+
+    def _drop_stale(self, decoding: Sequence[Request]) -> None:
+        """After the last step that was planned here, take the drafts of requests that it left out:
+        vLLM would have them verified, and nobody knows what they are."""
+        for request in decoding:
+            if self._is_stale(request):
+                request.spec_token_ids = []
 
     def _acceptance(self, tracked: Tracked | None) -> float:
         return self.acceptance.acceptance(_label(tracked))
