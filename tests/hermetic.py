@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-ROOT_VARIABLE: Final = "VLLM_SLO_TEST_ROOT"
+ROOT_VARIABLE: Final = "VLLMSLO_TEST_ROOT"
 """The session's own folder, for the processes that the first one starts."""
-DATA_VARIABLE: Final = "VLLM_SLO_TEST_DATA"
+DATA_VARIABLE: Final = "VLLMSLO_TEST_DATA"
 """Set by the user: where the recorded traces and prompts are that tests of real data read."""
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 SETTINGS: Final = (
@@ -27,7 +27,6 @@ SETTINGS: Final = (
     *("SERVE_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_", "XDG_"),
 )
 """How the names of variables begin that a user may have set for what is tested."""
-KEPT: Final = (ROOT_VARIABLE, DATA_VARIABLE, "VLLM_SLO_TEST_SLOWNESS")
 DROPPED: Final = (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PYTHONPATH", "PYTHONWARNINGS", "LANGUAGE"),
     *(f"{name}_proxy" for name in ("http", "https", "ftp", "all", "no")),
@@ -43,8 +42,7 @@ def prepare(environ: Any = os.environ) -> None:
         return
     root = Path(tempfile.mkdtemp(prefix="slo-"))
     for name in list(environ):
-        mine = name.startswith(SETTINGS) and name not in KEPT
-        if mine or name in DROPPED or name.lower() in DROPPED:
+        if name.startswith(SETTINGS) or name in DROPPED or name.lower() in DROPPED:
             del environ[name]
     folders = {
         "HOME": "home",

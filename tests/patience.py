@@ -12,7 +12,7 @@ import os
 import time
 from typing import Final
 
-VARIABLE: Final = "VLLM_SLO_TEST_SLOWNESS"
+VARIABLE: Final = "VLLMSLO_TEST_SLOWNESS"
 """Set by the first process for those that it starts, or by a user, who then decides."""
 REFERENCE_S: Final = 0.01
 """Seconds of `probe_s` on an undisturbed core of an AMD EPYC (Zen 4), some reserve included."""

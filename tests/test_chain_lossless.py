@@ -12,18 +12,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_tree_lossless import FEWER, differing, run
+from lossless import differing, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
-
-POOL = ("draft", "middle")
 
 
 def test_chains_of_two_and_three_models_say_what_the_target_says() -> None:
     """Two: a draft and the target. Three: a draft, a model between them and the target."""
-    chained, plain = run(trees=True, pool=POOL, rotate=5), run(trees=False)
+    chained = told("two drafts")
     assert len(chained["said"]) >= 200
-    assert differing(chained, plain) == []
+    assert differing(chained, told("plain")) == []
     assert {"0", "1", "0-1", ""} == {*chained["chains"]}
     assert min(chained["chains"].values()) > 20, "all took turns"
     seen = chained["seen"]
@@ -37,23 +35,21 @@ def test_chains_of_two_and_three_models_say_what_the_target_says() -> None:
 def test_each_level_says_what_it_would_say_by_itself() -> None:
     """At every root every model says what it says after a pass over the whole request, and what a
     chain proposes is what its last model would go on with: with one, two and three drafts."""
-    watched = run(trees=True, pool=(*POOL, "target"), rotate=3, watch=True, every=FEWER)
-    assert differing(watched, run(trees=False, every=FEWER)) == []
+    watched = told("three drafts", "watched")
+    assert differing(watched, told("plain", "fewer")) == []
     assert {"0-1", "0-1-2", "1-2"} < {*watched["chains"]}
-    assert watched["seen"]["roots"] > 1000
+    assert watched["seen"]["roots"] > 850
     assert watched["seen"]["wrong"] == 0
 
 
 def test_guesses_taken_for_what_was_said_are_noticed() -> None:
-    broken = run(trees=True, pool=POOL, rotate=5, watch=True, every=FEWER, **{"break": "guesses"})
-    assert broken["seen"]["wrong"] > 0
+    assert told("two drafts", "guesses")["seen"]["wrong"] > 0
 
 
 def test_models_that_fail_are_left_out_and_the_answers_stay() -> None:
     """One cannot be loaded, one runs out of memory in mid-service; the third goes on alone."""
-    pool = ("draft", "broken", "middle")
-    found = run(trees=True, pool=pool, rotate=4, fail=(2, 30), every=FEWER)
-    assert differing(found, run(trees=False, every=FEWER)) == []
+    found = told("failing drafts", "fewer")
+    assert differing(found, told("plain", "fewer")) == []
     assert found["there"] == [0]
     assert found["chains"]["2"] > 0, "it worked until it failed"
     before_known = sum(steps for chain, steps in found["chains"].items() if "1" in chain)

@@ -110,13 +110,13 @@ import os, tempfile, time
 from pathlib import Path
 
 def test_surroundings():
-    assert Path.home() == Path(os.environ["VLLM_SLO_TEST_ROOT"]) / "home"
-    assert Path(os.environ["VLLM_SLO_TEST_ROOT"]) in Path(tempfile.gettempdir()).parents
+    assert Path.home() == Path(os.environ["VLLMSLO_TEST_ROOT"]) / "home"
+    assert Path(os.environ["VLLMSLO_TEST_ROOT"]) in Path(tempfile.gettempdir()).parents
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "http_proxy", "HTTPS_PROXY", "OPENAI_API_KEY"):
         assert name not in os.environ
     assert os.environ["VLLM_SLO_DATA"] == ""
     assert time.tzname[0] == "UTC"
-    print("the root is", os.environ["VLLM_SLO_TEST_ROOT"])
+    print("the root is", os.environ["VLLMSLO_TEST_ROOT"])
 """
 
 

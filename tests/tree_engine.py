@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One real engine in a process of its own, with trees or without, on a workload of every kind.
 
-``python tree_engine.py '{"trees": true}'`` prints one line of JSON: what every request got, and
-how much of what is to be tested really happened. vLLM on CPU cannot start a second engine where
-numba is loaded, so each engine has its process.
+``python tree_engine.py '{"engine": {"trees": true}, "phases": {"whole": {}}}'`` prints one line of
+JSON: for every phase what each request got, and how much of what is to be tested really happened.
+vLLM on CPU cannot start a second engine where numba is loaded, so each engine has its process, and
+one engine serves all phases that it can.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 import vllm
 from made_prompts import made_prompts
+from pytest import MonkeyPatch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -181,40 +183,41 @@ def take_masks() -> None:
     worker._BACKENDS[AttentionBackendEnum.CPU_ATTN] = "masked_backend.TreeMaskedBackend"
 
 
-def break_it(what: str) -> None:
+def break_it(what: str, scheduler: Any, patch: MonkeyPatch) -> None:
     """Make one part of verification wrong, to see the tests fail."""
     from vllm_slo.engine import model_runner
     from vllm_slo.engine.proposers import lm
 
     runner = model_runner.TreeRunner
     if what == "mask":  # every node sees the nodes scheduled before it
-        runner._attach_rows = runner._attach_masks = (  # type: ignore[method-assign]
-            lambda self, metadata, common: None
-        )
-        runner._compact = lambda self, accepted: None  # type: ignore[method-assign]
+        patch.setattr(runner, "_attach_rows", lambda self, metadata, common: None)
+        patch.setattr(runner, "_attach_masks", lambda self, metadata, common: None)
+        patch.setattr(runner, "_compact", lambda self, accepted: None)
     elif what == "compaction":
-        runner._compact = lambda self, accepted: None  # type: ignore[method-assign]
+        patch.setattr(runner, "_compact", lambda self, accepted: None)
     elif what == "positions":
-        model_runner.token_tree = SimpleNamespace(
+        wrong = SimpleNamespace(
             depths=lambda parents: list(range(1, len(parents) + 1)),
             leading_chain=model_runner.token_tree.leading_chain,
         )
+        patch.setattr(model_runner, "token_tree", wrong)
     elif what == "draft":  # it computes what it has no blocks for
-        runner.slots_of = lambda self, index: 10**9  # type: ignore[method-assign]
+        patch.setattr(runner, "slots_of", lambda self, index: 10**9)
+        patch.setattr(scheduler, "num_lookahead_tokens", 0)
     elif what == "guesses":  # what was guessed is taken for what was said
-        lm.DraftCoverage.confirm = (  # type: ignore[method-assign]
-            lambda self, name, _, blocks: (
-                self.advance(
-                    name, sum((self.tokens(name), len(self._guesses.pop(name, (0, ()))[1]))), blocks
-                )
-                if name in self._guesses
-                else None
-            )
-        )
+        patch.setattr(lm.DraftCoverage, "confirm", _confirm_guesses)
     elif what == "walk":  # the likeliest child is accepted whatever was sampled
-        model_runner.tree_sampling.token_tree.walk = lambda tokens, parents, sampled: [0]
+        patch.setattr(
+            model_runner.tree_sampling.token_tree, "walk", lambda tokens, parents, sampled: [0]
+        )
     else:
         raise ValueError(what)
+
+
+def _confirm_guesses(self: Any, name: str, _: Any, blocks: Any) -> None:
+    if name in self._guesses:
+        guessed = len(self._guesses.pop(name, (0, ()))[1])
+        self.advance(name, self.tokens(name) + guessed, blocks)
 
 
 def let_fail(place: int, passes: int) -> None:
@@ -243,16 +246,11 @@ def folder_of(name: str) -> str:
 
 
 class Counters:
-    """What happened in the engine."""
+    """What happened in the engine in one phase."""
 
     def __init__(self, llm: vllm.LLM, *, chains: bool) -> None:
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-        self.seen = {"trees": 0, "branching": 0, "nodes": 0, "tokens": 0, "deepest": 0}
-        self.lengths: dict[int, int] = {}
-        self.ahead: dict[int, int] = {}
-        self.preempted = 0
-        self.cached = 0
-        self.chunks = 0
+        self.begin()
         schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
 
         def counting_schedule(*args: Any, **kwargs: Any) -> Any:
@@ -287,6 +285,15 @@ class Counters:
         if self.scheduler.num_spec_tokens:
             self.scheduler.update_from_output = counting_chains if chains else counting_update
 
+    def begin(self) -> None:
+        """Count from here on."""
+        self.seen = {"trees": 0, "branching": 0, "nodes": 0, "tokens": 0, "deepest": 0}
+        self.lengths: dict[int, int] = {}
+        self.ahead: dict[int, int] = {}
+        self.preempted = 0
+        self.cached = 0
+        self.chunks = 0
+
     def report(self) -> dict[str, Any]:
         return {
             **self.seen,
@@ -307,7 +314,7 @@ class DraftWatch:
         roots, wrong: roots and guesses looked at, and those that were others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patch: MonkeyPatch) -> None:
         from vllm_slo.engine.proposers.chain import ChainSearch
 
         self.roots = self.wrong = 0
@@ -335,8 +342,8 @@ class DraftWatch:
             self.count((whole - logits).abs().amax(dim=-1) > 0.01)
             return logits
 
-        ChainSearch.run = watched_run  # type: ignore[method-assign]
-        ChainSearch.read = watched_read  # type: ignore[method-assign]
+        patch.setattr(ChainSearch, "run", watched_run)
+        patch.setattr(ChainSearch, "read", watched_read)
 
     def whole(self, search: Any, member: Any, rows: Any, counts: Any) -> Any:
         """Logits of a pass over whole requests, from their roots on."""
@@ -397,39 +404,53 @@ def said_by(output: vllm.RequestOutput) -> dict[str, Any]:
 
 
 def main() -> None:
-    said = json.loads(sys.argv[1])
-    if said.get("trees"):
+    asked = json.loads(sys.argv[1])
+    engine, phases = asked["engine"], asked["phases"]
+    if engine.get("trees"):
         grow_all()
-    if said.get("masked"):
+    if engine.get("masked"):
         take_masks()
-    if said.get("break"):
-        break_it(said["break"])
     used: Counter[str] = Counter()
-    if said.get("rotate"):
-        rotate_chains(said["rotate"], used)
-    if said.get("fail"):
-        let_fail(*said["fail"])
-    watch = DraftWatch() if said.get("watch") else None
-    llm = vllm.LLM(str(tiny.path("target")), **engine_options(said))
-    counters = Counters(llm, chains="method" in said)
-    if said.get("break") == "draft":
-        counters.scheduler.num_lookahead_tokens = 0
-    every = int(said.get("every", 1))
-    texts = prompts(public=said.get("public", False))[::every]
-    kinds = parameters(seeded=said.get("seeded", False))[: len(texts)]
-    if said.get("method"):
+    if engine.get("rotate"):
+        rotate_chains(engine["rotate"], used)
+    if engine.get("fail"):
+        let_fail(*engine["fail"])
+    llm = vllm.LLM(str(tiny.path("target")), **engine_options(engine))
+    counters = Counters(llm, chains="method" in engine)
+    found = {}
+    for name, phase in phases.items():
+        used.clear()
+        counters.begin()
+        assert llm.reset_prefix_cache(), "a phase finds nothing of the one before it"
+        found[name] = run_phase(llm, engine, phase, counters)
+        found[name]["chains"] = dict(used)
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+
+
+def run_phase(
+    llm: vllm.LLM, engine: dict[str, Any], phase: dict[str, Any], counters: Counters
+) -> dict[str, Any]:
+    """Serve the workload, or every so many of its requests; ``break`` and ``watch`` as they say."""
+    every = int(phase.get("every", 1))
+    texts = prompts(public=phase.get("public", False))[::every]
+    kinds = parameters(seeded=engine.get("seeded", False))[::every]
+    if engine.get("method"):
         for params, slo in zip(kinds, cycle(OBJECTIVES), strict=False):
             params.extra_args = slo.to_extra_args() if slo else None
-    if "sample" in said:
-        texts, kinds = _samples(said["sample"])
-    outputs = llm.generate(texts, kinds, use_tqdm=False)
-    found = {"said": [said_by(o) for o in outputs], "seen": counters.report(), "chains": used}
-    if said.get("trees"):
+    if "sample" in engine:
+        texts, kinds = _samples(engine["sample"])
+    with MonkeyPatch.context() as patch:
+        if "break" in phase:
+            break_it(phase["break"], counters.scheduler, patch)
+        watch = DraftWatch(patch) if phase.get("watch") else None
+        outputs = llm.generate(texts, kinds, use_tqdm=False)
+    found = {"said": [said_by(o) for o in outputs], "seen": counters.report()}
+    if engine.get("trees"):
         chains = counters.scheduler._speculation.drafting.chains
         found["there"] = [model for model, up in enumerate(chains._there) if up]
     if watch is not None:
         found["seen"] |= {"roots": watch.roots, "wrong": watch.wrong}
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    return found
 
 
 def _samples(said: dict[str, Any]) -> tuple[list[str], list[SamplingParams]]:
