@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from patience import patience
 
 __all__ = ["Visit", "chromium", "program", "visiting"]
 
@@ -39,7 +40,9 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(
+            executable_path=path, args=FLAGS, timeout=patience(30_000)
+        )
         try:
             yield browser
         finally:
@@ -52,7 +55,7 @@ class Visit:
     def __init__(self, browser: Any, url: str, **settings: Any) -> None:
         self.context = browser.new_context(**settings)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(patience(20_000))
         self.wrong: list[str] = []
         self.forgiven = False
         origin = urlsplit(url).netloc

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import zmq
+from patience import patience
 
 from vllm_slo.core.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.draft_socket import derive_keys, drafter_socket, read_token
@@ -77,6 +78,26 @@ class EchoDrafter:
         return [DraftTokens(echo(a.prefix, a.grant), [0.5] * a.grant) for a in asks]
 
 
+class HeldDrafter(EchoDrafter):
+    """Drafts nothing until it may.
+
+    Attributes:
+        begun: set once a round has come.
+        may: to be set by the test, whatever becomes of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may = threading.Event(), threading.Event()
+
+    def draft(
+        self, asks: Sequence[DraftAsk], deadline_s: float, interrupted: Callable[[], bool]
+    ) -> list[DraftTokens]:
+        self.begun.set()
+        self.may.wait(patience(60.0))
+        return super().draft(asks, deadline_s, interrupted)
+
+
 @contextmanager
 def drafting(
     address: str, name: str, *, token: str = TOKEN, drafter: EchoDrafter | None = None, **said: Any
@@ -117,7 +138,7 @@ class RawDrafter:
 
     def hear(self, timeout_s: float = 5.0) -> FromVerifier:
         """The next message; fails where none comes."""
-        assert self._socket.poll(timeout_s * 1e3), "the verifier says nothing"
+        assert self._socket.poll(patience(timeout_s) * 1e3), "the verifier says nothing"
         message = from_verifier(self._socket.recv())
         if isinstance(message, Welcome):
             self.epoch = message.epoch

@@ -19,8 +19,9 @@ from typing import Any
 
 from aiohttp import web
 from fake_replica import FakeReplica, Knobs, _end_with_parent, _error_event
+from patience import patience
 
-WAIT_S = 1.5
+WAIT_S = patience(1.5)
 TOKEN_S = 0.05
 LEAVE_S = 0.7
 

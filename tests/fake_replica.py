@@ -41,6 +41,7 @@ class Knobs:
 
     Attributes:
         ttft_s, token_s: delays before the first token and before each further one.
+        hold_at: answers stand before this token, counted from 0, for as long as this is not None.
         error_event_times: streams that begin with an error event (status 200).
         status, status_times: answer with this status.
         die_after_tokens: SIGKILL to itself once so many tokens of one answer are out; 0: before
@@ -62,6 +63,7 @@ class Knobs:
 
     ttft_s: float = 0.0
     token_s: float = 0.0
+    hold_at: int | None = None
     error_event_times: int = 0
     status: int = 500
     status_times: int = 0
@@ -208,13 +210,20 @@ class FakeReplica:
             self.knobs = replace(knobs, error_event_times=knobs.error_event_times - 1)
             return await self.failed_stream(request)
         await asyncio.sleep(knobs.ttft_s)
+        await self.held(0)
         if asked.get("stream"):
             return await self.stream(request, asked, count, record)
         for number in range(count):
+            await self.held(number)
             self.mishap(number)
             await asyncio.sleep(knobs.token_s)
             record["tokens"] += 1
         return web.json_response(self.whole(request.path, asked, count, len(body)))
+
+    async def held(self, number: int) -> None:
+        """Wait before token ``number`` where the knobs say so."""
+        while (hold_at := self.knobs.hold_at) is not None and number >= hold_at:
+            await asyncio.sleep(0.01)
 
     def mishap(self, number: int) -> None:
         if self.knobs.die_after_tokens == number:
@@ -236,6 +245,7 @@ class FakeReplica:
             delta = {"role": "assistant", "content": ""}
             await response.write(_event(self.chunk(asked, {"delta": delta})))
         for number in range(count):
+            await self.held(number)
             if self.knobs.error_after_tokens == number:
                 await response.write(_error_event(self.name) + b"data: [DONE]\n\n")
                 return response

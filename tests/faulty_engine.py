@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from patience import patience
 from vllm import SamplingParams
 
 from vllm_slo import LLM, SLO
@@ -22,7 +23,7 @@ from vllm_slo.core.clock import SystemClock
 from vllm_slo.engine.llm import report_of
 
 PROMPTS = ["def read(path):\n", "class Stack:\n    def", "import os\n", "# A comment about"]
-SLOW_S = 2.0
+SLOW_S = patience(2.0)
 HOUR_S = 3600.0
 
 
@@ -92,11 +93,11 @@ class Faults:
         }
 
     def slow_step(self) -> Any:
-        """One step takes two seconds longer, in the midst of promises of one second."""
+        """One step takes twice as long as was promised in the midst of it."""
         pauses = iter([SLOW_S])
         broken = self.counted("_broken")
         with self.before_steps(lambda: time.sleep(next(pauses, 0.0))):
-            answers = self.ask(SLO(ttft_ms=1000, tpot_ms=10_000))
+            answers = self.ask(SLO(ttft_ms=500 * SLOW_S, tpot_ms=10_000))
         return {"answers": answers, "broken": self.counted("_broken") - broken}
 
     def slow_phase(self) -> Any:

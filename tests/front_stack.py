@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from patience import patience
 from prometheus_client.parser import text_string_to_metric_families
 
 TESTS = Path(__file__).resolve().parent
-PATIENCE_S = 20.0
-START_S = 180.0
+PATIENCE_S = patience(20.0)
+START_S = patience(180.0)
 """The first front on a machine compiles what later ones load."""
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # certificates take long to load
 LOADED = {"committed": [[1.0, 1_000_000]], "backlog_tokens": 100_000}

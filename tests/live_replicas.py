@@ -22,9 +22,10 @@ import httpx
 import openai
 import psutil
 from live_server import environment, free_port
+from patience import patience
 
 TESTS = Path(__file__).parent
-HANG_S = 60.0
+HANG_S = patience(60.0)
 
 
 def eventually(holds: Callable[[], Any], what: str, within_s: float) -> Any:
@@ -96,7 +97,7 @@ class LiveReplicas:
     def replicas(self) -> list[dict[str, Any]]:
         """What the front says of its replicas; nothing while it does not answer."""
         with suppress(OSError, httpx.HTTPError):
-            return list(httpx.get(f"{self.url}/replicas", timeout=5).json())
+            return list(httpx.get(f"{self.url}/replicas", timeout=patience(5)).json())
         return []
 
     def ready(self) -> set[str]:
@@ -125,7 +126,7 @@ class LiveReplicas:
             self.processes()
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
+            self.process.wait(patience(30))
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -136,7 +137,7 @@ class LiveReplicas:
 
 @contextmanager
 def running(
-    *arguments: str, extra_env: dict[str, str] | None = None, within_s: float = 60.0
+    *arguments: str, extra_env: dict[str, str] | None = None, within_s: float = HANG_S
 ) -> Iterator[LiveReplicas]:
     """Start, wait for the line that says so, stop, and see that nothing is left."""
     port = free_port()
@@ -171,8 +172,8 @@ def running(
 
         live.lines.append(eventually(said, "the line that says ready", within_s))
         yield live
-        assert live.stop(60) == 0
-        nothing(live.left, "processes", 20)
+        assert live.stop(HANG_S) == 0
+        nothing(live.left, "processes", patience(20))
     except BaseException:
         sys.stdout.write((folder / "stderr").read_text()[-4000:])
         for log in sorted(folder.glob("ray/session_latest/logs/worker-*.err")):

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from patience import patience
 from prometheus_client.parser import text_string_to_metric_families
 
-START_S = 240.0
-STOP_S = 60.0
+START_S = patience(240.0)
+STOP_S = patience(60.0)
 # The share is of all memory, taken or not, and vLLM's default refuses a machine in use.
 SMALL = [
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16"),
@@ -52,7 +53,7 @@ class LiveServer:
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """A scrape: (series, labels) -> value."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=patience(60)) as answer:
             text = answer.read().decode()
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -69,14 +70,14 @@ class LiveServer:
         """The sum, once it has stood still for longer than it takes to be written."""
         seen = self.total(series, **labels)
         while True:
-            time.sleep(1.5)
+            time.sleep(patience(1.5))
             before, seen = seen, self.total(series, **labels)
             if seen == before:
                 return seen
 
     def await_total(self, expected: float, series: str, **labels: str) -> None:
         """Poll until the sum is the expected one; metrics are written with a delay."""
-        seen, end = None, time.monotonic() + 60
+        seen, end = None, time.monotonic() + patience(60)
         while time.monotonic() < end:
             if (seen := self.total(series, **labels)) == expected:
                 return
@@ -122,7 +123,7 @@ def _await_health(server: LiveServer) -> None:
             raise AssertionError(f"the server ended with status {server.process.returncode}")
         with (
             suppress(OSError),
-            urllib.request.urlopen(f"{server.url}/health", timeout=10) as answer,
+            urllib.request.urlopen(f"{server.url}/health", timeout=patience(10)) as answer,
         ):
             if answer.status == 200:
                 return
@@ -223,7 +224,8 @@ def ask_curl(
     sent = {"content-type": "application/json", **(headers or {})}
     done = subprocess.run(
         [
-            *("curl", "-sS", "-i", "-N", "--max-time", "120", f"{server.url}/v1/{path}"),
+            *("curl", "-sS", "-i", "-N", "--max-time", f"{patience(120):.0f}"),
+            f"{server.url}/v1/{path}",
             *(word for name, value in sent.items() for word in ("-H", f"{name}: {value}")),
             *("--data-binary", "@-"),
         ],

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service
+from patience import patience
 
 __all__ = ["Receiver", "Span", "receiving"]
 
@@ -47,7 +48,7 @@ class Receiver(service.TraceServiceServicer):
     def wait_for(self, wanted: Callable[[Span], bool], count: int = 1) -> list[Span]:
         """The spans that are wanted, once there are so many."""
         found: list[Span] = []
-        end = time.monotonic() + 30
+        end = time.monotonic() + patience(30)
         while time.monotonic() < end:
             with self._lock:
                 found = [span for span in self._spans if wanted(span)]

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+from patience import patience
 from tree_engine import ENGINE, FEW_BLOCKS, grow_all, parameters, prompts, said_by
 
 from vllm_slo import LLM
 from vllm_slo.engine import model_runner
 from vllm_slo.engine.proposers import RemoteProposer
 
-WAIT_S = 200.0
+WAIT_S = patience(200.0)
 DEPTH = 3
 """Tokens ahead, in every step: so small a model would draft little of its own accord."""
 
@@ -55,7 +56,11 @@ class Engine:
 
     def __init__(self, address: str) -> None:
         grow_all()
-        speculation = {"max_depth": DEPTH, "min_depth": DEPTH, "draft_deadline_ms": 200.0}
+        speculation = {
+            "max_depth": DEPTH,
+            "min_depth": DEPTH,
+            "draft_deadline_ms": patience(200.0),
+        }
         options = {k: v for k, v in ENGINE.items() if k != "block_size"}
         self.llm = LLM(
             "tiny",

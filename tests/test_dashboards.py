@@ -14,6 +14,7 @@ import pytest
 import yaml
 from browser import program
 from dashboards import DASHBOARD, DOCKER, PROMETHEUS, expressions, recorded, rules, selectors
+from patience import patience
 
 pytest.importorskip("vllm")
 
@@ -159,7 +160,7 @@ def promtool(*arguments: str) -> str:
         capture_output=True,
         check=False,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

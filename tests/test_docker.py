@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from patience import patience
 
 pytest.importorskip("compose_spec")
 pytest.importorskip("dockerfile_parse")
@@ -150,7 +151,7 @@ def health(url: str, **more: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "VLLMSLO_HEALTH_URL": url, **more},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patience(30),
         check=False,
     )
 

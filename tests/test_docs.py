@@ -21,6 +21,7 @@ import docs_blocks
 import pytest
 import yaml
 from docs_blocks import ROOT, SHOWN, TRIED, Block, Command
+from patience import patience
 
 import vllm_slo
 from vllm_slo import cli, errors, slo, slo_fields
@@ -228,7 +229,7 @@ def run_script(words: list[str], folder: Path, **environ: str) -> str:
         words,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patience(280),
         check=False,
         cwd=folder,
         env={**environment(), "PYTHONPATH": str(ROOT), **environ},
@@ -261,9 +262,12 @@ def test_a_client_gets_its_answer(block: Block, server: Any, tmp_path: Path) -> 
 def test_curl_gets_its_answer(command: Command, server: Any) -> None:
     if shutil.which("curl") is None:
         pytest.skip("there is no curl here")
-    text = filled_in(command.text, server.url) + " -sS --fail-with-body --max-time 120"
+    text = (
+        filled_in(command.text, server.url)
+        + f" -sS --fail-with-body --max-time {patience(120):.0f}"
+    )
     done = subprocess.run(
-        ["bash", "-c", text], capture_output=True, text=True, timeout=150, check=False
+        ["bash", "-c", text], capture_output=True, text=True, timeout=patience(150), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     shown = ('"slo":', '"slo.quote"', "vllm_slo:")
@@ -519,7 +523,7 @@ def test_the_search_works_in_pages_opened_as_files(site: Path, tmp_path: Path) -
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=True,
     )
     assert re.search(r'href="file:[^"]*admission.html[^"]*" class="md-search-result', done.stdout)

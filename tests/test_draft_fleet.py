@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from live_server import command, environment
+from patience import patience
 
 from vllm_slo import cli
 from vllm_slo.core.draft_sessions import DraftAsk
@@ -28,7 +29,8 @@ pytest.importorskip("ray")
 
 TOKEN = "a token of the tests' own"
 CONNECT = ["--model", "tiny", "--connect", "tcp://127.0.0.1:1"]
-SLEEPS = "import time; time.sleep(60)"
+SLEEPS = "import time; time.sleep(600)"
+START_S = patience(180.0)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch, code: str) -> Supervisor:
 
 
 async def until(watched: Supervisor, holds: Callable[[Watched], bool]) -> Watched:
-    end_s = time.monotonic() + 20.0
+    end_s = time.monotonic() + patience(20.0)
     while not holds(one := await watched.watch()):
         assert time.monotonic() < end_s, one
         await asyncio.sleep(0.02)
@@ -108,10 +110,11 @@ def test_a_process_that_ends_at_once_is_not_started_all_the_time(
 ) -> None:
     async def play() -> None:
         watched = supervisor(monkeypatch, "pass")
-        await until(watched, lambda one: one["starts"] == 3)
+        await until(watched, lambda one: one["starts"] == 2)
         began_s = time.monotonic()
         await until(watched, lambda one: one["starts"] == 5)
-        assert time.monotonic() - began_s > 0.3
+        # Only the first start anew comes at once.
+        assert time.monotonic() - began_s > 3 * 0.2
 
     asyncio.run(play())
 
@@ -150,21 +153,21 @@ def test_ray_starts_a_killed_draft_server_anew_and_nothing_is_left_behind(tmp_pa
         try:
             first = drafting(link, log)
             os.kill(first.pid, signal.SIGKILL)
-            psutil.wait_procs([first], timeout=20)
+            psutil.wait_procs([first], timeout=patience(20))
             second = drafting(link, log)
             assert second.pid != first.pid
             assert len(link.drafters) == 1
             family = psutil.Process(fleet.pid).children(recursive=True)
             fleet.send_signal(signal.SIGTERM)
-            assert fleet.wait(60) == 0
-            _, left = psutil.wait_procs([second, *family], timeout=20)
+            assert fleet.wait(patience(60)) == 0
+            _, left = psutil.wait_procs([second, *family], timeout=patience(20))
             assert not left
         finally:
             fleet.kill()
             fleet.wait()
 
 
-def wait(holds: Callable[[], object], log: Path, within_s: float = 180.0) -> None:
+def wait(holds: Callable[[], object], log: Path, within_s: float = START_S) -> None:
     end_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end_s, log.read_text()[-3000:]
@@ -178,7 +181,7 @@ def drafting(link: DraftLink, log: Path) -> psutil.Process:
         link.poll()
         ask = DraftAsk(np.arange(300, 320), 2)
         asks = {drafter.name: {"s": ask} for drafter in link.drafters}
-        return bool(link.exchange(asks, deadline_s=2.0).answers)
+        return bool(link.exchange(asks, deadline_s=patience(2.0)).answers)
 
     wait(drafts, log)
     own = [

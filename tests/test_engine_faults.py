@@ -23,12 +23,13 @@ import httpx
 import live_server
 import psutil
 from live_server import SMALL, LiveServer, ask_openai, command, environment, request_body
+from patience import patience
 
 pytestmark = pytest.mark.engine
 
 EASY = {"slo": {"ttft_ms": 60000, "tpot_ms": 10000}}
 LONG = {"max_tokens": 900, "ignore_eos": True}
-PROMPT_S = 10.0
+PROMPT_S = patience(10.0)
 
 
 # --- in the engine's own process -----------------------------------------------------------------
@@ -41,7 +42,7 @@ def said() -> Any:
         [sys.executable, str(Path(__file__).with_name("faulty_engine.py"))],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patience(280),
         check=False,
         env={**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
@@ -142,9 +143,11 @@ async def volley(server: LiveServer, engine: Any) -> tuple[list[Any], float]:
         except httpx.HTTPError as error:
             return 0, type(error).__name__
 
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=64)) as client:
+    async with httpx.AsyncClient(
+        timeout=patience(60), limits=httpx.Limits(max_connections=64)
+    ) as client:
         asked = [asyncio.create_task(one(client, number)) for number in range(24)]
-        await asyncio.wait_for(begun.wait(), 60)
+        await asyncio.wait_for(begun.wait(), patience(60))
         engine.kill()
         killed_s = time.monotonic()
         return await asyncio.gather(*asked), time.monotonic() - killed_s
@@ -165,4 +168,4 @@ def test_an_engine_that_is_killed_under_load(server: LiveServer) -> None:
     assert not left
     assert list(server.log.parent.glob("vllm-slo-*")) == []
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/health", timeout=5)
+        httpx.get(f"{server.url}/health", timeout=patience(5))

@@ -6,16 +6,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from front_stack import Fake, FrontProcess, eventually, processes, states_arrive
+from front_stack import (
+    PATIENCE_S,
+    Fake,
+    FrontProcess,
+    eventually,
+    processes,
+    states_arrive,
+)
+from patience import patience
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.alone
+
+ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0)}
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[tuple[FrontProcess, list[Fake]]]:
     with processes() as keep:
-        front, fakes = keep(FrontProcess()), [keep(Fake("a")), keep(Fake("b"))]
+        front, fakes = keep(FrontProcess(ROUTING)), [keep(Fake("a")), keep(Fake("b"))]
         front.serve(*fakes)
         yield front, fakes
 
@@ -78,7 +88,7 @@ def test_replicas_are_shown(front: FrontProcess, fakes: list[Fake]) -> None:
     for name in "ab":
         assert front.total("replica_ready", replica=name) == 1
         assert front.total("replica_outstanding", replica=name) == 0
-        assert 0 <= front.total("replica_state_age_seconds", replica=name) < 2
+        assert 0 <= front.total("replica_state_age_seconds", replica=name) < PATIENCE_S
     fakes[0].knobs(state={"running": 3, "waiting": 2, "committed": [[9.0, 10]]})
     shown = eventually(
         lambda: (one := front.replicas()["a"])["running"] == 3 and one["promised"] == 1 and one,

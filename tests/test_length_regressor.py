@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import patience
 from scipy.stats import spearmanr
 
 from vllm_slo.core.length_forecast import LengthForecaster, LengthQuery, QuantileForecaster
@@ -333,7 +334,7 @@ def said_by_python(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=patience(60),
         env=os.environ | environment,
     )
     return done.stdout.strip()
@@ -356,12 +357,16 @@ from vllm_slo.core.length_forecast import LengthQuery, QuantileForecaster
 from vllm_slo.core.output_length import OutputLengthPredictor
 from vllm_slo.engine.length_regressor import LengthRegressor
 regressor = LengthRegressor(QuantileForecaster(OutputLengthPredictor()))
-time.sleep(0.3)  # threads that libraries have started go to sleep
-others_s = time.thread_time() - time.process_time()
+time.sleep(1.0)  # threads that libraries have started go to sleep
+own_s = time.thread_time()
+others_s = time.process_time() - own_s
 for n in range(800):
     query = LengthQuery("chat", n, 9, None, range(n))  # nearly all are cut off
     regressor.predict(query)
     regressor.observe(query, n % 110)
-print(time.process_time() - time.thread_time() + others_s)
+print(time.thread_time() - own_s, time.process_time() - time.thread_time() - others_s)
 """
-    assert float(said_by_python(code, OPENBLAS_NUM_THREADS="2", OMP_NUM_THREADS="2")) < 0.005
+    own_s, others_s = map(
+        float, said_by_python(code, OPENBLAS_NUM_THREADS="2", OMP_NUM_THREADS="2").split()
+    )
+    assert others_s < 0.1 * own_s

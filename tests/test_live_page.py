@@ -10,13 +10,14 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from http_app import Server
+from patience import patience
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -257,6 +258,13 @@ def test_a_query_that_makes_no_sense_is_that_of_a_new_page(query: bytes) -> None
     assert told["reset"] and len(told["samples"]) == 1 and told["step_s"] == STEP_S
 
 
+def await_that(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + patience(10)
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_looking_goes_on_in_a_thread_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_slo.live.page.STEP_S", 0.02)
     registry = CollectorRegistry()
@@ -265,10 +273,9 @@ def test_looking_goes_on_in_a_thread_until_it_is_stopped(monkeypatch: pytest.Mon
     sampler.start()
     sampler.start()
     try:
+        await_that(lambda: seen(sampler.history))  # the first of all shows where counters begin
         finished.labels("chat", "true").inc(3)
-        end = time.monotonic() + 10
-        while time.monotonic() < end and not any(c for _, c, _ in seen(sampler.history)):
-            time.sleep(0.01)
+        await_that(lambda: any(counts for _, counts, _ in seen(sampler.history)))
     finally:
         sampler.stop()
     assert sum(sum(counts.values()) for _, counts, _ in seen(sampler.history)) == 3
@@ -356,12 +363,12 @@ def test_data_is_what_the_scheduler_wrote(server: Server, folder: Path) -> None:
     series.admission("<b>chat</b>", "promised")
     series.publish(0.0, best_effort_age_seconds=1.5)
     told = get(server, "/slo/data").json()
-    end = time.monotonic() + 10
+    end = time.monotonic() + patience(10)
     while not told["samples"] and time.monotonic() < end:
         time.sleep(0.02)
         told = get(server, "/slo/data").json()
     assert ["vllm_slo:admissions_total", "<b>chat</b>", "promised", ""] in told["series"]
-    assert told["about"]["silent_s"] < 60
+    assert told["about"]["silent_s"] < patience(60)
     place = str(told["series"].index([OLDEST]))
     assert told["samples"][-1][3][place] == 1.5
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patience
 
 pytest.importorskip("vllm")
 
@@ -64,7 +65,7 @@ def plain_vllm(extra_args: list[dict[str, Any] | None], **options: Any) -> list[
         [sys.executable, "-c", PLAIN, json.dumps(said)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patience(280),
         check=False,
         env=environment(),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import patience
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -432,7 +433,7 @@ def test_without_a_folder_series_are_kept_and_nothing_is_written(
 
 def until(fact: Callable[[], bool]) -> bool:
     """Whether it becomes true within some seconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while not fact() and time.monotonic() < deadline:
         time.sleep(0.01)
     return fact()

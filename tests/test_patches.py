@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from patience import patience
 
 pytest.importorskip("vllm")
 
@@ -69,7 +70,7 @@ def run(site: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[st
         [sys.executable, SCRIPT, folder, "--root", site, *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
         check=False,
     )
 

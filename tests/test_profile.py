@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patience
 
 from vllm_slo import profiles, tiny
 from vllm_slo.core.step_time import BatchShape, StepTimeModel, fit
@@ -198,7 +199,7 @@ def test_a_real_engine_is_measured_stored_and_found(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *arguments, "--out", str(out)],
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=patience(200), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "R\u00b2" in done.stdout

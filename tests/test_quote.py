@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import patience
 from starlette.middleware import Middleware
 
 pytest.importorskip("vllm")
@@ -486,7 +487,7 @@ def test_quotes_beyond_what_the_engine_may_have_are_refused(prompt: dict[str, An
             await asyncio.gather(*reading)
             return await asyncio.gather(*asking[1:]), refusal, await last
 
-    answers, refusal, last = asyncio.run(asyncio.wait_for(run(), 30))
+    answers, refusal, last = asyncio.run(asyncio.wait_for(run(), patience(30)))
     assert [answer.status_code for answer in (*answers, last)] == [200] * MOST
     assert refusal.status_code == 429
     assert refusal.headers["retry-after"] == "1"

@@ -11,6 +11,7 @@ from functools import partial
 import httpx
 import openai
 import pytest
+from patience import patience
 
 pytest.importorskip("ray")
 
@@ -28,8 +29,8 @@ NEVER = {"ttft_ms": 0.01, "on_unattainable": "decline"}
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [
     {"role": "user", "content": "import os"}
 ]
-START_S = 300.0
-PROMPT_S = 30.0
+START_S = patience(300.0)
+PROMPT_S = patience(30.0)
 """Seconds until clients are told, on two cores that other tests and engines share; 2 to 5 alone."""
 
 
@@ -47,7 +48,7 @@ def client(live: LiveReplicas) -> Iterator[openai.OpenAI]:
 
 
 def total(live: LiveReplicas, series: str, page: str = "/metrics") -> float:
-    text = httpx.get(f"{live.url}{page}", timeout=30).text
+    text = httpx.get(f"{live.url}{page}", timeout=patience(30)).text
     families = list(text_string_to_metric_families(text))
     return sum(s.value for family in families for s in family.samples if s.name == series)
 
@@ -81,12 +82,12 @@ def test_requests_take_turns_and_say_who_served(live: LiveReplicas) -> None:
         httpx.post(
             f"{live.url}/v1/completions",
             json={"model": "tiny", "prompt": f"{turn} = ", "max_tokens": 2, "slo": EASY},
-            timeout=60,
+            timeout=patience(60),
         ).headers["x-vllm-slo-replica"]
         for turn in range(4)
     ]
     assert set(served) == live.ready()
-    pages = httpx.get(f"{live.url}/metrics/targets", timeout=30).json()
+    pages = httpx.get(f"{live.url}/metrics/targets", timeout=patience(30)).json()
     assert {one["labels"]["replica"] for one in pages} == live.ready()
     for one in pages:
         page = one["labels"]["__metrics_path__"]
@@ -95,14 +96,14 @@ def test_requests_take_turns_and_say_who_served(live: LiveReplicas) -> None:
 
 
 def test_the_live_page_is_that_of_both_replicas(live: LiveReplicas) -> None:
-    assert httpx.get(f"{live.url}/slo", timeout=30).text.startswith("<!doctype html>")
-    pages = httpx.get(f"{live.url}/metrics/targets", timeout=30).json()
+    assert httpx.get(f"{live.url}/slo", timeout=patience(30)).text.startswith("<!doctype html>")
+    pages = httpx.get(f"{live.url}/metrics/targets", timeout=patience(30)).json()
     paths = [one["labels"]["__metrics_path__"] for one in pages]
     wanted = [total(live, "vllm_slo:requests_finished_total", path) for path in paths]
     assert len(wanted) == 2 and min(wanted) > 0
-    end_s, shown = time.monotonic() + 30, 0.0
+    end_s, shown = time.monotonic() + patience(30), 0.0
     while time.monotonic() < end_s and shown != sum(wanted):
-        data = httpx.get(f"{live.url}/slo/data", timeout=30).json()
+        data = httpx.get(f"{live.url}/slo/data", timeout=patience(30)).json()
         names = [name for name, *_ in data["series"]]
         shown = sum(
             count
@@ -133,7 +134,9 @@ def test_a_replicas_port_is_closed_without_its_token(live: LiveReplicas) -> None
     for child in live.children("Replica"):
         for one in child.net_connections("tcp"):
             if one.status == "LISTEN" and one.laddr.ip == "127.0.0.1":
-                answer = httpx.get(f"http://127.0.0.1:{one.laddr.port}/v1/models", timeout=10)
+                answer = httpx.get(
+                    f"http://127.0.0.1:{one.laddr.port}/v1/models", timeout=patience(10)
+                )
                 assert answer.status_code == 401
                 found += 1
     assert found == 2
@@ -152,7 +155,7 @@ def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
         "front": lambda: live.children("Front"),
     }[part]()
     kill = partial(sigkill, victims[0])
-    retries = 6 if part == "front" else 0
+    retries = round(patience(6)) if part == "front" else 0
     seen = asyncio.run(volley(live, kill, retries=retries, stream_tokens=400))
     assert [one.error for one in seen.waiting] == [None] * 20
     failed = [one for one in seen.streaming if one.error is not None]

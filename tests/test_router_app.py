@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import patience
 
 pytest.importorskip("ray")
 
@@ -337,7 +338,7 @@ def test_a_replica_that_is_stuck_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(OSError, match="timed out"):
             app.require_answer(url, "t", 0.1)
     with pytest.raises(OSError, match="refused"):
-        app.require_answer(url, "t", 1.0)
+        app.require_answer(url, "t", patience(1.0))
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -349,7 +350,7 @@ def test_a_replica_that_is_stuck_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
         thread = threading.Thread(target=answer)
         thread.start()
-        app.require_answer(url, "t", 5.0)  # any answer will do
+        app.require_answer(url, "t", patience(5.0))  # any answer will do
         thread.join()
 
 
@@ -393,7 +394,7 @@ def test_a_front_that_came_back_is_left_alone(
             task.cancel()
         await asyncio.gather(*front._tasks, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), patience(60)))
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -504,7 +505,7 @@ def started(*words: str, port: int = 0) -> Iterator[LiveReplicas]:
         live = LiveReplicas(process, port, Path(folder))
         try:
             yield live
-            nothing(live.left, "processes", 30)
+            nothing(live.left, "processes", patience(30))
         finally:
             live.kill()
 
@@ -519,7 +520,7 @@ def test_a_replica_that_does_not_start_ends_the_command() -> None:
     words = ["-m", "vllm_slo.cli", "serve", "tiny", "--port", str(free_port())]
     words += ["--replicas", "2", "--replica-module", "fake_engine_replica", "--no-such-flag"]
     with started(*words) as live:
-        eventually(lambda: ended(live), "its end", 90)
+        eventually(lambda: ended(live), "its end", patience(90))
         out, err = live.process.communicate()
         assert live.process.returncode == 2
         assert out == ""
@@ -538,14 +539,16 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert live.process.stdout is not None
         assert "1 replica of tiny behind" in live.process.stdout.readline()
         body = {"model": "tiny", "prompt": "x", "max_tokens": 600, "stream": True}
-        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=30) as answer:
+        with httpx.stream(
+            "POST", f"{live.url}/v1/completions", json=body, timeout=patience(30)
+        ) as answer:
             next(answer.iter_raw())
             live.processes()
             live.process.send_signal(signal.SIGTERM)
             time.sleep(1.0)
             assert live.process.poll() is None  # it drains
             live.process.send_signal(signal.SIGTERM)
-            assert live.process.wait(10) == 1
+            assert live.process.wait(patience(10)) == 1
         live.process.communicate()
 
 
@@ -562,7 +565,7 @@ app = build({
     "replica_module": "fake_replica", "front_module": "wanting_front",
 })
 handle = serve.run(app, name="scaled", route_prefix=None)
-for _ in range(150):
+for _ in range(int(sys.argv[2])):
     status = handle.status.remote().result()
     print(len(status["replicas"]), flush=True)
     if len(status["replicas"]) == 2:
@@ -575,8 +578,8 @@ ray.shutdown()
 
 @pytest.mark.slow
 def test_more_replicas_are_started_when_the_front_wants_them() -> None:
-    with started("-c", SCALE, str(free_port())) as live:
-        eventually(lambda: ended(live), "its end", 120)
+    with started("-c", SCALE, str(free_port()), f"{patience(150):.0f}") as live:
+        eventually(lambda: ended(live), "its end", patience(120))
         out, err = live.process.communicate()
         assert live.process.returncode == 0, err
         assert out.split()[-1] == "2", out + err

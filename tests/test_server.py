@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import patience
 
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
@@ -172,7 +173,7 @@ def test_stop_reasons_survive_the_report(server: LiveServer, api: str, stream: b
     asked = {"slo": {"class": "chat"}, "return_token_ids": True}
     body = {**request_body(server, api, asked), "stream": False}
     path = "chat/completions" if api == "chat" else "completions"
-    whole = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).json()
+    whole = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=patience(60)).json()
     third = whole["choices"][0]["token_ids"][2]
     stopped = ask_openai(server, api, stream, {**asked, "stop_token_ids": [third]})
     assert stopped.stop_reasons == [third]
@@ -264,7 +265,7 @@ def test_what_came_past_the_check_is_ended_by_the_scheduler(server: LiveServer) 
             f"{server.url}/v1/completions",
             content=content,
             headers={"content-type": "application/json"},
-            timeout=120,
+            timeout=patience(120),
         )
         (choice,) = answer.json()["choices"]
         assert choice["finish_reason"] == "abort", answer.text
@@ -322,7 +323,7 @@ async def storm(server: LiveServer, count: int, seed: int) -> tuple[list[Any], l
             asked = {**good, **rng.choice([{}, {"slo": {"class": "chat"}}, {"stream": True}])}
             plan.append((True, json.dumps(asked).encode(), {"content-type": "application/json"}))
 
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=patience(120)) as client:
 
         async def send(one: tuple[bool, bytes, Any]) -> tuple[bool, bytes, Any]:
             async with gate:
@@ -363,7 +364,7 @@ def test_a_thousand_bad_requests_among_good_ones(server: LiveServer) -> None:
 
 def quote(server: LiveServer, api: str, slo: dict[str, Any], **extra: Any) -> httpx.Response:
     body = request_body(server, api, {"slo": slo, **extra})
-    return httpx.post(f"{server.url}/v1/slo/quote", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/slo/quote", json=body, timeout=patience(60))
 
 
 @apis
@@ -400,7 +401,7 @@ def test_a_mistake_in_a_quote(server: LiveServer) -> None:
     assert bad.json()["error"]["param"] == "ttft_ms"
     assert quote(server, "completions", {"ttft_ms": 5}, model="nobody").status_code == 404
     assert quote(server, "completions", {"ttft_ms": 5}, max_tokens=-1).status_code == 400
-    nothing = httpx.post(f"{server.url}/v1/slo/quote", content=b"{", timeout=60)
+    nothing = httpx.post(f"{server.url}/v1/slo/quote", content=b"{", timeout=patience(60))
     assert nothing.status_code == 400
 
 
@@ -418,7 +419,9 @@ def test_quotes_are_counted_apart(server: LiveServer) -> None:
 def test_the_command_that_quotes(server: LiveServer) -> None:
     def run(*options: str, url: str = server.url) -> subprocess.CompletedProcess[str]:
         asked = [command("vllm-slo"), "quote", "--base-url", url, *options]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            asked, capture_output=True, text=True, timeout=patience(60), check=False
+        )
 
     yes = run("--prompt", "def read(path):", "--ttft-ms", "60000")
     assert (yes.returncode, yes.stdout.splitlines()[0]) == (0, "promised: yes")
@@ -468,7 +471,7 @@ def test_a_client_that_leaves_frees_its_request(server: LiveServer, api: str) ->
     extra = {"slo": {"class": "chat"}, "max_tokens": 960, "ignore_eos": True, "stream": True}
     path = "chat/completions" if api == "chat" else "completions"
     body = request_body(server, api, extra)
-    with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=patience(60)) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         server.await_total(1, "vllm:num_requests_running")
@@ -488,7 +491,7 @@ def example(name: str, server: LiveServer) -> list[str]:
         [sys.executable, str(EXAMPLES / name), f"{server.url}/v1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -513,7 +516,7 @@ def test_a_tool_loop_of_three_rounds_is_one_session(server: LiveServer) -> None:
     lines = example("agent.py", server)
     assert [line.split(":")[0] for line in lines] == ["round 1", "round 2", "round 3"]
     elapsed = [float(line.split("the job after ")[1].split()[0]) for line in lines]
-    assert elapsed[0] + 0.6 < elapsed[2] < 20.0  # two tools lie between
+    assert elapsed[0] + 0.6 < elapsed[2] < patience(20)  # two tools lie between
     kept = [line.endswith("attained so far: True") for line in lines]
     rounds = ["attained: True;" in line for line in lines]
     assert kept == [all(rounds[: n + 1]) for n in range(3)]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import patience
 
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.sim import capacity
@@ -474,7 +475,7 @@ def test_workers_leave_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + patience(10)
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert pids

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pytest
+from patience import patience
 
 pytest.importorskip("vllm")
 
@@ -333,7 +334,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
         [sys.executable, __file__, str(SEED), str(folder)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patience(280),
         check=False,
         env=environment() | {"OMP_NUM_THREADS": "1"},
     )

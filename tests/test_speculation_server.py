@@ -9,6 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from patience import patience
 
 pytest.importorskip("vllm")
 
@@ -123,7 +124,7 @@ def test_a_draft_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
         [command("vllm-slo"), "serve", "tiny", "--draft-model", missing],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         env=environment(),
         check=False,
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from patience import patience
 
 pytest.importorskip("vllm")
 
@@ -33,7 +34,7 @@ def start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str
         arguments,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
         check=False,
         cwd=folder,
         env=environment(),

@@ -14,6 +14,7 @@ from email.parser import Parser
 from pathlib import Path, PurePosixPath
 
 import pytest
+from patience import patience
 
 pytest.importorskip("build")
 pytest.importorskip("hatchling")
@@ -36,7 +37,7 @@ def run(*words: str | Path, cwd: Path, **variables: str) -> str:
         words,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
         check=False,
         cwd=cwd,
         env={**kept, **variables},
