@@ -9,7 +9,7 @@ from pathlib import Path
 import hermetic
 import patience
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 hermetic.prepare()
 # Read by vLLM when it is first imported, which is after this file was read.
@@ -24,8 +24,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # engines of several workers must not s
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 hermetic.watch()
 
-# pytest has the time limits, and what numba compiles at first takes longer than any example.
-settings.register_profile("here", settings(), deadline=None)
+# pytest has the time limits. What numba compiles at first takes longer than any example, and a
+# machine may be slow.
+settings.register_profile(
+    "here", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("here")
 
 CONFIG = {

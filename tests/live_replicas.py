@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import openai
 import psutil
+from hermetic import ROOT_VARIABLE
 from live_server import environment, free_port
 from patience import patience
 
@@ -141,7 +142,9 @@ def running(
 ) -> Iterator[LiveReplicas]:
     """Start, wait for the line that says so, stop, and see that nothing is left."""
     port = free_port()
-    folder = Path(tempfile.mkdtemp(prefix="slo-", dir="/tmp"))  # Ray's socket paths must be short
+    folder = Path(
+        tempfile.mkdtemp(prefix="r-", dir=os.environ[ROOT_VARIABLE])
+    )  # Ray's socket paths must be short
     command = [sys.executable, "-m", "vllm_slo.cli", "serve", "tiny", "--port", str(port)]
     env = {
         **environment(),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hermetic import ROOT_VARIABLE
 from patience import patience
 
 pytest.importorskip("vllm")
@@ -409,14 +410,14 @@ def leftovers(folder: Path) -> list[str]:
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder in which the path of a socket, named by 36 characters, has room: 107 at most."""
-    with tempfile.TemporaryDirectory(prefix="slo-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="r-", dir=os.environ[ROOT_VARIABLE]) as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
     with (
-        tempfile.TemporaryDirectory(prefix="slo-", dir="/tmp") as folder,
+        tempfile.TemporaryDirectory(prefix="r-", dir=os.environ[ROOT_VARIABLE]) as folder,
         running(Path(folder)) as one,
     ):
         yield one

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hermetic import ROOT_VARIABLE
 from patience import patience
 
 pytest.importorskip("ray")
@@ -491,7 +492,7 @@ def test_why_a_replica_did_not_start(message: str, expected: str) -> None:
 @contextmanager
 def started(*words: str, port: int = 0) -> Iterator[LiveReplicas]:
     """A process with a local Ray of its own; nothing of it is left at the end."""
-    with tempfile.TemporaryDirectory(prefix="slo-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="r-", dir=os.environ[ROOT_VARIABLE]) as folder:
         ray_env = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token"}
         ray_env["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         process = subprocess.Popen(

@@ -30,10 +30,10 @@ os.environ.setdefault(
 )  # the threads that ngram looks up in spin beside others
 
 import numpy as np
+import pytest
 import torch
 import vllm
 from made_prompts import made_prompts
-from pytest import MonkeyPatch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -183,7 +183,7 @@ def take_masks() -> None:
     worker._BACKENDS[AttentionBackendEnum.CPU_ATTN] = "masked_backend.TreeMaskedBackend"
 
 
-def break_it(what: str, scheduler: Any, patch: MonkeyPatch) -> None:
+def break_it(what: str, scheduler: Any, patch: pytest.MonkeyPatch) -> None:
     """Make one part of verification wrong, to see the tests fail."""
     from vllm_slo.engine import model_runner
     from vllm_slo.engine.proposers import lm
@@ -314,7 +314,7 @@ class DraftWatch:
         roots, wrong: roots and guesses looked at, and those that were others.
     """
 
-    def __init__(self, patch: MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         from vllm_slo.engine.proposers.chain import ChainSearch
 
         self.roots = self.wrong = 0
@@ -439,7 +439,7 @@ def run_phase(
             params.extra_args = slo.to_extra_args() if slo else None
     if "sample" in engine:
         texts, kinds = _samples(engine["sample"])
-    with MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if "break" in phase:
             break_it(phase["break"], counters.scheduler, patch)
         watch = DraftWatch(patch) if phase.get("watch") else None

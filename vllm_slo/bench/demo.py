@@ -26,7 +26,7 @@ from vllm_slo.bench.demo_load import (
     measure_steps,
     rate_at,
 )
-from vllm_slo.bench.demo_servers import MAX_CONTEXT, candidates, own_core, server
+from vllm_slo.bench.demo_servers import MAX_CONTEXT, candidates, own_core, server, servers
 from vllm_slo.bench.disturbance import Disturbance, DisturbanceWatch
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.endpoint import ServerTarget
@@ -122,7 +122,7 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
 
 
 def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
-    """Stock vLLM and ours, each alone on the machine."""
+    """Stock vLLM and ours, one after the other; who is not asked is idle."""
     model = choose_model(args.parameters, console)
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
     steps: StepTimes | None = None
@@ -130,22 +130,22 @@ def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
     runs: list[ServerRun] = []
     drafts: dict[str, DraftCounts] = {}
     disturbances: dict[str, Disturbance] = {}
-    for candidate in candidates(1, speculate=args.speculate):
-        with server(candidate, model.folder, args.out, console, model.options) as url:
+    compared = candidates(1, speculate=args.speculate)
+    with servers(compared, model.folder, args.out, console, model.options) as urls, own_core():
+        for candidate, url in zip(compared, urls, strict=True):
             target = ServerTarget(candidate.name, url, send_slo=candidate.send_slo)
-            with own_core():
-                ratio = 1.0
-                if steps is None or workload is None:
-                    console.print("measuring lone requests and what stock vLLM carries ...")
-                    steps = measure_steps(target, client)
-                    chosen = choose_load(steps, args.seed, args.load or LOAD, args.duration)
-                    workload = chosen.workload
-                    console.print(str(chosen))
-                else:
-                    ratio = measure_step(target, 1, client) / steps.lone_s
-                watch = DisturbanceWatch()
-                runs.append(bench_server(target, workload, client, console))
-                disturbances[candidate.name] = watch.result(ratio)
+            ratio = 1.0
+            if steps is None or workload is None:
+                console.print("measuring lone requests and what stock vLLM carries ...")
+                steps = measure_steps(target, client)
+                chosen = choose_load(steps, args.seed, args.load or LOAD, args.duration)
+                workload = chosen.workload
+                console.print(str(chosen))
+            else:
+                ratio = measure_step(target, 1, client) / steps.lone_s
+            watch = DisturbanceWatch()
+            runs.append(bench_server(target, workload, client, console))
+            disturbances[candidate.name] = watch.result(ratio)
             if candidate.draft and (counts := read_draft_counts(url)) is not None:
                 drafts[candidate.name] = counts
     assert steps is not None

@@ -104,9 +104,7 @@ def _draw_everybody(figure: SubFigure, report: BenchReport) -> None:
     ]
     batch = [batch_tokens_per_s(run) for run in report.runs]
     if any(rate is not None for rate in batch):
-        panels.insert(
-            2, ("batch work (tokens/s)", [""], [[rate] for rate in batch], ".0f")
-        )
+        panels.insert(2, ("batch work (tokens/s)", [""], [[rate] for rate in batch], ".0f"))
     for axes, (title, groups, rows, form) in zip(
         np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True
     ):
