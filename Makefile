@@ -10,7 +10,14 @@ ACCELERATOR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTEST_ARGS ?=
 SIMULATE_ARGS ?=
 
+# vLLM on CPU and torch's compiler do not start from a folder with a space in its path (LD_PRELOAD,
+# compiler flags). There the environment lies in the cache folder.
+space := $(subst x,,x x)
+ifneq ($(findstring $(space),$(CURDIR)),)
+VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-slo/venv-$(shell pwd | cksum | cut -d' ' -f1)
+else
 VENV := .venv
+endif
 BIN := $(VENV)/bin
 # What `make demo` needs, and what everything else needs besides.
 STAMP = $(VENV)/.installed-$(ACCELERATOR)

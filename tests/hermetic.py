@@ -31,6 +31,8 @@ DROPPED: Final = (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PYTHONPATH", "PYTHONWARNINGS", "LANGUAGE"),
     *(f"{name}_proxy" for name in ("http", "https", "ftp", "all", "no")),
 )
+NOWHERE: Final = "/nowhere"
+"""A folder that no machine has: what a test opens to see how a missing file is told."""
 SYSTEM: Final = ("/proc", "/sys", "/dev", "/etc", "/usr", "/lib", "/lib64", "/bin", "/run", "/var")
 
 _opened: list[str] = []
@@ -74,7 +76,7 @@ def allowed() -> tuple[str, ...]:
     """The folders in which a test may open files."""
     python = {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()}
     data = [os.environ[DATA_VARIABLE]] if os.environ.get(DATA_VARIABLE) else []
-    folders = [REPOSITORY, os.environ[ROOT_VARIABLE], *python, *data, *SYSTEM]
+    folders = [REPOSITORY, os.environ[ROOT_VARIABLE], *python, *data, NOWHERE, *SYSTEM]
     return tuple(f"{os.path.realpath(one)}/" for one in folders)
 
 
