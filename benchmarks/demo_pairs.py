@@ -15,14 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final, TypeAlias
 
-from common import table_lines
+from common import RESULTS, markdown, write_result
 
-RESULTS: Final = Path(__file__).parent / "results"
 Report: TypeAlias = dict[str, Any]
 
 
@@ -88,51 +86,41 @@ HEADINGS: Final = [
 ]
 
 
-def write(reports: list[Report], path: Path, command: str) -> None:
-    """The page of results."""
-    ahead = sum(map(is_ahead, reports))
+TEXT: Final = """
+vllm-slo keeps more objectives than stock vLLM in {ahead} of {count} paired runs, {ours:.0%} against
+{stock:.0%} in the mean.
+
+A run is `vllm-slo demo` with arrivals of its own. Each server gets requests of three classes at 1.3
+times the rate that stock vLLM carries here, and a backlog of batch work without objectives all at
+once. TTFT and TPOT (the worst 10 tokens) are those of everybody, with an objective or without. Of
+two figures the first is stock vLLM's, the second vllm-slo's.
+"""
+NOTE: Final = """
+What vllm-slo does not promise waits longer, above all the batch work: that is the price. "Taken by
+others" is the share of the cores that other processes and the host took during each run. The last
+column is the time of the whole command, installation not included. The picture is the first run's.
+
+![Objectives kept by class, what everybody got, latency against objectives, load](demo.png)
+"""
+
+
+def text(reports: list[Report]) -> str:
+    """What came out."""
     stock, ours = (mean(kept(report["servers"][i]) for report in reports) for i in (0, 1))
-    machine, versions = reports[0]["machine"], reports[0]["versions"]
-    lines = [
-        "# Demo",
-        "",
-        f"vllm-slo keeps more objectives than stock vLLM in {ahead} of {len(reports)} paired runs, "
-        f"{ours:.0%} against {stock:.0%} in the mean.",
-        "",
-        "A run is `vllm-slo demo` with arrivals of its own. Each server gets requests of three classes",
-        "at 1.3 times the rate that stock vLLM carries here, and a backlog of batch work without",
-        "objectives at once. TTFT and TPOT (the worst 10 tokens) are those of everybody, with an",
-        "objective or without. Of two figures the first is stock vLLM's, the second vllm-slo's.",
-        "",
-        *table_lines(HEADINGS, rows(reports)),
-        "",
-        "What vllm-slo does not promise waits longer, above all the batch work: that is the price.",
-        "The picture is that of the first run.",
-        "",
-        "![Objectives kept by class, what everybody got, latency against the objective, requests in "
-        "flight](demo.png)",
-        "",
-        f"- command: `{command}`",
-        f"- machine: {machine['cores']} cores, {machine['cpu']}, {reports[0]['workload']['source']}",
-        "- versions: " + ", ".join(f"{name} {v}" for name, v in versions.items() if v),
-        f"- date: {datetime.now(UTC):%Y-%m-%d}",
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    ahead = sum(map(is_ahead, reports))
+    return TEXT.format(ahead=ahead, count=len(reports), stock=stock, ours=ours)
 
 
 def main() -> None:
     """Run the demos and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "demo.md")
+    parser.add_argument("--name", default="demo", help="of the page, and of its picture")
     args = parser.parse_args()
-    seeds = range(args.first_seed, args.first_seed + args.runs)
     with tempfile.TemporaryDirectory() as folder:
-        reports = [run_demo(seed, Path(folder) / str(seed)) for seed in seeds]
-        shutil.copy(Path(folder) / str(seeds[0]) / "demo.png", args.out.with_suffix(".png"))
-    write(reports, args.out, f"python benchmarks/demo_pairs.py --runs {args.runs}")
-    print(f"ahead in {sum(map(is_ahead, reports))} of {len(reports)}: {args.out}")
+        reports = [run_demo(seed, Path(folder) / str(seed)) for seed in range(args.runs)]
+        shutil.copy(Path(folder) / "0" / "demo.png", RESULTS / f"{args.name}.png")
+    write_result(args.name, text(reports), markdown(HEADINGS, rows(reports)), note=NOTE)
 
 
 if __name__ == "__main__":
