@@ -53,7 +53,7 @@ def serve(slo_config: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
         text=True,
         timeout=patience(280),
         check=False,
-        env=environment(),
+        env={**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]

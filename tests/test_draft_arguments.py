@@ -596,7 +596,10 @@ def test_the_token_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("flags", "said"),
     [
         (["--draft-servers", ADDRESS], f"--draft-token-file: not given, and {TOKEN_VARIABLE} is"),
-        (["--draft-servers", ADDRESS, "--draft-token-file", "/nowhere"], "--draft-token-file /nowhere: No"),
+        (
+            ["--draft-servers", ADDRESS, "--draft-token-file", "/nowhere"],
+            "--draft-token-file /nowhere: No",
+        ),
         (["--draft-servers", "10.0.0.1:80"], "--draft-servers 10.0.0.1:80: not an address; write"),
         (
             ["--draft-servers", ADDRESS, "--draft-model", "tiny"],

@@ -29,8 +29,6 @@ from patience import patience
 
 from vllm_slo.http_slo import MAX_BODY_BYTES
 
-pytestmark = pytest.mark.alone
-
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0), "drain_s": 5.0}
 SLO = {"ttft_ms": 2_000}
 KEY = "sk-secret"

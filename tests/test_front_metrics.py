@@ -17,8 +17,6 @@ from front_stack import (
 from patience import patience
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = pytest.mark.alone
-
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0)}
 
 
