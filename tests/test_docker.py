@@ -171,7 +171,16 @@ def test_the_health_check() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["cpu"], ["rocm", "a.whl"], ["cpu", "nowhere.whl"], ["cuda", "nowhere.whl", "x"]]
+    "words",
+    [
+        [],
+        ["cpu"],
+        ["rocm", "a.whl"],
+        ["cpu", "nowhere.whl"],
+        ["cuda", "nowhere.whl", "x"],
+        ["beside", "nowhere.whl"],
+        ["cpu", "."],
+    ],
 )
 def test_the_installer_refuses_what_it_cannot_do(words: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
@@ -183,7 +192,10 @@ def test_the_installer_refuses_what_it_cannot_do(words: list[str], tmp_path: Pat
         check=False,
     )
     assert done.returncode == 2
-    assert "install.sh cpu WHEEL" in done.stderr or "nowhere.whl: no such wheel" in done.stderr
+    complaint = (
+        f"install.sh: {words[1]}: no such wheel, and no folder of a clone" if words[1:] else ""
+    )
+    assert "install.sh cpu SOURCE" in done.stderr or complaint in done.stderr
 
 
 # --- compose -------------------------------------------------------------------------------------

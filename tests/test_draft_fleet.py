@@ -115,6 +115,7 @@ def test_a_process_that_ends_at_once_is_not_started_all_the_time(
         await until(watched, lambda one: one["starts"] == 5)
         # Only the first start anew comes at once.
         assert time.monotonic() - began_s > 3 * 0.2
+        await watched.stop()
 
     asyncio.run(play())
 
@@ -128,6 +129,7 @@ def test_a_process_that_cannot_use_its_flags_is_not_started_again(
         one = await until(watched, lambda one: bool(one["error"]))
         assert one["error"] == "vllm-slo: error: --model: no"
         assert (await watched.watch())["starts"] == 1
+        await watched.stop()
 
     asyncio.run(play())
 
