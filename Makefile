@@ -19,6 +19,9 @@ else
 VENV := .venv
 endif
 BIN := $(VENV)/bin
+# Each process of a server imports thousands of modules: 20 s where Python may not keep what it
+# compiled, 9 s where it may.
+unexport PYTHONDONTWRITEBYTECODE
 # What `make demo` needs, and what everything else needs besides.
 STAMP = $(VENV)/.installed-$(ACCELERATOR)
 STAMP_DEMO = $(VENV)/.installed-demo-$(ACCELERATOR)

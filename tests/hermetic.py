@@ -28,7 +28,8 @@ SETTINGS: Final = (
 )
 """How the names of variables begin that a user may have set for what is tested."""
 DROPPED: Final = (
-    *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PYTHONPATH", "PYTHONWARNINGS", "LANGUAGE"),
+    *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "LANGUAGE"),
+    *("PYTHONPATH", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE", "PYTHONOPTIMIZE", "PYTHONUTF8"),
     *(f"{name}_proxy" for name in ("http", "https", "ftp", "all", "no")),
 )
 NOWHERE: Final = "/nowhere"

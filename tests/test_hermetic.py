@@ -114,6 +114,7 @@ def test_surroundings():
     assert Path(os.environ["VLLMSLO_TEST_ROOT"]) in Path(tempfile.gettempdir()).parents
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "http_proxy", "HTTPS_PROXY", "OPENAI_API_KEY"):
         assert name not in os.environ
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
     assert os.environ["VLLM_SLO_DATA"] == ""
     assert time.tzname[0] == "UTC"
     print("the root is", os.environ["VLLMSLO_TEST_ROOT"])
@@ -129,6 +130,7 @@ def test_what_a_user_has_set_is_not_what_is_tested(repository: Path) -> None:
         http_proxy="http://127.0.0.1:9",
         HTTPS_PROXY="http://127.0.0.1:9",
         OPENAI_API_KEY="sk-none",
+        PYTHONDONTWRITEBYTECODE="1",
         TZ="Asia/Kolkata",
         LC_ALL="C",
     )
