@@ -18,7 +18,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from vllm_slo import profiles, tiny
 from vllm_slo.bench import traces
 from vllm_slo.draft_socket import TOKEN_VARIABLE
 from vllm_slo.house_style import INK, PICTURE
+from vllm_slo.ports import free_port
 
 
 class Client(NamedTuple):
@@ -363,13 +363,6 @@ def texts(client: Client) -> Iterator[str]:
     if not found:
         raise SystemExit("the public prompts are not at hand; see the README's section on data")
     return itertools.cycle(found[::2] if client.temperature else found[1::2])
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import asyncio
 import gc
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +23,7 @@ import aiohttp
 import numpy as np
 from common import markdown, write_result
 
+from vllm_slo.ports import free_port
 from vllm_slo.router.child import Child
 from vllm_slo.router.protocol import TOKEN_HEADER
 from vllm_slo.serve_args import TINY, serve_arguments
@@ -69,13 +69,6 @@ class Way:
         if not text.rstrip().endswith(b"[DONE]") or b'"error"' in text:
             raise SystemExit(f"an answer ended with {text[-200:]!r}")
         return first - begun, ended - begun
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

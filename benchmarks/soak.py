@@ -18,7 +18,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -52,6 +51,7 @@ from soak_report import (
 )
 
 from vllm_slo import tiny
+from vllm_slo.ports import free_port
 from vllm_slo.tiny.twin import write_costlier_twin
 
 START_S: Final = 300.0
@@ -234,9 +234,7 @@ def serving(model: Path, flags: Sequence[str]) -> Iterator[Server]:
         scratch.mkdir()
         config = Path(folder) / "slo.yaml"
         config.write_text(CONFIG)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = Path(sys.executable).with_name("vllm-slo")
         log = Path(folder) / "server.log"
         with log.open("wb") as out:

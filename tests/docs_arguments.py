@@ -16,7 +16,7 @@ from importlib import import_module
 from vllm_slo import cli
 from vllm_slo.engine import cpu_alias, serve
 from vllm_slo.errors import VllmSLOError
-from vllm_slo.router import draft_fleet
+from vllm_slo.ports import free_port
 from vllm_slo.router import serve as replicas
 
 
@@ -35,7 +35,7 @@ def ours(command: str, words: list[str]) -> None:
         vllms([args.model, *replicas.app_args(args, rest).get("vllm_args", [])])
     elif command == "serve":
         if (args.draft_servers or "").isdecimal():  # would start them
-            args.draft_servers = f"tcp://127.0.0.1:{draft_fleet._free_port()}"
+            args.draft_servers = f"tcp://127.0.0.1:{free_port()}"
             args.draft_model = None
         vllms(serve.command_line(args, rest)[2:])
     elif rest and command != "draft-server":

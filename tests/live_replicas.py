@@ -22,8 +22,10 @@ import httpx
 import openai
 import psutil
 from hermetic import ROOT_VARIABLE
-from live_server import environment, free_port
+from live_server import environment
 from patience import patience
+
+from vllm_slo.ports import free_port
 
 TESTS = Path(__file__).parent
 HANG_S = patience(60.0)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from typing import Any
 import openai
 from patience import patience
 from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_slo.ports import free_port
 
 START_S = patience(240.0)
 STOP_S = patience(60.0)
@@ -83,13 +84,6 @@ class LiveServer:
                 return
             time.sleep(0.2)
         raise AssertionError(f"{series} {labels}: {seen}, not {expected}")
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

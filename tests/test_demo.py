@@ -181,12 +181,6 @@ def test_a_report_tells_the_command_that_repeats_it(asked: list[str], expected: 
     assert parser.parse_args(said.split()[2:]) == args
 
 
-def test_a_free_port_can_be_bound() -> None:
-    port = demo_servers.free_port()
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-
-
 # --- demo: servers -------------------------------------------------------------------------------
 
 HEALTHY = """

@@ -38,13 +38,15 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.live": set(),
     "vllm_slo.yaml_nodes": set(),
     "vllm_slo.house_style": set(),
+    "vllm_slo.ports": set(),
     "vllm_slo.profiles": {"vllm_slo.core", "vllm_slo.errors"},
     "vllm_slo.serve_args": {"vllm_slo.config", "vllm_slo.errors", "vllm_slo.tiny"},
     "vllm_slo.tiny": {"vllm_slo.errors"},
     "vllm_slo.draft_wire": {"vllm_slo.errors"},
     "vllm_slo.draft_socket": {"vllm_slo.draft_wire", "vllm_slo.errors"},
     "vllm_slo.bench": POLICY
-    | {"vllm_slo.house_style", "vllm_slo.profiles", "vllm_slo.serve_args", "vllm_slo.tiny"},
+    | {"vllm_slo.house_style", "vllm_slo.ports", "vllm_slo.profiles"}
+    | {"vllm_slo.serve_args", "vllm_slo.tiny"},
     "vllm_slo.engine": POLICY
     | DRAFT_LINK
     | {
@@ -59,6 +61,7 @@ LOCAL_LAW: dict[str, set[str]] = {
     "vllm_slo.router": POLICY | {"vllm_slo.http_slo", "vllm_slo.live", "vllm_slo.serve_args"},
     "vllm_slo.router.draft_fleet": {
         "vllm_slo.draft_socket",
+        "vllm_slo.ports",
         "vllm_slo.errors",
         "vllm_slo.router",
     },

@@ -27,9 +27,10 @@ from patience import patience
 
 pytest.importorskip("vllm")
 
-from live_server import command, environment, free_port
+from live_server import command, environment
 
 from vllm_slo.draft_socket import TOKEN_VARIABLE
+from vllm_slo.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

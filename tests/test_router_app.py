@@ -29,7 +29,7 @@ pytest.importorskip("ray")
 
 import httpx
 from live_replicas import LiveReplicas, eventually, nothing
-from live_server import environment, free_port
+from live_server import environment
 
 from vllm_slo import tiny
 from vllm_slo.cli import main
@@ -37,6 +37,7 @@ from vllm_slo.config import SLOConfig
 from vllm_slo.engine import plugin
 from vllm_slo.engine import serve as engine_serve
 from vllm_slo.errors import ConfigError
+from vllm_slo.ports import free_port
 from vllm_slo.router import app, arguments
 from vllm_slo.router import serve as router_serve
 from vllm_slo.router.arguments import AppArgs, Flags, api_key_digest, resources

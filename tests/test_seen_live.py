@@ -26,8 +26,10 @@ import live_server
 import yaml
 from browser import PHONE, chromium, program, visiting
 from dashboards import DASHBOARD, PROMETHEUS, expressions
-from live_server import SMALL, LiveServer, ask_openai, command, free_port
+from live_server import SMALL, LiveServer, ask_openai, command
 from otlp_receiver import Receiver, Span, receiving
+
+from vllm_slo.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

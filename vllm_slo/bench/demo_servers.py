@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from vllm_slo.bench.endpoint import opener
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.core.types import RoutingPolicy
+from vllm_slo.ports import free_port
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -164,13 +164,6 @@ def _process(
         yield _Running(f"http://127.0.0.1:{port}", log, process)
     finally:
         _stop(process)
-
-
-def free_port() -> int:
-    """A port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final, TypedDict
 
 from vllm_slo.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
 from vllm_slo.errors import ConfigError
+from vllm_slo.ports import free_port
 from vllm_slo.router import ray_session
 from vllm_slo.router.child import Child, keep_group_until_exit
 
@@ -151,7 +152,7 @@ def beside(args: argparse.Namespace) -> None:
     ray_session.import_ray("--draft-servers")
     if args.draft_token_file is None:
         os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
-    address = f"tcp://127.0.0.1:{_free_port()}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     words = ["draft-server", "--count", str(count), "--model", models[0], "--connect", address]
     if args.draft_token_file is not None:
         words += ["--token-file", args.draft_token_file]
@@ -160,12 +161,6 @@ def beside(args: argparse.Namespace) -> None:
     )
     keep_group_until_exit(fleet.pid, PATIENCE_S)
     args.draft_servers, args.draft_model = address, None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class _Fleet:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A port for a server that is about to start."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+from typing import Final
+
+EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Linux: from which ports outgoing connections take theirs."""
+FIRST: Final = 20_000
+"""Ray's workers listen on 10,002 to 19,999."""
+USUAL: Final = 32_768
+"""Where the range of outgoing connections begins if nobody changed it."""
+TRIES: Final = 100
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of ``host`` on which nobody listens now, and which no outgoing connection will take.
+
+    A server binds its port a minute after it was chosen. Until then an outgoing connection may take
+    any port of the ephemeral range, and whoever polls a port of that range may connect to itself.
+    """
+    for port in random.sample(range(FIRST, max(FIRST + TRIES, _first_ephemeral())), TRIES):
+        if found := _bound(host, port):
+            return found
+    return _bound(host, 0)
+
+
+def _first_ephemeral() -> int:
+    try:
+        return int(EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return USUAL
+
+
+def _bound(host: str, port: int) -> int:
+    """The port that could be bound; 0: that one is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            if port == 0:
+                raise
+            return 0
+        return int(probe.getsockname()[1])
