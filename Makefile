@@ -18,6 +18,9 @@ VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllm-slo/venv-$(shell pwd | cksum
 else
 VENV := .venv
 endif
+ifneq ($(findstring $(space),$(VENV)),)
+$(error $(VENV): no environment works in a folder with a space; make VENV=FOLDER names another)
+endif
 BIN := $(VENV)/bin
 # Each process of a server imports thousands of modules: 20 s where Python may not keep what it
 # compiled, 9 s where it may.
