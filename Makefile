@@ -43,13 +43,13 @@ setup: $(STAMP) ## make .venv and install vLLM, vllm-slo and the tools
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them
-	$(PYTEST) -m "not deep" $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-quick: setup ## the tests that start no engine and no server: two minutes
-	$(PYTEST) -m "not engine and not slow and not alone and not deep" $(PYTEST_ARGS)
+	$(PYTEST) -m "not engine and not slow and not alone" $(PYTEST_ARGS)
 
-test-deep: setup ## all tests, with those that repeat a covered path at length
-	$(PYTEST) $(PYTEST_ARGS)
+test-deep: setup ## all tests; those that draw their cases draw ten times as many
+	VLLMSLO_TEST_DEPTH=10 $(PYTEST) $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy and bandit
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from pathlib import Path
 import hermetic
 import patience
 import pytest
+from depth import DEPTH, examples
 from hypothesis import HealthCheck, settings
 
 hermetic.prepare()
@@ -27,7 +28,11 @@ hermetic.watch()
 # pytest has the time limits. What numba compiles at first takes longer than any example, and a
 # machine may be slow.
 settings.register_profile(
-    "here", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "here",
+    settings(),
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("here")
 
@@ -62,12 +67,12 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Time-outs as long as this machine needs; workers are handed the scaled ones."""
+    """Time-outs as long as this machine and these depths need; workers are handed those."""
     if is_worker(config):
         return
     for name in ("timeout", "session_timeout"):
         seconds = getattr(config.option, name, None) or float(config.getini(name))
-        setattr(config.option, name, patience.patience(seconds))
+        setattr(config.option, name, DEPTH * patience.patience(seconds))
 
 
 def pytest_report_header() -> str:
@@ -162,7 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path.name, len(FIRST) + (item.path.name in waits)))
     for item in items:
         scaled = [
-            pytest.mark.timeout(patience.patience(mark.args[0]), **mark.kwargs)
+            pytest.mark.timeout(DEPTH * patience.patience(mark.args[0]), **mark.kwargs)
             for mark in item.iter_markers("timeout")
         ]
         if scaled:

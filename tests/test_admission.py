@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -268,7 +269,7 @@ def test_shared_ids_are_an_error() -> None:
         plan_admission(0.0, [one], [one], {}, SIX_A_UNIT, PLENTY)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(0, 2**32), st.floats(1.0, 3.0), st.floats(1.0, 3.0), st.integers(0, 3))
 def test_more_capacity_never_loses_value(seed: int, share: float, room: float, seats: int) -> None:
     """Speed is not asserted: a faster step that is cut may lose more (`_cut` assumes halves)."""
@@ -306,7 +307,7 @@ def test_long_prompts_cost_their_attention() -> None:
     assert work_tokens(SIX_A_UNIT, 100, 1000) == 100
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.integers(0, 2**32))
 def test_an_outlook_judges_one_request_as_the_program_does(seed: int) -> None:
     rng = random.Random(seed)

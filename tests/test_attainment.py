@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,7 +193,7 @@ _streams = st.lists(
 
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's own, for runs in which nothing succeeded
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(_streams, st.floats(1, 2000), st.floats(1, 200))
 def test_mean_goodput_counts_as_vllm_bench_serve(
     streams: list[tuple[float, float, list[float], bool]], ttft_ms: float, tpot_ms: float

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -303,7 +304,7 @@ def step_s(model: StepTimeModel, chunks: list[tuple[int, int]]) -> float:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     model=tiny_models,
     tpots=st.lists(st.sampled_from([0.4, 0.8, 1.0]), max_size=3),
@@ -419,7 +420,7 @@ def cases(draw: Callable[..., Any]) -> Case:
     return Case(decodes, prefills, best_effort, model, limits, frozenset(early))
 
 
-MANY = settings(max_examples=120)
+MANY = settings(max_examples=examples(120))
 
 
 @MANY

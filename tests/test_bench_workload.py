@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +110,7 @@ def test_square_wave_bursts() -> None:
     assert all(r.at_s % 20 <= 5 for r in everything.requests)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     rate=st.floats(0.05, 30),
     duration_s=st.floats(0.5, 90),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -156,14 +157,14 @@ def mistake(read: Callable[[], SLOConfig]) -> str:
 
 
 @given(st.dictionaries(keys, values, max_size=4) | values)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_fuzz_only_config_error_comes_out(data: Any) -> None:
     text = mistake(lambda: SLOConfig.from_additional_config({"slo_config": data}))
     assert not text or text.startswith(("slo_config:", "cannot read"))
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_fuzz_yaml_text(source: str) -> None:
     text = mistake(lambda: SLOConfig._from_yaml(source, "slo.yaml"))
     assert not text or text.startswith("slo.yaml")

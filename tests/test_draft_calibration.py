@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,7 +98,7 @@ def test_the_best_guess_is_told_apart_from_the_others() -> None:
     assert {row.best for row in calibration.reliability()} == {True, False}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_each_parent_has_one_best_guess(data) -> None:
     sizes = data.draw(st.lists(st.integers(0, 12), max_size=4))
@@ -161,7 +162,7 @@ def test_the_error_falls_for_a_dishonest_draft_and_stays_small_for_an_honest_one
 unit = st.one_of(st.floats(0.0, 1.0), st.sampled_from(ODD))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.integers(1, 5), unit, st.booleans()), max_size=120),
     st.lists(unit, min_size=1, max_size=40),
@@ -214,7 +215,7 @@ def test_paths_use_the_depth_of_each_node() -> None:
     assert paths == pytest.approx(np.cumprod(each))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_no_path_is_likelier_than_its_parents(data) -> None:
     calibration = DraftCalibration(4)
@@ -263,7 +264,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
             calibration.path_probabilities([0, 2], parents, [0.5, 0.5])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_outcomes_are_those_of_the_walk(data) -> None:
     few = st.integers(0, 3)

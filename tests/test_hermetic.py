@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import depth
 import pytest
 from hermetic import DATA_VARIABLE, ROOT_VARIABLE
 from patience import VARIABLE, measure, patience
@@ -21,7 +22,7 @@ def repository(tmp_path: Path) -> Path:
     """A small repository with this suite's conftest, in a folder of its own."""
     folder = tmp_path / "some where" / "clone"
     (folder / "tests").mkdir(parents=True)
-    for name in ("conftest.py", "hermetic.py", "patience.py"):
+    for name in ("conftest.py", "depth.py", "hermetic.py", "patience.py"):
         shutil.copy(TESTS / name, folder / "tests")
     (folder / "tests" / "live_server.py").touch()  # one of the suite's two lock files
     (folder / "pytest.ini").write_text(
@@ -33,7 +34,8 @@ def repository(tmp_path: Path) -> Path:
 def run(repository: Path, test: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A session with one file of tests, started by a user with these variables."""
     (repository / "tests" / "test_it.py").write_text(test)
-    outside = {k: v for k, v in os.environ.items() if k not in (ROOT_VARIABLE, VARIABLE)}
+    ours = (ROOT_VARIABLE, VARIABLE, depth.VARIABLE)
+    outside = {k: v for k, v in os.environ.items() if k not in ours}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "tests"],
         cwd=repository,
@@ -150,4 +152,24 @@ def test_time_outs_grow_with_the_slowness_of_the_machine(repository: Path) -> No
     assert "1 passed" in done.stdout
     assert "time-outs are 8.0 times the reference machine's" in done.stdout
     assert "timeout: 480.0s" in done.stdout
+    done = run(repository, waits, **{VARIABLE: "1.0", depth.VARIABLE: "10"})
+    assert "1 passed" in done.stdout
+    assert "timeout: 600.0s" in done.stdout
     assert measure() >= 1.0
+
+
+DRAWS = """
+from hypothesis import given, strategies as st
+
+def test():
+    seen = []
+    given(st.integers())(lambda drawn: seen.append(drawn))()
+    print(f"drew {len(seen)}")
+    assert False
+"""
+
+
+def test_deep_tests_draw_more(repository: Path) -> None:
+    for chosen, drawn in (("1", 100), ("10", 1000)):
+        done = run(repository, DRAWS, **{depth.VARIABLE: chosen})
+        assert f"drew {drawn}\n" in done.stdout, done.stdout + done.stderr

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from depth import examples
 from http_app import CONFIG, REPORT, ROUTES, Server, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -434,7 +435,7 @@ raw_headers = st.dictionaries(
 
 
 @given(raw_bodies, raw_headers)
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_fuzz_never_500(body: bytes, headers: dict[bytes, bytes]) -> None:
     answers: list[Message] = []
     reached: list[bytes] = []

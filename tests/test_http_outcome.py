@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from depth import examples
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from http_app import CONFIG, REPORT, ROUTES, Server, refused
@@ -394,7 +395,7 @@ values = st.recursive(
 
 
 @given(values | st.dictionaries(st.sampled_from(["choices", "kv_transfer_params"]), values))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_fuzz_responses(response: Any) -> None:
     asked = Asked(SLO(ttft_ms=1, on_unattainable="decline"), None)
     body = json.dumps(response).encode()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -362,7 +363,7 @@ def serve(order: ServiceOrder, end_s: float) -> list[tuple[str, float]]:
     return ended
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(st.sampled_from(["las", "laps_sd"]), st.floats(0.5, 3.0))
 def test_a_long_request_ends_though_short_ones_never_cease(
     policy: BestEffortOrder, ageing_s: float

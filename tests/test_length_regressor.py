@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import patience
@@ -254,7 +255,7 @@ def test_a_guess_is_possible(
         max_size=40,
     )
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_whatever_comes_guesses_stay_possible(seen: list[tuple[list[int], int, int]]) -> None:
     """Lengths of anything between nothing and millions, the cap among them; learnt at once."""
     regressor = LengthRegressor(median(), min_samples=1)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -454,7 +455,7 @@ def test_without_quotas_nothing_is_counted(engine: Make) -> None:
     assert promised_tokens(one, "t") == 0.0
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60), st.integers(0, 3)), max_size=12))
 def test_all_is_accounted_for(config_folder: Path, crowd: list[tuple[int, int, int]]) -> None:
     """Whatever comes and leaves: level and what was used are the burst, and nothing stays paid."""

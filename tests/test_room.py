@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from depth import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def test_trees_make_room() -> None:
 PACES = st.builds(Pace, st.floats(0.021, 0.5), st.sampled_from([0.0, 0.25, 1.0, 4.0]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(PACES, min_size=1, max_size=24), PACES)
 def test_what_is_let_in_fits_the_steps(running: list[Pace], one: Pace) -> None:
     """Plain decoding, step by step, is the oracle."""
@@ -100,7 +101,7 @@ def test_what_is_let_in_fits_the_steps(running: list[Pace], one: Pace) -> None:
     assert BASE_S + TOKEN_S * tokens <= step_s * (1.0 + 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(PACES, min_size=1, max_size=24), PACES)
 def test_what_is_let_in_fits_with_trees(running: list[Pace], one: Pace) -> None:
     """The same where all ask for one TPOT, that is, for a whole tree in every step."""
@@ -111,7 +112,7 @@ def test_what_is_let_in_fits_with_trees(running: list[Pace], one: Pace) -> None:
     assert BASE_S + TOKEN_S * tokens <= step_s * (1.0 + 1e-9)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(PACES, min_size=1, max_size=24), PACES, PACES)
 def test_company_never_makes_room(running: list[Pace], one: Pace, more: Pace) -> None:
     tightest_s = min(pace.tpot_s for pace in [*running, one])

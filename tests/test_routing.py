@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,7 +183,7 @@ def promised_by_program(request: RoutedRequest, state: ReplicaState, taken_s: fl
     return bool(plan.admitted)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 2**32))
 def test_a_request_goes_to_the_first_in_turn_whose_program_admits_it(seed: int) -> None:
     rng = random.Random(seed)
@@ -327,7 +328,7 @@ def test_a_replica_that_has_not_spoken_promises_nothing() -> None:
     assert silent.work_s(ASKS) == 0.0
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.sampled_from("sbe"), st.integers(1, 6), st.booleans()), max_size=40))
 def test_whatever_happens_an_empty_double_is_as_new(events) -> None:
     (double,) = replicas(busy(2))
@@ -447,7 +448,7 @@ def test_a_loose_objective_holds_memory_no_longer_than_its_steps_take() -> None:
 # The state on the wire.
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 2**32))
 def test_a_state_survives_the_wire(seed: int) -> None:
     rng = random.Random(seed)

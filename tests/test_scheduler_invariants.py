@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from depth import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -328,7 +329,7 @@ BEST_EFFORT: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @example(  # two who were let in took the one seat from each other for ever
     seed=263, rate=15.0, blocks=25, seats=1, step_tokens=32, overlap=False, policy="fcfs",
     caching=False, share=0.0, extras=LORA, order={"order": "fcfs"},

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from depth import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -54,7 +55,7 @@ from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo_fields import SHORTEST_MS
 
-RUNS = int(os.environ.get("VLLMSLO_MACHINE_RUNS", "150"))
+RUNS = int(os.environ.get("VLLMSLO_MACHINE_RUNS", examples(150)))
 EVENTS = 40
 """Most events of one run."""
 AGEING_S = 1.0

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -746,7 +747,7 @@ def traffic(draw: st.DrawFn) -> list[Job]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(jobs=traffic(), replicas=st.sampled_from([1, 2]), frontend_s=st.sampled_from([0.0, 0.01]))
 def test_whatever_the_traffic(
     system: System, jobs: list[Job], replicas: int, frontend_s: float

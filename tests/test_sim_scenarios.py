@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ def test_defaults_are_table_2s() -> None:
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     scenario=st.sampled_from(sorted(SCENARIOS)),
     kind=st.sampled_from([None, *ARRIVALS]),
@@ -348,7 +349,7 @@ def test_without_data_a_stand_in_is_used(scenario: str, monkeypatch: pytest.Monk
 # --- context, AdaServe, arguments -----------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     scenario=st.sampled_from(sorted(SCENARIOS)),
     seed=st.integers(0, 1000),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -339,7 +340,7 @@ def test_resolved_round_trip_keeps_what_the_client_said(slo: SLO, name: str | No
     st.dictionaries(st.sampled_from(sorted(HEADER_FIELDS)), st.text(max_size=100), max_size=3),
     st.none() | json_values | st.sampled_from(["auto", "flex", "priority"]),
 )
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_fuzz_only_invalid_slo_error_comes_out(
     body: Any, xargs: Any, headers: dict[str, str], tier: Any
 ) -> None:

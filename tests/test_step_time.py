@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def test_inverse_by_hand() -> None:
     assert priced.time_to_tokens(0.1101, pairs_per_token=400) == 100
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     models,
     st.one_of(st.floats(0, 10), st.floats(1e-300, 1e-6)),
@@ -115,7 +116,7 @@ def test_chunk_by_hand() -> None:
     assert model.chunk_to_fit(0.0401, 200, 10, 1000, 0, 1010) == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     models,
     st.floats(0, 10),
@@ -247,7 +248,7 @@ garbage = st.tuples(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(garbage, max_size=30))
 def test_fit_of_garbage_is_non_negative(samples: list[Sample]) -> None:
     kept = 2 * [(BatchShape(8), 0.01)]

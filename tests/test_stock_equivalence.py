@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -530,7 +531,7 @@ def test_speculative_decoding(run: Run) -> None:
     assert counts["spec"] > 100 and counts["preempted"] > 10
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 10**6),
     blocks=st.sampled_from([30, 60, 400]),

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,7 +114,7 @@ def test_algorithm_1_tells_what_cannot_be_met() -> None:
 # Against the oracles.
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_algorithm_1_is_the_optimum(data) -> None:
     trees = data.draw(batches(requests=3, nodes=3))
@@ -146,7 +147,7 @@ def test_algorithm_1_is_the_optimum(data) -> None:
         assert total == best
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_algorithm_2_finds_the_optimum_where_there_is_one(data) -> None:
     trees = data.draw(batches())
@@ -161,7 +162,7 @@ def test_algorithm_2_finds_the_optimum_where_there_is_one(data) -> None:
 # Properties.
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_choices_are_trees_within_every_limit(data) -> None:
     trees = data.draw(batches())
@@ -190,7 +191,7 @@ def test_choices_are_trees_within_every_limit(data) -> None:
         assert not left or len(kept) == limit or not missed
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_a_larger_budget_is_never_worse(data) -> None:
     trees = data.draw(batches())
@@ -207,7 +208,7 @@ def test_a_larger_budget_is_never_worse(data) -> None:
             assert all(later in kept[mark] for mark, later in pairs if mark)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_the_order_of_requests_does_not_matter(data) -> None:
     trees = data.draw(batches())

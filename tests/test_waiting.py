@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -123,7 +124,7 @@ class Anybody(RuleBasedStateMachine):
 
 
 TestAnybody = Anybody.TestCase
-TestAnybody.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestAnybody.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
 
 
 @given(work=st.lists(st.integers(1, 20), min_size=1, max_size=12))
