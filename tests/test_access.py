@@ -348,6 +348,7 @@ def send(engine: VirtualEngine, name: str, extra: dict[str, Any]) -> None:
     engine.add(name, 20, 5, cast(SLO, SimpleNamespace(to_extra_args=lambda: extra)))
 
 
+@pytest.mark.slow
 def test_the_scheduler_believes_no_key_that_was_not_checked(guarded: VirtualEngine) -> None:
     flat = {"slo_ttft_ms": 900.0, "slo_tenant": "acme"}
     sealed = {**flat, SEAL_KEY: Seal("secret").of(flat), "other": 1}

@@ -181,6 +181,7 @@ def random_case(rng: random.Random) -> tuple[Oracle, list[Demand], list[Demand]]
     return Oracle(new, committed, decoding, model, capacity, context), new, committed
 
 
+@pytest.mark.slow
 def test_admission_equals_the_best_of_all_subsets() -> None:
     rng = random.Random(20250922)
     partial = 0

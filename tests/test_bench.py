@@ -250,6 +250,7 @@ def test_tokens_of_multi_token_chunks(fake: Fake, say_token_ids: bool) -> None:
     assert sorted(chunks.values()) == ([2, 4, 4] if say_token_ids else [3, 3, 4])
 
 
+@pytest.mark.slow
 def test_trouble_is_recorded_per_request(fake: Fake) -> None:
     fake.behave = {50: "decline", 51: "crash", 52: "cut", 53: "error", 54: "hang"}
     workload = requests_of([5, 50, 51, 52, 53, 54])
@@ -390,6 +391,7 @@ def arguments(*extra: str) -> argparse.Namespace:
     return parser.parse_args(list(extra))
 
 
+@pytest.mark.slow
 def test_command_end_to_end(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out_json, out_png = tmp_path / "deep" / "report.json", tmp_path / "report.png"
     zero = tmp_path / "zero.json"
@@ -443,12 +445,14 @@ def assert_picture(path: Path) -> None:
     assert 0.002 < inked < 0.5
 
 
+@pytest.mark.slow
 def test_picture_opens_and_is_not_blank(fake: Fake, tmp_path: Path) -> None:
     report = report_of(fake, synthetic(rate=20.0, duration_s=1.0, length_scale=0.02))
     finish(report, None, None, tmp_path / "picture.png")
     assert_picture(tmp_path / "picture.png")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["decline", "hang", "crash"])
 def test_report_of_a_disaster(fake: Fake, tmp_path: Path, trouble: str) -> None:
     """Nothing finished: tables, JSON and picture still come out, and say so."""
@@ -467,6 +471,7 @@ def test_report_of_a_disaster(fake: Fake, tmp_path: Path, trouble: str) -> None:
         assert_picture(out_png)
 
 
+@pytest.mark.slow
 def test_picture_without_any_objective(fake: Fake, tmp_path: Path) -> None:
     batch = next(c for c in DEFAULT_CLASSES if c.name == "batch")
     workload = synthetic(rate=10.0, duration_s=0.5, length_scale=0.02, classes=(batch,))
@@ -484,6 +489,7 @@ def test_table_fits_eighty_columns(fake: Fake) -> None:
     assert "…" not in text.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "option"),
     [

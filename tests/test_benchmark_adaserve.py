@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 if not (FOLDER / "adaserve.py").is_file():
     pytest.skip("the benchmarks are not here", allow_module_level=True)

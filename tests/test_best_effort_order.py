@@ -21,6 +21,8 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import ConfigError
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 
+pytestmark = pytest.mark.slow
+
 MODEL = StepTimeModel(((0.0, 0.002, 0.016), (0.0002, 0.002, 0.004)), max_tokens=2048)
 DRAFTS = 4
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}

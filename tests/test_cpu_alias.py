@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from patience import patience
 
+pytestmark = pytest.mark.slow
+
 
 def is_installed(name: str) -> bool:
     try:

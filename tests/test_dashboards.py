@@ -171,6 +171,7 @@ def test_prometheus_takes_the_configuration() -> None:
     assert f"{len(rules())} rules found" in said
 
 
+@pytest.mark.slow
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(HERE / "alerts_test.yml"))
 

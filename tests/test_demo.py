@@ -420,6 +420,7 @@ def test_a_gpu_is_not_measured_by_its_cpu(
     assert choose_model(None, quiet()) == Model(Path(f"{demo_load.GPU_SIZE:.0f}"))
 
 
+@pytest.mark.slow
 def test_the_speed_of_this_machine_is_measured() -> None:
     """In a process of its own, as torch need not be loaded here."""
     found = demo_load._child("vllm_slo.tiny.speed", "--parameters")
@@ -444,6 +445,7 @@ def test_step_times_as_the_simulator_takes_them() -> None:
     assert 0 <= asked["frontend_s"] <= STEPS.lone_s
 
 
+@pytest.mark.slow
 def test_what_stock_carries_is_where_it_begins_to_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time is exact: a little more than is carried misses the attainment asked for."""
     asked: list[dict[str, Any]] = []

@@ -491,6 +491,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 50
@@ -503,6 +504,7 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"url\(['\"]?https?:", sheet.read_text(encoding="utf-8")), sheet
 
 
+@pytest.mark.slow
 def test_every_page_is_found_by_the_search(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     found = {entry["location"].partition("#")[0] for entry in index["docs"]}

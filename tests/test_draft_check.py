@@ -262,6 +262,7 @@ WHISPER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edits", "what"),
     [
@@ -296,6 +297,7 @@ def test_an_attention_without_trees_is_refused(
     assert said.endswith(f", which trees cannot verify; {fix}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "what"),
     [

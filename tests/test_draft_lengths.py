@@ -165,6 +165,7 @@ def test_two_tokens_a_step_leave_more_room_for_prompts() -> None:
     assert took_s[0] < 0.6 * took_s[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_window_is_not_staked_on_luck(seed: int) -> None:
     """Steps without drafts keep 45 ms: then those with drafts do, in every window of ten tokens,

@@ -441,6 +441,7 @@ BAD_ANSWERS: dict[str, tuple[dict[str, Any], Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BAD_ANSWERS)
 def test_a_bad_answer_is_dropped_and_counted_and_no_other(link: DraftLink, what: str) -> None:
     changed, fault = BAD_ANSWERS[what]
@@ -938,6 +939,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_drafter_is_stopped_and_goes_on(link: DraftLink) -> None:
     """SIGSTOP, SIGCONT: first within the time in which its connection lasts, then beyond it."""
     asks = {"a": {"s": DraftAsk([1, 2], 2)}, "good": {"g": DraftAsk([3], 2)}}

@@ -737,6 +737,7 @@ def test_a_port_in_use_is_one_line(front: FrontProcess) -> None:
     assert "in use" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -20,6 +20,8 @@ import pytest
 from front_stack import Fake, FrontProcess, events, eventually, processes
 from patience import patience
 
+pytestmark = pytest.mark.slow
+
 STALE_S, DEAD_S = patience(1.0), patience(2.0)
 ROUTING = {
     "stale_after_s": STALE_S,

@@ -81,6 +81,7 @@ def test(): pass
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [True, False], ids=["there", "missing"])
 def test_a_test_that_opens_a_file_outside_the_repository_fails(
     repository: Path, there: bool
@@ -143,6 +144,7 @@ def test_what_a_user_has_set_is_not_what_is_tested(repository: Path) -> None:
     assert not Path(root).exists(), "it is removed when the session ends"
 
 
+@pytest.mark.slow
 def test_time_outs_grow_with_the_slowness_of_the_machine(repository: Path) -> None:
     waits = "import pytest, time\n@pytest.mark.timeout(0.2)\ndef test(): time.sleep(1)\n"
     done = run(repository, waits, **{VARIABLE: "1.0"})

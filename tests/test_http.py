@@ -434,6 +434,7 @@ raw_headers = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(raw_bodies, raw_headers)
 @settings(max_examples=examples(1000))
 def test_fuzz_never_500(body: bytes, headers: dict[bytes, bytes]) -> None:

@@ -350,6 +350,7 @@ def test_scikit_learn_is_imported_when_it_is_needed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_other_thread_works_for_it() -> None:
     """What the process computes, this thread does."""
     code = """

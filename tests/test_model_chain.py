@@ -383,6 +383,7 @@ def test_a_step_of_load_is_followed() -> None:
     assert world.share((), 30) > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS)
 def test_measuring_what_is_not_at_work_costs_little(name: str) -> None:
     world = World(WORLDS[name], seed=5)

@@ -571,6 +571,7 @@ def play(
     return tokens.mean(axis=0), hoped.mean(axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_realised_utility_comes_within_one_percent_of_the_optimum(case: str) -> None:
     """The utility of what each client got on average from the first round on, as in figure 4. One

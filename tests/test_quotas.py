@@ -245,6 +245,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_tenant_that_wants_everything_takes_nobodys_share(engine: Make, attack: str) -> None:
     slo, names = ATTACKS[attack]
@@ -256,6 +257,7 @@ def test_alone_a_tenant_attains_with_and_without_its_quota(engine: Make) -> None
     assert attainment(engine(), None) == attainment(engine(quotas=SHARES), None) == 1.0
 
 
+@pytest.mark.slow
 def test_the_very_tightest_tpot_still_leaves_most(engine: Make) -> None:
     """A TPOT of one step makes everybody's steps that short, which no quota prevents; see
     ``min_tpot_ms``. Without a quota nobody else is promised anything."""

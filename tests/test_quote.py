@@ -159,6 +159,7 @@ def quoted_now(engine: VirtualEngine, name: str, prompt: int, slo: SLO) -> Any:
     return unpack_quote(answer)
 
 
+@pytest.mark.slow
 def test_quotes_agree_with_admission(engine: Any) -> None:
     one, rng = engine(slo_config={"quote_holds_s": 0}), random.Random(5)
     said: dict[bool, list[bool]] = {True: [], False: []}
@@ -175,6 +176,7 @@ def test_quotes_agree_with_admission(engine: Any) -> None:
     assert sum(said[False]) <= 0.02 * len(said[False])
 
 
+@pytest.mark.slow
 def test_a_yes_holds_until_the_request_comes(engine: Any) -> None:
     slos = [SLO(ttft_ms=300, tpot_ms=40), *(SLO(ttft_ms=ms, tpot_ms=60) for ms in (800, 1500))]
     still = {}
@@ -216,6 +218,7 @@ def test_competition_is_what_was_promised_of_late(
     assert competition.tokens(0.0, now_s) == 0.0
 
 
+@pytest.mark.slow
 def test_what_is_offered_is_promised(engine: Any) -> None:
     one, rng = engine(), random.Random(7)
     offers: list[bool] = []

@@ -25,6 +25,8 @@ from live_replicas import (
     volley,
 )
 
+pytestmark = pytest.mark.slow
+
 FAKES = ["--replicas", "2", "--replica-module", "fake_engine_replica"]
 WHOLE_AGAIN_S = patience(30.0)
 PROMPT_S = patience(10.0)

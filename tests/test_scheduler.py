@@ -24,6 +24,8 @@ from vllm_slo.errors import ConfigError
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.slo import unpack_quote
 
+pytestmark = pytest.mark.slow
+
 SIX_A_UNIT = StepTimeModel(((0.0, 0.0, 0.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 EVERY_TOKEN = {"tpot_window_tokens": 1}

@@ -329,6 +329,7 @@ BEST_EFFORT: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @example(  # two who were let in took the one seat from each other for ever
     seed=263, rate=15.0, blocks=25, seats=1, step_tokens=32, overlap=False, policy="fcfs",
@@ -519,6 +520,7 @@ def test_best_effort_finishes_once_load_allows(make: Make) -> None:
 # What vLLM makes wait for other things than tokens.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("slo", [None, SLO(ttft_ms=2000, tpot_ms=100), SLO(tier="best_effort")])
 def test_structured_output_starts_when_its_grammar_is_ready(
@@ -670,6 +672,7 @@ SAID = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(asked=st.lists(st.tuples(SAID, st.integers(0, 5)), min_size=1, max_size=8))
 @example(asked=[({"slo_tpot_ms": 5e-324}, 0)])
 @example(asked=[({"slo_stages": '[{"until": "\\ud800", "tpot_ms": 50}, {"tpot_ms": 50}]'}, 0)])

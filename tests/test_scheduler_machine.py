@@ -55,6 +55,8 @@ from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo_fields import SHORTEST_MS
 
+pytestmark = pytest.mark.slow
+
 RUNS = int(os.environ.get("VLLMSLO_MACHINE_RUNS", examples(150)))
 EVENTS = 40
 """Most events of one run."""

@@ -131,6 +131,7 @@ def test_an_objective_that_is_lost_is_lost_for_the_whole_job() -> None:
     assert late.attained is False
 
 
+@pytest.mark.slow
 def test_quiet_sessions_end_and_there_are_never_too_many() -> None:
     sessions = Sessions(60.0)
     begun(sessions, 0.0)

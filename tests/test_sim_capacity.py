@@ -460,6 +460,7 @@ def test_a_real_window():
     assert max(window.load.promised) > 0
 
 
+@pytest.mark.slow
 def test_workers_leave_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

@@ -746,6 +746,7 @@ def traffic(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
 @settings(max_examples=examples(8))
 @given(jobs=traffic(), replicas=st.sampled_from([1, 2]), frontend_s=st.sampled_from([0.0, 0.01]))

@@ -66,6 +66,7 @@ COLUMNS: dict[str, Callable[[Job], list[int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("scenario", "column", "mean", "p99", "std"), TABLE_4)
 def test_lengths_are_table_4s(

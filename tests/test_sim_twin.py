@@ -31,6 +31,8 @@ from vllm_slo.sim.scenarios import make_jobs
 from vllm_slo.sim.systems import OURS, System, speculating, system
 from vllm_slo.sim.twin import LightOutput, LightScheduler, LightSLOScheduler, _Step
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 20
 DRAFTED_SEEDS = 5
 DRAFTS = (1, 3, 8)

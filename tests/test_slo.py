@@ -334,6 +334,7 @@ def test_resolved_round_trip_keeps_what_the_client_said(slo: SLO, name: str | No
     assert SLO.from_extra_args(resolved.to_extra_args(resolved=True), classes=CLASSES) == resolved
 
 
+@pytest.mark.slow
 @given(
     st.none() | json_values | st.dictionaries(body_keys, json_values, max_size=5),
     st.none() | json_values | st.dictionaries(xarg_keys, json_values, max_size=5),

@@ -51,6 +51,7 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0].removeprefix("vllm-slo: error: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -92,6 +92,7 @@ def test_tokenizers_are_one() -> None:
     assert prompt == "# user: sort a list\n# assistant:\n"
 
 
+@pytest.mark.slow
 def test_smaller_models_follow_larger_ones_on_held_out_text(ids: torch.Tensor) -> None:
     """The text is the running Python's library: another version's, or a distribution's, is another
     text, with some hundredths more or less."""
@@ -111,6 +112,7 @@ def test_smaller_models_follow_larger_ones_on_held_out_text(ids: torch.Tensor) -
     assert shares["middle_with_target"] >= shares["draft_with_target"] + 0.02
 
 
+@pytest.mark.slow
 def test_middle_follows_what_the_target_writes_better_than_the_draft(ids: torch.Tensor) -> None:
     target, middle, draft = (Llama.load(tiny.path(name)) for name in tiny.NAMES)
     rows = ids[::4, : train.PROMPT + 1]
@@ -162,6 +164,7 @@ def one_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     return partial(train.train, minutes=1e-6)
 
 
+@pytest.mark.slow
 def test_one_model_trains_alone_and_leaves_the_others(
     tmp_path: Path, one_step: Callable[..., dict[str, Any]]
 ) -> None:
@@ -183,6 +186,7 @@ def test_one_model_trains_alone_and_leaves_the_others(
     assert alone == whole
 
 
+@pytest.mark.slow
 def test_one_model_resumes_where_it_ended(
     tmp_path: Path, one_step: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +227,7 @@ def test_one_model_needs_what_it_starts_from(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

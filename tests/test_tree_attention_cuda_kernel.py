@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton")
 
 from vllm_slo.engine.tree_attention import cuda_kernel  # noqa: E402

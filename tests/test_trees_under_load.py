@@ -23,6 +23,8 @@ from vllm_slo import SLO
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.sim.harness import EngineShape
 
+pytestmark = pytest.mark.slow
+
 MODEL = StepTimeModel(((0.0, 0.0, 0.0), (0.0014, 0.0, 0.0275)), 1.2e-6, max_tokens=8192)
 TPOT_MS = (36.0, 36.0, 36.0, 45.0, 135.0)
 """1.2, 1.5 and 4.5 times the zero-load latency, by turns."""

@@ -61,6 +61,7 @@ def on_disk(folder: str) -> set[str]:
     return {path.as_posix() for path in found if not STRAY & set(path.parts)}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     with zipfile.ZipFile(dist / f"{NAME}-py3-none-any.whl") as wheel:
         names = set(wheel.namelist())
@@ -77,6 +78,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     assert "[vllm.general_plugins]" in entries
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_what_is_needed_to_test_and_to_build(dist: Path) -> None:
     with tarfile.open(dist / f"{NAME}.tar.gz") as sdist:
         names = {PurePosixPath(name) for name in sdist.getnames()}
