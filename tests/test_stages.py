@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -46,6 +46,7 @@ FLAT = StepTimeModel(((0.0, 0.0, 0.01), (0.0, 0.0, 0.0)), max_tokens=64)
     st.lists(st.floats(0.1, 2) | st.just(INFINITY), min_size=4, max_size=4),
     st.integers(1, 12),
 )
+@example([[0.0, 0.0, 0.0, 2.0, 2.0, 0.0, 0.0]], [0.75, INFINITY, INFINITY, 1.0], 4)
 def test_every_stage_is_measured_as_the_simulator_cuts_it(
     gaps: list[list[float]], tpots: list[float], window: int
 ) -> None:
@@ -71,7 +72,10 @@ def test_every_stage_is_measured_as_the_simulator_cuts_it(
     assert [one.attained for one in results] == [
         None if t == INFINITY else ok for ok, t in zip(kept, tpots, strict=False)
     ]
-    assert not (staged.missed and staged.attained)
+    # A tail joins the last full window, and may save it.
+    between = len(gaps[-1]) - (len(gaps) == 1)
+    saved = between > window and between % window > 0
+    assert saved or not (staged.missed and staged.attained)
 
 
 def test_a_stage_that_never_began_is_neither_kept_nor_missed() -> None:

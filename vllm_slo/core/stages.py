@@ -91,8 +91,10 @@ class StagedTPOT:
 
     @property
     def missed(self) -> bool:
-        """Whether an objective has been missed for good: of a stage that is over, or by a window
-        that is full."""
+        """Whether an objective has been missed: of a stage that is over, or by a full window.
+
+        The latter may be saved by the end of the answer: a tail joins the last full window.
+        """
         worst_s = self.measure.worst_full_s
         return not self._kept or (worst_s is not None and worst_s > self.tpot_s)
 
