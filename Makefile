@@ -19,11 +19,11 @@ else
 VENV := .venv
 endif
 ifneq ($(findstring $(space),$(VENV)),)
-$(error $(VENV): no environment works in a folder with a space; make VENV=FOLDER names another)
+$(error $(VENV) has a space, and vLLM on CPU does not start from there; use make VENV=FOLDER)
 endif
 BIN := $(VENV)/bin
-# Each process of a server imports thousands of modules: 20 s where Python may not keep what it
-# compiled, 9 s where it may.
+# Each process of a server imports vLLM. That takes 9 s with the bytecode that Python has kept, and
+# 20 s without.
 unexport PYTHONDONTWRITEBYTECODE
 # What `make demo` needs, and what everything else needs besides.
 STAMP = $(VENV)/.installed-$(ACCELERATOR)
@@ -45,10 +45,10 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --d
 test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-quick: setup ## the tests that start no engine and no server: two minutes
+test-quick: setup ## the fast tests, without an engine: two minutes
 	$(PYTEST) -m "not engine and not slow and not alone" $(PYTEST_ARGS)
 
-test-deep: setup ## all tests; those that draw their cases draw ten times as many
+test-deep: setup ## all tests; random ones with ten times as many cases
 	VLLMSLO_TEST_DEPTH=10 $(PYTEST) $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy and bandit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the tests go on that draw their cases: ten times as long in `make test-deep`."""
+"""How many random cases a test draws: ten times as many in `make test-deep`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ DEPTH: Final = int(os.environ.get(VARIABLE, "1"))
 
 
 def examples(count: int) -> int:
-    """How many cases a test draws, from how many it draws in `make test`."""
+    """The number of cases to draw, where `make test` draws ``count``."""
     return count * DEPTH

@@ -125,7 +125,7 @@ def test_both_images_are_alike_but_for_what_vllm_needs() -> None:
 
 
 def test_what_python_compiles_is_in_the_cpu_image() -> None:
-    """Its user may not write beside the modules; pip compiles, uv only if told."""
+    """The image's user cannot write bytecode. pip compiles by itself, uv only if told to."""
     (install,) = (value for value in values("Dockerfile.cpu", "RUN") if "install.sh" in value)
     assert install.startswith("UV_COMPILE_BYTECODE=1 /opt/vllm-slo/install.sh cpu ")
 

@@ -175,3 +175,28 @@ def test_deep_tests_draw_more(repository: Path) -> None:
     for chosen, drawn in (("1", 100), ("10", 1000)):
         done = run(repository, DRAWS, **{depth.VARIABLE: chosen})
         assert f"drew {drawn}\n" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_what_make_does_with_the_surroundings(tmp_path: Path) -> None:
+    """It lets Python keep bytecode, and refuses an environment in a folder with a space."""
+
+    def make(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "XDG_"))}
+        return subprocess.run(
+            ["make", "-f", TESTS.parent / "Makefile", *words],
+            cwd=folder,
+            env={**outside, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1", "SEEN": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    folder = tmp_path / "a clone"
+    folder.mkdir()
+    done = make(tmp_path, "--eval=show: ; @env", "show")
+    assert "SEEN=1" in done.stdout, done.stderr
+    assert "PYTHONDONTWRITEBYTECODE" not in done.stdout
+    done = make(folder, "help")
+    assert done.returncode == 2
+    assert "has a space" in done.stderr and "make VENV=FOLDER" in done.stderr

@@ -11,13 +11,17 @@ import pytest
 from vllm_slo import ports
 
 
-def test_a_free_port_can_be_bound_and_no_connection_takes_it() -> None:
+def test_a_free_port_can_be_bound_and_no_connection_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "EPHEMERAL", tmp_path / "range")
+    ports.EPHEMERAL.write_text("25000\t60999\n")
     found = {ports.free_port() for _ in range(20)}
     assert len(found) > 1  # two servers that start side by side get two
     for port in found:
         with socket.socket() as server:
             server.bind(("127.0.0.1", port))
-        assert ports.FIRST <= port < int(ports.EPHEMERAL.read_text().split()[0])
+        assert ports.FIRST <= port < 25_000
 
 
 @pytest.mark.parametrize("text", ["", "some\n", None, "1024\t60999\n"])
@@ -43,8 +47,3 @@ def test_where_all_are_taken_the_system_chooses(monkeypatch: pytest.MonkeyPatch)
         assert port not in (0, used)
         with socket.socket() as server:
             server.bind(("127.0.0.1", port))
-
-
-def test_a_host_that_is_not_here_is_an_error() -> None:
-    with pytest.raises(OSError, match="assign requested address"):
-        ports.free_port("192.0.2.1")

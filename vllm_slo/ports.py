@@ -17,16 +17,17 @@ USUAL: Final = 32_768
 TRIES: Final = 100
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of ``host`` on which nobody listens now, and which no outgoing connection will take.
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free now and outside the range of outgoing connections.
 
-    A server binds its port a minute after it was chosen. Until then an outgoing connection may take
-    any port of the ephemeral range, and whoever polls a port of that range may connect to itself.
+    A server binds its port up to a minute after the port was chosen. In that minute an outgoing
+    connection may take any port of the ephemeral range. A client that polls such a port can even
+    connect to itself.
     """
     for port in random.sample(range(FIRST, max(FIRST + TRIES, _first_ephemeral())), TRIES):
-        if found := _bound(host, port):
+        if found := _bound(port):
             return found
-    return _bound(host, 0)
+    return _bound(0)
 
 
 def _first_ephemeral() -> int:
@@ -36,11 +37,11 @@ def _first_ephemeral() -> int:
         return USUAL
 
 
-def _bound(host: str, port: int) -> int:
+def _bound(port: int) -> int:
     """The port that could be bound; 0: that one is taken."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket() as probe:
         try:
-            probe.bind((host, port))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             if port == 0:
                 raise
