@@ -281,7 +281,7 @@ def test_public_prompts_are_read_packed_or_not(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "line 1: column TIMESTAMP is missing"),
+        ("", "is empty"),
         ("TIMESTAMP,ContextTokens\n", "line 1: column GeneratedTokens is missing"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no rows"),
         (GOOD_CSV + "yesterday,1,2\n", "line 3, field TIMESTAMP: 'yesterday'"),
@@ -309,7 +309,7 @@ def test_malformed_csv(tmp_path: Path, text: str, message: str | None) -> None:
     ("data", "message"),
     [
         ("[\n{", "line 2 is not JSON"),
-        ("{}", "must hold a list"),
+        ("{}", "looks like Mooncake JSON lines; this workload takes AdaServe JSON"),
         ("[]", "must hold a list"),
         ("[1]", "request 0 is not an object"),
         ([GOOD_ROW, GOOD_ROW | {"slo_ratio": "fast"}], "request 1, field slo_ratio: 'fast'"),

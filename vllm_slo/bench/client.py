@@ -182,11 +182,11 @@ class _Session:
         try:
             await self._read(request, prompt, stream, tally)
         except self._openai.APIStatusError as refusal:
-            status, error = refusal.status_code, _short(refusal)
+            status, error = refusal.status_code, self._short(refusal)
         except asyncio.CancelledError:  # cut off by ``_drain``, the only canceller
             error = "cut off: still unfinished when the drain time ended"
         except Exception as failure:  # noqa: BLE001 - HTTP libraries' errors share no root
-            error = _short(failure)
+            error = self._short(failure)
         if error is None and stream.finish_reason not in ("stop", "length"):
             error = f"the stream ended before the answer did ({stream.finish_reason or 'cut'})"
         outcome = _outcome(status, error, stream)
@@ -207,6 +207,11 @@ class _Session:
         missing = 0 if stream.total_tokens is None else stream.total_tokens - len(times_s)
         return SentRequest(record, arrival_s - request.at_s, estimated, missing, status, error)
 
+    def _short(self, error: BaseException) -> str:
+        """What went wrong, for the report: a server may repeat the key it was given."""
+        text = str(error) or type(error).__name__
+        return self._target.credentials.hide(text)[:300]
+
     async def _read(
         self, request: PlannedRequest, prompt: list[int], stream: _Stream, tally: Tally
     ) -> None:
@@ -222,10 +227,6 @@ class _Session:
         async with answer:
             async for chunk in answer:
                 tally.tokens += stream.take(chunk, self.now_s())
-
-
-def _short(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:300]
 
 
 def _outcome(status: int | None, error: str | None, stream: _Stream) -> Outcome:

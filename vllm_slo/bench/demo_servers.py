@@ -46,6 +46,8 @@ SERVER_ENV: Final = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
 }
+KEYS: Final = ("OPENAI_API_KEY", "VLLM_API_KEY")
+"""Variables that a server of the demo does not get: with the second it would refuse the demo."""
 OURS: Final = ("-m", "vllm_slo.cli", "serve")
 
 
@@ -157,13 +159,19 @@ def _process(
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **SERVER_ENV},
+            env=_environment(),
             process_group=0,
         )
     try:
         yield _Running(f"http://127.0.0.1:{port}", log, process)
     finally:
         _stop(process)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without a key that the server would ask of the demo's own client."""
+    kept = {name: value for name, value in os.environ.items() if name not in KEYS}
+    return kept | SERVER_ENV
 
 
 def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes], log: Path) -> None:

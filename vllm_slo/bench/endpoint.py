@@ -8,9 +8,10 @@ import json
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
+from vllm_slo.bench.credentials import KEY_VARIABLE, NO_CREDENTIALS, Credentials
 from vllm_slo.bench.errors import BenchError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ KEEPALIVE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """A server to drive. ``base_url`` with or without ``/v1``; ``model`` None = its first model.
+    """A server to drive. ``base_url``: see `api_root`. ``model`` None = its first model.
 
     ``send_slo``: put the ``slo`` field in the body (a stock server ignores it). ``send_class``:
     name the class in it too, for a server whose configuration knows the classes.
@@ -35,18 +36,15 @@ class ServerTarget:
     model: str | None = None
     send_slo: bool = True
     send_class: bool = False
-    api_key: str = "EMPTY"
+    credentials: Credentials = NO_CREDENTIALS
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BenchError("--base-url", f"{self.base_url!r} is not an http(s) address")
+        api_root(self.base_url)
 
     @property
     def api_url(self) -> str:
         """Address of the OpenAI API, ending in ``/v1``."""
-        url = self.base_url.rstrip("/")
-        return url if url.endswith("/v1") else f"{url}/v1"
+        return f"{api_root(self.base_url)}/v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +65,100 @@ def import_openai() -> Any:
     return openai
 
 
+def api_root(base_url: str) -> str:
+    """The address of a server, without ``/v1`` and slashes at its end.
+
+    Raises:
+        BenchError: it is not the address of a server. A user name, a password, a query and a
+            fragment may be secrets: they are refused and not repeated.
+    """
+    try:
+        parts = urlsplit(base_url.strip())
+        _ = parts.port
+    except ValueError:
+        raise BenchError("--base-url", "this is not an address: its host or port is bad") from None
+    if "@" in base_url:
+        raise BenchError(
+            "--base-url", "user names and passwords are not taken from an address; use --header"
+        )
+    if parts.query or parts.fragment:
+        raise BenchError("--base-url", "the address of a server has no '?' and no '#'")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BenchError("--base-url", f"{base_url!r} is not an http(s) address")
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def refused(url: str, credentials: Credentials, status: int, why: str, location: str) -> NoReturn:
+    """Raise for an answer that is none.
+
+    Args:
+        url: what was asked.
+        credentials: what was sent, and is not to be repeated.
+        status: the HTTP status.
+        why: what the server says.
+        location: the header of this name, where a redirect would lead.
+
+    Raises:
+        BenchError: always.
+    """
+    text = f"{url} says {status}: {why}"
+    if 300 <= status < 400 and location:
+        text = f"{url} redirects to {location}; give that address"
+    elif status in (401, 403):
+        text += f"; check --api-key, {KEY_VARIABLE} and --header"
+    raise BenchError("--base-url", credentials.hide(text))
+
+
 def _on_loopback(url: str) -> bool:
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A key goes to the server that was named, and to no other."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Follow none: the caller gets an ``HTTPError``."""
 
 
 def opener(url: str) -> urllib.request.OpenerDirector:
     """What opens ``url``: on loopback never through a proxy, elsewhere as the environment says.
 
+    It follows no redirect.
+
     Raises:
         ValueError: this is no address.
     """
     handlers = [urllib.request.ProxyHandler({})] if _on_loopback(url) else []
-    return urllib.request.build_opener(*handlers)
+    return urllib.request.build_opener(_NoRedirects, *handlers)
 
 
 def _open_client(target: ServerTarget) -> openai.AsyncOpenAI:
-    """A client that never retries, never queues for a connection and skips proxies on loopback."""
+    """A client that never retries, never queues for a connection and skips proxies on loopback.
+
+    It follows no redirect: each request would pay for it, and the key would go elsewhere. The key
+    is put on right before a request leaves, so the SDK, which logs, does not know it.
+    """
     sdk = import_openai()
     limits_type = type(sdk.DEFAULT_CONNECTION_LIMITS)  # httpx's, whichever one openai uses
     limits = limits_type(
         max_connections=None, max_keepalive_connections=100, keepalive_expiry=KEEPALIVE_S
     )
     local = _on_loopback(target.base_url)
-    http_client = sdk.DefaultAsyncHttpxClient(limits=limits, trust_env=not local)
+    headers = target.credentials.as_headers()
+
+    async def put_on(request: Any) -> None:
+        request.headers.pop("Authorization", None)  # the SDK's placeholder
+        request.headers.update(headers)
+
+    http_client = sdk.DefaultAsyncHttpxClient(
+        limits=limits,
+        trust_env=not local,
+        follow_redirects=False,
+        event_hooks={"request": [put_on]},
+    )
     client: openai.AsyncOpenAI = sdk.AsyncOpenAI(
-        api_key=target.api_key,
+        api_key="EMPTY",
         base_url=target.api_url,
         max_retries=0,
         timeout=3600.0,
@@ -102,9 +169,10 @@ def _open_client(target: ServerTarget) -> openai.AsyncOpenAI:
 
 def _version(target: ServerTarget) -> str | None:
     """vLLM's ``/version``; None where there is no such page."""
-    url = target.api_url.removesuffix("/v1") + "/version"
+    url = f"{api_root(target.base_url)}/version"
+    request = urllib.request.Request(url, headers=target.credentials.as_headers())
     try:
-        with opener(url).open(url, timeout=5) as reply:
+        with opener(url).open(request, timeout=5) as reply:
             return str(json.load(reply)["version"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -120,9 +188,11 @@ async def _describe(client: openai.AsyncOpenAI, target: ServerTarget) -> ServerI
             "--base-url", f"cannot reach {target.base_url}; is the server running?"
         ) from error
     except (sdk.APIError, ValueError, AttributeError) as error:
-        raise BenchError(
-            "--base-url", f"{target.base_url} does not answer like an OpenAI server: {error}"
-        ) from error
+        if isinstance(error, sdk.APIStatusError) and error.status_code != 404:
+            location = error.response.headers.get("location", "")
+            refused(target.base_url, target.credentials, error.status_code, str(error), location)
+        text = f"{target.base_url} does not answer like an OpenAI server: {error}"
+        raise BenchError("--base-url", target.credentials.hide(text)) from error
     names = [m.id for m in models or ()]
     if not names:
         raise BenchError("--base-url", f"{target.base_url} serves no model")

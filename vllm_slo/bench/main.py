@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +22,18 @@ from vllm_slo.bench.client import (
     measure_zero_load,
     run_server,
 )
+from vllm_slo.bench.credentials import (
+    NO_CREDENTIALS,
+    Credentials,
+    add_credential_arguments,
+    credentials_of,
+    shown_command,
+)
 from vllm_slo.bench.endpoint import ServerTarget, describe_server
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.plot import write_png
 from vllm_slo.bench.report import BenchReport, render
-from vllm_slo.bench.traces import AzureKind, TraceOptions, adaserve, azure
+from vllm_slo.bench.traces import AzureKind, TraceOptions, adaserve, azure, left_out_line
 from vllm_slo.bench.workload import (
     DEFAULT_CLASSES,
     Arrivals,
@@ -160,12 +166,18 @@ def _classes_from_file(path: Path) -> tuple[ClassSpec, ...]:
     return tuple(class_from_mapping(str(name), fields) for name, fields in data.items())
 
 
-def parse_server(text: str, model: str | None, no_slo: Sequence[str]) -> ServerTarget:
+def parse_server(
+    text: str,
+    model: str | None,
+    no_slo: Sequence[str],
+    credentials: Credentials = NO_CREDENTIALS,
+) -> ServerTarget:
     """``URL[=name]``; without a name it is the host and port."""
     url, _, name = text.rpartition("=") if "=" in text else (text, "", "")
     if not url:
         raise BenchError("--base-url", f"{text!r} has no address; use URL[=name]")
-    target = ServerTarget(name or url.split("//")[-1].rstrip("/"), url, model)
+    name = name or url.split("//")[-1].rstrip("/")
+    target = ServerTarget(name, url, model, credentials=credentials)
     return replace(target, send_slo=target.name not in no_slo)
 
 
@@ -243,7 +255,9 @@ def run_bench(
     limit = min([options.max_context, *(i.max_model_len for i in infos if i.max_model_len)])
     options = replace(options, max_context=limit)
     # Mistakes in the options surface here, before the minutes that measuring takes.
-    build_workload(options, zero_load or ZeroLoad(((1, 1.0),), 1.0))
+    tried = build_workload(options, zero_load or ZeroLoad(((1, 1.0),), 1.0))
+    if console is not None and tried.rows_left_out:
+        _say(left_out_line(tried.source, tried.rows_left_out))
     if zero_load is None:
         if console is not None:
             console.print(f"measuring a lone request on {targets[0].name}")
@@ -253,14 +267,24 @@ def run_bench(
     return BenchReport(workload, zero_load, runs, command)
 
 
+def _say(text: str, style: str | None = None) -> None:
+    """One line on stderr."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``vllm-slo bench``."""
     add = parser.add_argument
     add("--base-url", action="append", required=True, metavar="URL[=name]",
-        help="OpenAI endpoint; repeat to compare several")  # fmt: skip
+        help="OpenAI endpoint, with or without /v1; repeat to compare several")  # fmt: skip
+    add_credential_arguments(parser)
     add("--model", help="model name (default: the server's first)")
     add("--workload", default="synthetic", help=f"one of {', '.join(WORKLOADS)}")
-    add("--workload-file", type=Path, help="read this trace instead of the usual file")
+    add("--workload-file", type=Path,
+        help="read this trace instead of the usual file: Azure or BurstGPT CSV, Mooncake JSON "
+        "lines, or AdaServe JSON; may be packed with gzip")  # fmt: skip
     add("--rate", type=float, help="requests/s (default: 1, or the trace's own)")
     add("--duration", type=float, default=60.0, help="seconds of arrivals (default: 60)")
     add("--classes", default=",".join(c.name for c in DEFAULT_CLASSES),
@@ -318,17 +342,20 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     try:
-        targets = [parse_server(text, args.model, args.no_slo) for text in args.base_url]
+        credentials = credentials_of(args)
+        targets = [
+            parse_server(text, args.model, args.no_slo, credentials) for text in args.base_url
+        ]
         unknown = sorted(set(args.no_slo) - {t.name for t in targets})
         if unknown:
             raise BenchError("--no-slo", f"no server is named {unknown[0]!r}")
         zero_load = load_zero_load(args.zero_load) if args.zero_load else None
-        command = shlex.join(["vllm-slo", *sys.argv[1:]])
+        command = shown_command(["vllm-slo", *sys.argv[1:]], credentials)
         report = run_bench(
             targets, _workload_options(args), _client_options(args), zero_load, console, command
         )
         finish(report, console, args.out_json, args.out_png)
     except BenchError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        _say(f"error: {error}", style="red")
         return 2
     return 0 if any(r.finished for one in report.runs for r in one.records) else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -14,12 +13,17 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from vllm_slo.bench.endpoint import opener
+from vllm_slo.bench.credentials import (
+    NO_CREDENTIALS,
+    Credentials,
+    add_credential_arguments,
+    credentials_of,
+)
+from vllm_slo.bench.endpoint import api_root, opener, refused
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.slo import SLO
 
 ROUTE: Final = "/v1/slo/quote"
-KEY_VARIABLE: Final = "OPENAI_API_KEY"
 TIMEOUT_S: Final = 60.0
 NOT_PROMISED: Final = 1
 """Exit status where the request would not be promised."""
@@ -27,7 +31,13 @@ NOT_PROMISED: Final = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The request that one might send."""
-    parser.add_argument("--base-url", default="http://localhost:8000", help="of the server")
+    parser.add_argument(
+        "--base-url",
+        default="http://localhost:8000",
+        metavar="URL",
+        help="of the server, with or without /v1 (default: http://localhost:8000)",
+    )
+    add_credential_arguments(parser)
     parser.add_argument("--model", help="as the server names it; default: the first it serves")
     parser.add_argument(
         "--prompt", required=True, help="its text, or @FILE; with --chat a user's message"
@@ -48,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         InvalidSLOError: an objective is out of its range.
         BenchError: the server cannot be asked.
     """
-    said = ask(args.base_url, _body(args))
+    credentials = credentials_of(args)
+    said = ask(args.base_url, _body(args, credentials), credentials)
     console = Console(highlight=False)
     if args.json:
         console.print_json(json.dumps(said))
@@ -58,16 +69,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if said["promised"] else NOT_PROMISED
 
 
-def ask(base_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def ask(
+    base_url: str, body: Mapping[str, Any], credentials: Credentials = NO_CREDENTIALS
+) -> dict[str, Any]:
     """The quote for a request with this body.
 
     Raises:
         BenchError: the server cannot be reached, or refuses.
     """
-    return _call(f"{base_url.rstrip('/')}{ROUTE}", json.dumps(body).encode())
+    return _call(f"{api_root(base_url)}{ROUTE}", json.dumps(body).encode(), credentials)
 
 
-def _body(args: argparse.Namespace) -> dict[str, Any]:
+def _body(args: argparse.Namespace, credentials: Credentials) -> dict[str, Any]:
     slo = {
         "ttft_ms": args.ttft_ms,
         "tpot_ms": args.tpot_ms,
@@ -82,35 +95,33 @@ def _body(args: argparse.Namespace) -> dict[str, Any]:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise BenchError("--prompt", f"cannot read {text[1:]!r}: {error}") from error
-    model = args.model or _first_model(args.base_url)
+    model = args.model or _first_model(args.base_url, credentials)
     asked = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
     given = {name: value for name, value in slo.items() if value is not None}
     return {"model": model, "max_tokens": args.max_tokens, **asked, "slo": given}
 
 
-def _first_model(base_url: str) -> str:
-    listed = _call(f"{base_url.rstrip('/')}/v1/models", None)
+def _first_model(base_url: str, credentials: Credentials = NO_CREDENTIALS) -> str:
+    listed = _call(f"{api_root(base_url)}/v1/models", None, credentials)
     try:
         return str(listed["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
         raise BenchError("--model", f"{base_url} names none; give one") from None
 
 
-def _call(url: str, body: bytes | None) -> dict[str, Any]:
-    headers = {"content-type": "application/json"}
-    if key := os.environ.get(KEY_VARIABLE):
-        headers["authorization"] = f"Bearer {key}"
-    if not url.startswith(("http://", "https://")):
-        raise BenchError("--base-url", f"{url!r} is not an HTTP address")
+def _call(url: str, body: bytes | None, credentials: Credentials) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json", **credentials.as_headers()}
     request = urllib.request.Request(url, body, headers)
     try:
         with opener(url).open(request, timeout=TIMEOUT_S) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")
-        raise BenchError("--base-url", f"{url} says {error.code}: {_message(text)}") from error
+        text = credentials.hide(error.read().decode(errors="replace"))
+        location = error.headers.get("location", "")
+        refused(url, credentials, error.code, _message(text), location)
     except (OSError, ValueError) as error:
-        raise BenchError("--base-url", f"{url}: {error}; is the server up?") from error
+        text = credentials.hide(f"{url}: {error}; is the server up?")
+        raise BenchError("--base-url", text) from error
 
 
 def _message(text: str) -> str:

@@ -4,24 +4,23 @@
 The Azure files are in github.com/Azure/AzurePublicDataset (CC-BY 4.0), AdaServe's in its artifact
 (Apache-2.0, ``emission_*.json``). `data_folder` says where they are looked for. Where they are not,
 a seeded stand-in with the same statistics is made and named as such in ``Workload.source``.
+``trace_files.py`` reads the files, and those of other formats.
 """
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.trace_files import BLOCK_TOKENS, Format, detect, format_name, read
 from vllm_slo.bench.workload import (
     DEFAULT_CLASSES,
     ClassSpec,
@@ -39,19 +38,35 @@ ADASERVE_ZERO_LOAD_TPOT_S: Final = 0.040 / 1.2
 
 AzureKind = Literal["code", "conv"]
 _AZURE_CLASS: Final[Mapping[str, str]] = {"code": "code", "conv": "chat"}
-_AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_WITHOUT_OBJECTIVES: Final[tuple[Format, ...]] = ("azure", "burstgpt", "mooncake")
 _ADASERVE_CLASS: Final[Mapping[float, str]] = {-50.0: "chatbot", -150.0: "summarization"}
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One recorded request. ``slo_ratio`` is AdaServe's; None in Azure rows."""
+    """One recorded request. ``slo_ratio`` is AdaServe's, None elsewhere; ``hash_ids`` Mooncake's:
+    see `RecordedRequest`."""
 
     at_s: float
     slo_class: str
     prompt_tokens: int
     output_tokens: int
     slo_ratio: float | None = None
+    hash_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Rows in order of time. ``source``: what they were read or made from.
+
+    ``left_out``: rows of the file that had no prompt or no output token, such as BurstGPT's
+    failures: there is nothing to send or to wait for.
+    """
+
+    source: str
+    format: Format
+    rows: list[TraceRow]
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,107 +131,56 @@ def _find(name: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise BenchError("--workload-file", f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BenchError("--workload-file", f"{path} is not UTF-8 text: {error.reason}") from error
+def read_recording(path: Path, slo_class: str | None = None) -> Recording:
+    """The usable requests of a file, by time.
 
+    ``slo_class`` is given to every row, of a file of any format but AdaServe's; None: it is
+    AdaServe's, whose objectives tell the class.
 
-def _count(where: str, field: str, value: object) -> int:
-    """A token count of at least 1 from a CSV cell or a JSON number."""
-    try:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError
-        number = int(value)
-        if number != float(value) or number < 0:
-            raise ValueError
-    except (ValueError, OverflowError):
+    Raises:
+        BenchError: the file cannot be read or is of another format; names format, line and field.
+    """
+    form = detect(path)
+    wanted: tuple[Format, ...] = ("adaserve",) if slo_class is None else _WITHOUT_OBJECTIVES
+    if form not in wanted:
+        names = ", ".join(map(format_name, wanted))
         raise BenchError(
-            "--workload-file",
-            f"{where}, field {field}: {str(value)[:80]!r} is not a number of tokens",
-        ) from None
-    return max(1, number)
+            "--workload-file", f"{path} looks like {format_name(form)}; this workload takes {names}"
+        )
+    rows, left_out = [], 0
+    for one in read(path, form):
+        if one.prompt_tokens and one.output_tokens:
+            name = _adaserve_class(one.slo_ratio or 0.0) if slo_class is None else slo_class
+            lengths = one.prompt_tokens, one.output_tokens
+            rows.append(TraceRow(one.at_s, name, *lengths, one.slo_ratio, one.hash_ids))
+        else:
+            left_out += 1
+    if not rows:
+        more = " with prompt and output tokens" if left_out else ""
+        raise BenchError("--workload-file", f"{path} has no rows{more}")
+    return Recording(path.name, form, sorted(rows, key=lambda r: r.at_s), left_out)
 
 
-def _timestamp_s(where: str, value: object) -> float:
-    """Seconds from ``YYYY-MM-DD HH:MM:SS[.fraction]`` (the trace has seven digits)."""
-    text = str(value or "").strip()
-    try:
-        whole, _, fraction = text.partition(".")
-        start = (datetime.fromisoformat(whole) - datetime(2000, 1, 1)).total_seconds()
-        return start + (float(f"0.{fraction}") if fraction else 0.0)
-    except (ValueError, TypeError):
-        raise BenchError(
-            "--workload-file", f"{where}, field TIMESTAMP: {text[:80]!r} is not a date and time"
-        ) from None
+def left_out_line(source: str, count: int) -> str:
+    """What to say of rows that were left out."""
+    rows = "1 row" if count == 1 else f"{count} rows"
+    return (
+        f"{source}: {rows} with 0 prompt or output tokens {'is' if count == 1 else 'are'} left out"
+    )
+
+
+def _adaserve_class(ratio: float) -> str:
+    return "copilot" if ratio > 0 else _ADASERVE_CLASS.get(ratio, f"tpot-{-ratio:g}ms")
 
 
 def read_azure(path: Path, slo_class: str) -> list[TraceRow]:
-    """Rows of ``TIMESTAMP,ContextTokens,GeneratedTokens``, by time; BenchError with the line."""
-    reader = csv.DictReader(_read(path).splitlines())
-    missing = [c for c in _AZURE_COLUMNS if c not in (reader.fieldnames or ())]
-    if missing:
-        raise BenchError("--workload-file", f"{path} line 1: column {missing[0]} is missing")
-    rows = []
-    for row in reader:
-        where = f"{path} line {reader.line_num}"
-        rows.append(
-            TraceRow(
-                _timestamp_s(where, row["TIMESTAMP"]),
-                slo_class,
-                _count(where, "ContextTokens", row["ContextTokens"]),
-                _count(where, "GeneratedTokens", row["GeneratedTokens"]),
-            )
-        )
-    if not rows:
-        raise BenchError("--workload-file", f"{path} has no rows")
-    return sorted(rows, key=lambda r: r.at_s)
-
-
-def _number(where: str, field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BenchError(
-            "--workload-file", f"{where}, field {field}: {str(value)[:80]!r} is not a number"
-        )
-    return float(value)
+    """The rows of `read_recording` for a trace without objectives."""
+    return read_recording(path, slo_class).rows
 
 
 def read_adaserve(path: Path) -> list[TraceRow]:
-    """AdaServe's list of ``{emission_time_ms, input_length, output_length, slo_ratio}``."""
-    try:
-        data = json.loads(_read(path))
-    except ValueError as error:
-        line = getattr(error, "lineno", "?")
-        raise BenchError("--workload-file", f"{path} line {line} is not JSON: {error}") from error
-    if not isinstance(data, list) or not data:
-        raise BenchError("--workload-file", f"{path} must hold a list of requests")
-    rows = [_adaserve_row(f"{path} request {i}", item) for i, item in enumerate(data)]
-    return sorted(rows, key=lambda r: r.at_s)
-
-
-def _adaserve_row(where: str, item: Any) -> TraceRow:
-    if not isinstance(item, Mapping):
-        raise BenchError("--workload-file", f"{where} is not an object")
-    for field in ("emission_time_ms", "input_length", "output_length", "slo_ratio"):
-        if field not in item:
-            raise BenchError("--workload-file", f"{where}, field {field}: missing")
-    at_ms = _number(where, "emission_time_ms", item["emission_time_ms"])
-    ratio = _number(where, "slo_ratio", item["slo_ratio"])
-    if at_ms < 0:
-        raise BenchError("--workload-file", f"{where}, field emission_time_ms: {at_ms} is negative")
-    if ratio == 0:
-        raise BenchError("--workload-file", f"{where}, field slo_ratio: 0 is no objective")
-    name = "copilot" if ratio > 0 else _ADASERVE_CLASS.get(ratio, f"tpot-{-ratio:g}ms")
-    return TraceRow(
-        at_ms / 1e3,
-        name,
-        _count(where, "input_length", item["input_length"]),
-        _count(where, "output_length", item["output_length"]),
-        ratio,
-    )
+    """The rows of `read_recording` for AdaServe's ``{emission_time_ms, ..., slo_ratio}``."""
+    return read_recording(path).rows
 
 
 def standin_azure(kind: AzureKind, seed: int) -> list[TraceRow]:
@@ -300,18 +264,18 @@ def _thinned(
     return [(float(times[first + i] - times[first]), rows[first + i]) for i in kept]
 
 
-def _azure_rows(kind: AzureKind, options: TraceOptions) -> tuple[list[TraceRow], str]:
-    """(rows of one trace, what they were read or made from)."""
+def _recording(kind: AzureKind, options: TraceOptions) -> Recording:
     path = options.file or _find(f"azure_llm_2023_{kind}.csv")
     if path is None:
-        rows = standin_azure(kind, options.seed)
-        return rows, f"synthetic stand-in for azure_llm_2023_{kind}.csv"
-    return read_azure(path, _AZURE_CLASS[kind]), path.name
+        source = f"synthetic stand-in for azure_llm_2023_{kind}.csv"
+        return Recording(source, "azure", standin_azure(kind, options.seed))
+    return read_recording(path, _AZURE_CLASS[kind])
 
 
 def azure(kinds: Sequence[AzureKind], options: TraceOptions, zero_load: ZeroLoad) -> Workload:
     """A stretch of the Azure traces; ``code`` rows become class ``code``, ``conv`` rows ``chat``.
 
+    ``options.file`` may be of any format without objectives: BurstGPT's, Mooncake's.
     Two kinds share ``rate`` as their classes' shares say, each from a stretch of its own: the code
     trace is silent for minutes, so one stretch of both would often hold only one of them.
     """
@@ -324,38 +288,46 @@ def azure(kinds: Sequence[AzureKind], options: TraceOptions, zero_load: ZeroLoad
     rng = np.random.default_rng([options.seed, 20])
     timed: list[tuple[float, TraceRow]] = []
     everything: list[TraceRow] = []
-    sources = []
-    for kind in kinds:
-        rows, source = _azure_rows(kind, options)
+    recordings = [_recording(kind, options) for kind in kinds]
+    for kind, recording in zip(kinds, recordings, strict=True):
+        rows = recording.rows
         native = len(rows) / max(rows[-1].at_s - rows[0].at_s, 1e-9)
         part = specs[_AZURE_CLASS[kind]].share / total_share
         rate = native if options.rate is None else positive("--rate", options.rate) * part
         timed += _fit_time(rows, _needed(options, rate, len(rows)), options, rng)
         everything += rows
-        sources.append(source)
     timed.sort(key=lambda pair: pair[0])
-    lengths = _trace_lengths(everything, [r for _, r in timed], options)
-    requests = tuple(
-        planned(
-            f"{row.slo_class}-{i}", at_s, specs[row.slo_class], pair, options.max_context, zero_load
-        )
-        for i, ((at_s, row), pair) in enumerate(zip(timed, lengths, strict=True))
+    factor = _length_factor(everything, options)
+    lengths = _scaled([r for _, r in timed], options, factor)
+    requests = []
+    for i, ((at_s, row), pair) in enumerate(zip(timed, lengths, strict=True)):
+        name, spec = f"{row.slo_class}-{i}", specs[row.slo_class]
+        one = planned(name, at_s, spec, pair, options.max_context, zero_load)
+        requests.append(replace(one, hash_ids=row.hash_ids, block_tokens=BLOCK_TOKENS * factor))
+    return Workload(
+        "-".join([recordings[0].format, *kinds]),
+        options.seed,
+        options.duration_s,
+        ", ".join(one.source for one in recordings),
+        tuple(requests),
+        sum(one.left_out for one in recordings),
     )
-    name = "azure-" + "-".join(kinds)
-    return Workload(name, options.seed, options.duration_s, ", ".join(sources), requests)
 
 
-def _trace_lengths(
-    rows: Sequence[TraceRow], chosen: Sequence[TraceRow], options: TraceOptions
-) -> list[tuple[int, int]]:
-    """Lengths of the chosen rows, by the whole trace's factor whichever rows are chosen.
+def _length_factor(rows: Sequence[TraceRow], options: TraceOptions) -> float:
+    """The factor on all token counts of a trace, whichever of its rows are chosen.
 
     One factor for prompts and answers keeps the trace's ratio of prefill to decode work.
     """
-    factor = options.length_scale
-    if factor is None:
-        long = float(np.percentile([r.prompt_tokens + r.output_tokens for r in rows], 99))
-        factor = min(1.0, options.max_context / long)
+    if options.length_scale is not None:
+        return positive("--length-scale", options.length_scale)
+    long = float(np.percentile([r.prompt_tokens + r.output_tokens for r in rows], 99))
+    return min(1.0, options.max_context / long)
+
+
+def _scaled(
+    chosen: Sequence[TraceRow], options: TraceOptions, factor: float
+) -> list[tuple[int, int]]:
     pairs = [(r.prompt_tokens, r.output_tokens) for r in chosen]
     return scaled_lengths(pairs, options.max_context, factor)
 
@@ -370,11 +342,14 @@ def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
     """
     positive("--duration", options.duration_s)
     path = options.file or _find("adaserve/emission_fluctuating.json")
-    rows = read_adaserve(path) if path else standin_adaserve(options.seed)
-    source = path.name if path else "synthetic stand-in for adaserve/emission_fluctuating.json"
+    source = "synthetic stand-in for adaserve/emission_fluctuating.json"
+    recording = Recording(source, "adaserve", standin_adaserve(options.seed))
+    if path:
+        recording = read_recording(path)
+    rows = recording.rows
     slower = zero_load.tpot_s / ADASERVE_ZERO_LOAD_TPOT_S
     timed = _adaserve_times(rows, options, slower)
-    lengths = _trace_lengths(rows, [r for _, r in timed], options)
+    lengths = _scaled([r for _, r in timed], options, _length_factor(rows, options))
     requests = []
     for i, ((at_s, row), (prompt, output)) in enumerate(zip(timed, lengths, strict=True)):
         ratio = row.slo_ratio or 0.0
@@ -384,7 +359,14 @@ def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
                 f"{row.slo_class}-{i}", at_s, row.slo_class, prompt, output, None, tpot_s
             )
         )
-    return Workload("adaserve", options.seed, options.duration_s, source, tuple(requests))
+    return Workload(
+        "adaserve",
+        options.seed,
+        options.duration_s,
+        recording.source,
+        tuple(requests),
+        recording.left_out,
+    )
 
 
 def _adaserve_times(

@@ -97,7 +97,11 @@ Token counts are for a context of 2,048; ``SyntheticOptions.length_scale`` adapt
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send ``at_s`` after the start. Objectives in seconds; None = none."""
+    """One request to send ``at_s`` after the start. Objectives in seconds; None = none.
+
+    ``hash_ids``: one for each ``block_tokens`` of the beginning of its prompt. Requests with the
+    same leading ids have the same beginning; with none, a prompt is unlike every other.
+    """
 
     request_id: str
     at_s: float
@@ -107,6 +111,8 @@ class PlannedRequest:
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     value: float = 1.0
+    hash_ids: tuple[int, ...] = ()
+    block_tokens: float = 512
 
     def slo_body(self) -> dict[str, Any] | None:
         """The ``slo`` field of the request body (milliseconds); None without an objective."""
@@ -124,13 +130,17 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of ``at_s``. ``source`` says what they were made from."""
+    """Requests in order of ``at_s``. ``source`` says what they were made from.
+
+    ``rows_left_out``: rows of the source without prompt or output tokens, which are not sent.
+    """
 
     name: str
     seed: int
     duration_s: float
     source: str
     requests: tuple[PlannedRequest, ...]
+    rows_left_out: int = 0
 
     @property
     def rate(self) -> float:
@@ -138,13 +148,27 @@ class Workload:
         return len(self.requests) / self.duration_s
 
     def prompt_ids(self, request: PlannedRequest, vocab_size: int) -> list[int]:
-        """Token ids of the prompt: a function of the seed, the request's id and ``vocab_size``.
+        """Token ids of the prompt: a function of the seed, the request's id, its hash ids and
+        ``vocab_size``.
 
-        Prompts share no prefix to speak of, so a prefix cache gives nobody an advantage.
+        Only what has the same leading hash ids shares a prefix to speak of; without them a prefix
+        cache gives nobody an advantage.
         """
-        rng = np.random.default_rng([self.seed, *request.request_id.encode()])
         low = min(FIRST_TOKEN_ID, vocab_size - 1)
-        return [int(i) for i in rng.integers(low, vocab_size, request.prompt_tokens)]
+
+        def drawn(name: str, count: int) -> list[int]:
+            rng = np.random.default_rng([self.seed, *name.encode()])
+            return [int(i) for i in rng.integers(low, vocab_size, count)]
+
+        shared: list[int] = []
+        for place, hash_id in enumerate(request.hash_ids, 1):
+            # Rounding where a block ends, not its length, keeps many short blocks in proportion.
+            missing = round(place * request.block_tokens) - len(shared)
+            shared += drawn(f"block/{hash_id}", missing)
+            if len(shared) >= request.prompt_tokens:
+                break
+        shared = shared[: request.prompt_tokens]
+        return shared + drawn(request.request_id, request.prompt_tokens - len(shared))
 
     def with_slo_scale(self, scale: float) -> Workload:
         """Every objective times ``scale`` (AdaServe, figure 11)."""
@@ -169,6 +193,7 @@ class Workload:
             "seed": self.seed,
             "duration_s": self.duration_s,
             "requests": len(self.requests),
+            "rows_left_out": self.rows_left_out,
             "rate_per_s": self.rate,
             "classes": {name: self._describe_class(name) for name in counts},
         }

@@ -42,11 +42,15 @@ _FILES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recorded workload in order of time; ``source`` says what it was read or made from."""
+    """A recorded workload in order of time; ``source`` says what it was read or made from.
+
+    ``rows_left_out``: rows of the file without prompt or output tokens.
+    """
 
     source: str
     at_s: Floats
     rows: tuple[traces.TraceRow, ...]
+    rows_left_out: int = 0
 
     @property
     def native_rate(self) -> float:
@@ -194,6 +198,8 @@ def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) ->
 def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     """The recording of a kind: ``trace_file``, else the data folder's, else a seeded stand-in.
 
+    ``trace_file`` has any format that `traces.read_recording` takes: for ``adaserve`` AdaServe's,
+    for the others those without objectives.
     Files are read once and kept until they change.
 
     Raises:
@@ -216,11 +222,10 @@ def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
 @lru_cache(maxsize=8)
 def _read(kind: str, path: Path, _mtime_ns: int, _size: int) -> Trace:
     try:
-        adaserve = kind == "adaserve"
-        rows = traces.read_adaserve(path) if adaserve else traces.read_azure(path, kind)
+        recording = traces.read_recording(path, None if kind == "adaserve" else kind)
     except BenchError as error:
         raise SimulationError(str(error).replace(f"{error.option}:", "trace_file:", 1)) from error
-    return _trace(path.name, rows)
+    return _trace(recording.source, recording.rows, recording.left_out)
 
 
 @lru_cache(maxsize=4)
@@ -231,9 +236,9 @@ def _standin(kind: str) -> Trace:
     return _trace(source, traces.standin_azure("code" if kind == "azure-code" else "conv", 0))
 
 
-def _trace(source: str, rows: list[traces.TraceRow]) -> Trace:
+def _trace(source: str, rows: list[traces.TraceRow], left_out: int = 0) -> Trace:
     at_s = np.array([row.at_s for row in rows], dtype=np.float64)
     if not math.isfinite(float(at_s.sum())):
         raise SimulationError(f"trace_file: {source} has a time that is not finite")
     at_s.setflags(write=False)
-    return Trace(source, at_s, tuple(rows))
+    return Trace(source, at_s, tuple(rows), left_out)

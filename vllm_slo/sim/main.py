@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
+from vllm_slo.bench.traces import left_out_line
 from vllm_slo.core.types import RoutingPolicy
+from vllm_slo.sim.arrivals import TRACES, read_trace
 from vllm_slo.sim.capacity import (
     Case,
     Processes,
@@ -103,7 +105,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fit", default="rescale",
         help="how a trace meets the rate: rescale its times, or thin its rows "
         "(default: rescale)")  # fmt: skip
-    add("--trace-file", help="CSV or JSON trace instead of the arrival kind's own")
+    add("--trace-file",
+        help="trace instead of the arrival kind's own: Azure or BurstGPT CSV, Mooncake JSON "
+        "lines, or AdaServe JSON for its scenario; may be packed with gzip")  # fmt: skip
     add("--jobs", default="500", help="jobs per window and engine (default: 500)")
     add("--windows", default="3", help="windows, each with a seed of its own (default: 3)")
     add("--warmup", default="0.2",
@@ -228,6 +232,20 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         if not counted(jobs, one.warmup):
             raise SimulationError("--jobs: none is left after the warm-up; use more")
     return found
+
+
+def say_left_out(settings: Sequence[Setting], console: Console) -> None:
+    """A line for each trace of which rows are left out."""
+    lines: dict[str, None] = {}  # each once, in this order
+    for one in settings:
+        spec = SCENARIOS[one.scenario]
+        kinds = spec.arrivals if spec.trace or one.arrivals is None else (one.arrivals,)
+        for kind in set(kinds).intersection(TRACES):
+            trace = read_trace(kind, one.trace_file)
+            if trace.rows_left_out:
+                lines[left_out_line(trace.source, trace.rows_left_out)] = None
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_drafts(systems: Sequence[System], settings: Sequence[Setting]) -> None:
@@ -439,9 +457,10 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     options = options_of(args)
+    bars, console = Console(stderr=True), wide_console()
+    say_left_out(options.settings, bars)
     need_vllm()
     quiet()
-    bars, console = Console(stderr=True), wide_console()
     with Workers(processes_of(args)) as workers:
         options = replace(options, processes=workers)
         rows = (run_capacities if args.find_capacity else run_rates)(options, bars)

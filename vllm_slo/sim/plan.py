@@ -33,6 +33,7 @@ from vllm_slo.sim.main import (
     need_vllm,
     number,
     processes_of,
+    say_left_out,
     seeds_of,
     settings_of,
     whole,
@@ -278,6 +279,7 @@ def run(args: argparse.Namespace) -> int:
     seeds, processes = seeds_of(args), processes_of(args)
     settings = settings_of(args)
     check_drafts([system], settings)
+    say_left_out(settings, Console(stderr=True))
     need_vllm()
     quiet()
     plans = []
