@@ -32,7 +32,9 @@ from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import Demand
 
 HEARTBEAT_S = 0.25
-GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+MESSAGES = "/v1/messages"
+BATCH = "/v1/chat/completions/batch"
+GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES, BATCH)
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,15 @@ class Knobs:
         error_after_tokens: vLLM's own error event and the end of the stream.
         heartbeats: whether the state stream speaks.
         close_streams: whether state streams are closed at once.
-        refuse_hops: 429 when the front wants refusals (x-vllm-slo-unattainable).
-        declines: 429 in any case.
+        refuse_hops: `decline_status` when the front wants refusals (x-vllm-slo-unattainable).
+        declines: `decline_status` in any case.
         retry_after_ms: what refusals say.
         state: fields of the state that differ; see `state`. ``null_state``: none at all.
         split: write each event in two parts.
         usage_ratio: bytes per token of the prompt tokens it reports.
         page: what it answers to /slo/data; None: it has no such page.
         quote: fields of its quotes that differ from a "no" without an offer.
+        headers: of answers on plain routes; ``{address}`` stands for its own host and port.
     """
 
     ttft_s: float = 0.0
@@ -75,6 +78,7 @@ class Knobs:
     close_streams: bool = False
     refuse_hops: bool = False
     declines: bool = False
+    decline_status: int = 429
     retry_after_ms: int = 1500
     state: dict[str, Any] = field(default_factory=dict)
     null_state: bool = False
@@ -82,6 +86,7 @@ class Knobs:
     usage_ratio: float = 4.0
     page: dict[str, Any] | None = None
     quote: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 def state(changes: dict[str, Any]) -> ReplicaState:
@@ -198,8 +203,8 @@ class FakeReplica:
             retry_ms = knobs.retry_after_ms
             retry = {"retry-after": str(-(-retry_ms // 1000)), "retry-after-ms": str(retry_ms)}
             text = f"{self.name} cannot keep it"
-            retry["x-slo-reason"] = "unattainable"
-            return self.error(429, "slo_unattainable", text, retry)
+            retry |= {"x-slo-reason": "prefill", "x-vllm-slo-declined": str(retry_ms)}
+            return self.error(knobs.decline_status, "slo_unattainable", text, retry)
         try:
             asked = json.loads(body)
             assert isinstance(asked, dict)
@@ -238,8 +243,9 @@ class FakeReplica:
         if self.knobs.die_after_tokens == 0 or self.knobs.cut_after_tokens == 0:
             self.mishap(0)
         await response.prepare(request)
-        if request.path == GENERATION[2]:
-            await response.write(_event({"type": "response.created", "response": {}}))
+        await response.write(self.preface(request.path))
+        if request.path == MESSAGES:
+            return await self.messages(response, count, record)
         chat = request.path == GENERATION[1]
         if chat:
             delta = {"role": "assistant", "content": ""}
@@ -278,10 +284,47 @@ class FakeReplica:
         """What vLLM does when its engine is dead: status 200, and an error as the first event."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        if request.path == GENERATION[2]:
-            await response.write(_event({"type": "response.created", "response": {}}))
+        if preface := self.preface(request.path):
+            await response.write(preface)
             await asyncio.sleep(0.05)
-        await response.write(_error_event(self.name) + b"data: [DONE]\n\n")
+        if request.path == MESSAGES:
+            error = {"type": "internal_error", "message": f"the engine of {self.name} is dead"}
+            await response.write(_named_event({"type": "error", "error": error}))
+        else:
+            await response.write(_error_event(self.name) + b"data: [DONE]\n\n")
+        return response
+
+    def preface(self, path: str) -> bytes:
+        """What a stream begins with before the model has said anything."""
+        if path == MESSAGES:
+            usage = {"input_tokens": 5, "output_tokens": 0}
+            started = {"type": "message_start", "message": {"type": "message", "usage": usage}}
+            return _named_event(started) + _named_event({"type": "ping"})
+        if path == GENERATION[2]:
+            return _event({"type": "response.created", "response": {}})
+        return b""
+
+    async def messages(
+        self, response: web.StreamResponse, count: int, record: dict[str, Any]
+    ) -> web.StreamResponse:
+        """The rest of a stream in Anthropic's words."""
+        block = {"type": "text", "text": ""}
+        await response.write(
+            _named_event({"type": "content_block_start", "index": 0, "content_block": block})
+        )
+        for number in range(count):
+            await self.held(number)
+            self.mishap(number)
+            delta = {"type": "text_delta", "text": f" t{number}"}
+            await response.write(
+                _named_event({"type": "content_block_delta", "index": 0, "delta": delta})
+            )
+            record["tokens"] += 1
+            await asyncio.sleep(self.knobs.token_s)
+        await response.write(_named_event({"type": "message_stop"}))
+        if self.knobs.cut_at_end:
+            await asyncio.sleep(0.05)
+            raise CutError
         return response
 
     def chunk(self, asked: dict[str, Any], choice: dict[str, Any], chat: bool = True) -> Any:
@@ -301,6 +344,10 @@ class FakeReplica:
 
     def whole(self, path: str, asked: dict[str, Any], count: int, size: int) -> dict[str, Any]:
         text = "".join(f" t{number}" for number in range(count))
+        if path == MESSAGES:
+            parts = [{"type": "text", "text": text}]
+            usage = {"input_tokens": 1, "output_tokens": count}
+            return {"type": "message", "role": "assistant", "content": parts, "usage": usage}
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
         if path == GENERATION[1]:
             choice["message"] = {"role": "assistant", "content": text}
@@ -324,6 +371,8 @@ class FakeReplica:
 
     async def other(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        if path.endswith("/"):  # as vLLM's own router answers it
+            raise web.HTTPTemporaryRedirect(f"http://{request.host}{path.rstrip('/')}")
         if path == "/vllm-slo/state":
             return await self.state_stream(request)
         if path in GENERATION and request.method == "POST":
@@ -340,6 +389,7 @@ class FakeReplica:
             self.seen.clear()
             return web.json_response({})
         if path == "/metrics":
+            self.seen.append({"path": path, "ticket": None, "ended": "answered"})
             return web.Response(text=f'fake_replica{{name="{self.name}"}} 1\n')
         if path == "/slo/data" and self.knobs.page is not None:
             self.seen.append({"path": request.path_qs, "ticket": None, "ended": "answered"})
@@ -380,8 +430,16 @@ class FakeReplica:
         )
         if self.knobs.status_times > 0:
             self.knobs = replace(self.knobs, status_times=self.knobs.status_times - 1)
-            return self.error(self.knobs.status, "InternalServerError", "told to fail")
-        return web.json_response({"object": "list", "data": [], "from": self.name})
+            return self.error(
+                self.knobs.status, "InternalServerError", "told to fail", self.headers(request)
+            )
+        said = {"object": "list", "data": [], "from": self.name}
+        return web.json_response(said, headers=self.headers(request))
+
+    def headers(self, request: web.Request) -> dict[str, str]:
+        """`Knobs.headers`, filled in."""
+        given = self.knobs.headers.items()
+        return {name: value.replace("{address}", request.host) for name, value in given}
 
     async def guarded(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("x-vllm-slo-token", "")
@@ -414,6 +472,10 @@ class FakeReplica:
 
 def _event(said: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(said, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _named_event(said: dict[str, Any]) -> bytes:
+    return f"event: {said['type']}\n".encode() + _event(said)
 
 
 def _error_event(name: str) -> bytes:

@@ -27,7 +27,7 @@ from front_stack import (
 )
 from patience import patience
 
-from vllm_slo.http_slo import MAX_BODY_BYTES
+from vllm_slo.http_slo import MAX_BODY_BYTES, ROUTES
 
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0), "drain_s": 5.0}
 SLO = {"ttft_ms": 2_000}
@@ -176,7 +176,7 @@ def test_tickets_grow(front: FrontProcess, fakes: list[Fake]) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", sorted(ROUTES))
 def test_the_answer_is_the_replicas_own(
     front: FrontProcess, fakes: list[Fake], path: str, stream: bool, split: bool
 ) -> None:
@@ -321,17 +321,81 @@ def raw(front: FrontProcess, data: bytes, patience_s: float = PATIENCE_S) -> tup
         "/v1//models",
         "/v1/x/..",
         "//v1/models",
-        "/%761/models",
-        "/v1/%2e%2e/fake/seen",
-        "/v1/..%2ffake/seen",
+        "/v1/models/",
+        "/v1/",
     ],
 )
 def test_no_path_leads_around_the_list(front: FrontProcess, fakes: list[Fake], path: str) -> None:
     status, body = raw(front, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     assert status == 404
     assert b"header_names" not in body
-    encoded = [path] if "%2" in path else []  # which replicas do not resolve
-    assert [one["path"] for one in everything_seen(fakes)] == encoded
+    assert everything_seen(fakes) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completion%73",
+        "/v1/%63ompletions",
+        "/v1/slo/quot%65",
+        "/v1/load%5Flora_adapter",
+        "/v1/load%255Flora_adapter",
+        "/v1/response%73/resp_1",
+        "/v1%2Fcompletions",
+        "/v1/%2e%2e/fake/seen",
+        "/v1/..%2ffake/seen",
+        "/v1/models%2F",
+        "/v1/models%",
+        "/tokeniz%65",
+        "/%761/models",
+        "/health%2F..",
+        "/metric%73",
+        "/metrics/replicas/%61",
+        "/slo%2Fdata",
+    ],
+)
+def test_an_encoded_path_is_refused(front: FrontProcess, fakes: list[Fake], path: str) -> None:
+    """What it means is up to whoever decodes it: nothing is matched twice."""
+    body = b'{"slo": {"ttft_ms": -1}}'
+    for method in (b"POST", b"GET"):
+        head = b"%b %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        length = b"Content-Length: %d\r\n\r\n" % len(body)
+        status, said = raw(front, head % (method, path.encode()) + length + body)
+        error = json.loads(said)["error"]
+        assert (status, error["code"], error["type"]) == (404, 404, "NotFoundError")
+        assert "unencoded" in error["message"]
+    assert everything_seen(fakes) == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/v1/chat/completions/", "/v1/models/"])
+def test_a_slash_at_the_end_leads_nowhere(
+    front: FrontProcess, fakes: list[Fake], path: str
+) -> None:
+    answer = front.post(path)
+    assert answer.status_code == answer.json()["error"]["code"] == 404
+    assert "location" not in answer.headers
+    assert everything_seen(fakes) == []
+
+
+@pytest.mark.parametrize("status", [200, 201, 301, 302, 303, 307, 308])
+def test_a_replicas_address_is_not_told(
+    front: FrontProcess, fakes: list[Fake], status: int
+) -> None:
+    told = {
+        "location": "http://{address}/v1/models",
+        "content-location": "HTTP://{address}/v1/models",
+        "link": "<http://{address}/v1/next>; rel=next",
+        "refresh": "0; url=http://{address}/",
+        "x-served-by": "{address}",
+    }
+    for fake in fakes:
+        fake.knobs(headers={**told, "x-kept": "/v1/models"}, status=status, status_times=1)
+    answer = front.get("/v1/models")
+    assert answer.status_code == (404 if status >= 300 else status)
+    assert not told.keys() & answer.headers.keys()
+    address = next(fake for fake in fakes if fake.seen()).entry["url"].partition("://")[2]
+    assert address not in str(answer.headers) + answer.text
+    assert ("x-kept" in answer.headers) == (status < 300)
 
 
 # --- bounds --------------------------------------------------------------------------------------
@@ -434,7 +498,7 @@ def test_keys(started: dict[str, Any], fakes: list[Fake]) -> None:
         ({"json": {"slo": {"ttft_ms": -1}}}, "ttft_ms"),
         ({"json": {"vllm_xargs": {"slo_nothing": 1}}}, "nothing"),
         ({"json": {}, "headers": {"x-slo-ttft-ms": "soon"}}, "ttft_ms"),
-        ({"json": {"service_tier": "gold"}}, "service_tier"),
+        ({"json": {"slo": []}}, "slo"),
     ],
 )
 def test_a_mistake_in_an_slo_is_400(
@@ -516,7 +580,8 @@ def declined(answer: httpx.Response) -> int:
     error = answer.json()["error"]
     assert list(error) == ["message", "type", "param", "code"]
     assert (error["type"], error["param"], error["code"]) == ("slo_unattainable", "slo", 429)
-    assert answer.headers["x-slo-reason"] == "unattainable"
+    assert answer.headers["x-slo-reason"] in error["message"]
+    assert answer.headers["x-slo-reason"] in ("prefill", "decode", "seats", "expired")
     retry_ms = int(answer.headers["retry-after-ms"])
     assert int(answer.headers["retry-after"]) == max(1, -(-retry_ms // 1000))
     assert str(retry_ms) in error["message"]
@@ -546,6 +611,16 @@ def test_backup_best_effort(started: dict[str, Any], fakes: list[Fake]) -> None:
     assert [one["unattainable"] for one in seen] == ["best_effort"] * 2  # whatever the client says
 
 
+def test_the_operators_status_of_a_refusal(fakes: list[Fake]) -> None:
+    with processes() as keep:
+        front = keep(FrontProcess(ROUTING, slo={"decline_status": 529}))
+        front.serve(*fakes)
+        states_arrive(front, fakes, **LOADED)
+        answer = front.post(json=NEVER)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (529, 529)
+        assert answer.headers["x-slo-reason"] == "prefill"
+
+
 def test_backup_decline(started: dict[str, Any], fakes: list[Fake]) -> None:
     front = ready(started, "decline")
     key = {"authorization": f"Bearer {KEY}"}
@@ -556,10 +631,12 @@ def test_backup_decline(started: dict[str, Any], fakes: list[Fake]) -> None:
     assert front.post(json={"prompt": "x"}, headers=key).status_code == 200  # asks for nothing
 
 
-def test_a_refusal_leads_to_the_next(front: FrontProcess, fakes: list[Fake]) -> None:
+@pytest.mark.parametrize("status", [429, 503, 529, 400])
+def test_a_refusal_leads_to_the_next(front: FrontProcess, fakes: list[Fake], status: int) -> None:
+    """Whatever the operator chose as its status: a header says what it is."""
     before = front.total("refused_after_promise_total")
     for fake in fakes[:2]:
-        fake.knobs(refuse_hops=True)
+        fake.knobs(refuse_hops=True, decline_status=status)
     for _ in range(3):
         assert front.post(json=LATE).headers["x-vllm-slo-replica"] == "c"
     assert front.total("refused_after_promise_total") - before == 3  # 2, 1 and 0 before c's turn
@@ -573,9 +650,11 @@ def test_when_all_refuse_the_backup_acts(started: dict[str, Any], fakes: list[Fa
     assert front.post(json=LATE).status_code == 200
     assert sorted(one["hop"] for one in everything_seen(fakes)) == [False, True, True]
     for fake in fakes:
-        fake.knobs(declines=True)
-    answer = front.post(json=NEVER)  # the last replica's own verdict
+        fake.knobs(declines=True, decline_status=503)
+    answer = front.post(json=NEVER)  # the last replica's own verdict, no failure
+    assert answer.status_code == 503
     assert answer.json()["error"]["message"].endswith("cannot keep it")
+    assert "x-vllm-slo-declined" not in answer.headers
     assert answer.headers["x-vllm-slo-replica"] in "abc"
 
     front = ready(started, "decline")

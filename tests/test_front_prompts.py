@@ -3,16 +3,32 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from hashlib import blake2b
+from random import Random
 from typing import Any
 
 import pytest
+from depth import examples
+from fake_replica import state
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from vllm_slo.core.routing import RoutedRequest, VirtualReplica, route
+from vllm_slo.errors import InvalidSLOError
+from vllm_slo.http_slo import Policy
 from vllm_slo.router import prompts as prompts_module
+from vllm_slo.router.body_reader import read
 from vllm_slo.router.prompts import (
     CHUNK_BYTES,
     CHUNK_IDS,
     MAX_CHUNKS,
     MEDIA_TOKENS,
+    MOST_TOKENS,
     PrefixIndex,
     Prompt,
     TokenRatio,
@@ -155,14 +171,110 @@ def test_reading_is_cheap(monkeypatch: pytest.MonkeyPatch, size: int, chunks: in
     """Each byte is hashed once, and none beyond what is compared."""
     hashed: list[int] = []
 
-    def counting(value: Any) -> int:
-        hashed.append(len(value[1]))
-        return hash(value)
+    class Counting:
+        def __init__(self, seed: bytes, **options: Any) -> None:
+            hashed.append(len(seed))
+            self.inner = blake2b(seed, **options)
 
-    monkeypatch.setattr(prompts_module, "hash", counting, raising=False)
+        def update(self, data: bytes) -> None:
+            hashed.append(len(data))
+            self.inner.update(data)
+
+        def digest(self) -> bytes:
+            return self.inner.digest()
+
+    monkeypatch.setattr(prompts_module, "blake2b", Counting)
     request, index = chat("x" * size), PrefixIndex()
     index.add(read_prompt(request).chunks)
-    name = len("None")  # of the model, with which the chain begins
+    name = len("[null, null]")  # model and salt, with which the chain begins
     assert hashed == [name, *[CHUNK_BYTES] * chunks]
     assert index.matched(read_prompt(request).chunks) == chunks
     assert hashed == [name, *[CHUNK_BYTES] * chunks] * 2
+
+
+def test_every_process_makes_the_same_hashes() -> None:
+    """Large bodies are read in another one than small ones."""
+    image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 1_000}}
+    requests = [
+        {"prompt": LONG, "model": "m", "cache_salt": "s"},
+        {"prompt": list(range(640))},
+        {"messages": [{"role": "user", "content": [image, {"text": LONG}]}]},
+    ]
+    code = (
+        "import json, sys; from vllm_slo.router.prompts import read_prompt; "
+        "print([read_prompt(one).chunks for one in json.load(sys.stdin)])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "17"}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    assert said.stdout.strip() == str([read_prompt(one).chunks for one in requests])
+
+
+# --- other APIs, and anything --------------------------------------------------------------------
+
+
+def test_anthropics_words_are_understood() -> None:
+    ratio, text = TokenRatio(3.5), "x" * 700
+    plain = read_prompt({**chat(text), "system": text})
+    assert 400 < ratio.tokens(plain) < 420
+    assert plain.is_plain
+    blocks = {**chat(text), "system": [{"type": "text", "text": text}]}
+    assert read_prompt(blocks).size == plain.size
+    said: list[dict[str, Any]] = [
+        {"type": "thinking", "thinking": text, "signature": "s"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": text}},
+        {"type": "tool_result", "tool_use_id": "1", "content": text},
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": text}]},
+    ]
+    prompt = read_prompt({"messages": [{"role": "user", "content": said}]})
+    assert prompt.is_plain
+    assert 800 < ratio.tokens(prompt) < 850
+    image = {"type": "image", "source": {"type": "base64", "data": "A" * 10_000}}
+    shown = [{"type": "tool_result", "tool_use_id": "1", "content": [image]}]
+    seen = read_prompt({"messages": [{"role": "user", "content": shown}]})
+    assert MEDIA_TOKENS < ratio.tokens(seen) < MEDIA_TOKENS + 100
+
+
+def test_a_batch_is_all_its_conversations() -> None:
+    one, ratio = chat(LONG)["messages"], TokenRatio()
+    alone, batch = read_prompt({"messages": one}), read_prompt({"messages": [one, one]})
+    assert ratio.tokens(batch) == pytest.approx(2 * ratio.tokens(alone), rel=0.01)
+    assert batch.chunks[: len(alone.chunks)] == alone.chunks
+
+
+texts = st.text(max_size=20) | st.sampled_from(["\ud800", "user", "text", "tool_use", LONG])
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | texts
+keys = texts | st.sampled_from(["role", "content", "text", "type", "thinking", "tool_calls"])
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(keys, inner, max_size=5),
+    max_leaves=25,
+)
+FIELDS = ("model", "cache_salt", "prompt", "messages", "input", "instructions", "system", "tools")
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "slo", "service_tier")
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(request=st.dictionaries(st.sampled_from(FIELDS + LIMITS), values, max_size=6))
+@example(request={"max_tokens": 10**4_000, "prompt": [10**30] * 100})
+@example(request={"prompt": [True, 1.5, None, "x", [1]] * 50})
+@example(request={"messages": [[[["x"]]], {"content": {"content": [{"content": "x"}]}}]})
+def test_any_json_is_read(request: dict[str, Any]) -> None:
+    body = json.dumps(request, allow_nan=True).encode()
+    with suppress(InvalidSLOError):
+        asked = read(body, {}, Policy({}, {}, None), 0.0)
+        assert asked is not None
+        assert TokenRatio().tokens(asked.prompt) >= 1
+        assert asked.max_tokens is None or 1 <= asked.max_tokens <= MOST_TOKENS
+        routed = RoutedRequest(
+            TokenRatio().tokens(asked.prompt), asked.max_tokens, 10.0, 0.1, wants_promise=True
+        )
+        idle = VirtualReplica("")
+        idle.update(state({}), 0.0)
+        assert route(routed, [idle], 0.0, rng=Random(0)).target == ""

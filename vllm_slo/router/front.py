@@ -29,12 +29,10 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from http import HTTPStatus
 from random import Random
 from typing import Any, Final
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from vllm_slo.config import CONFIG_KEY, SLOConfig
@@ -48,35 +46,32 @@ from vllm_slo.http_slo import (
     QUOTE_ROUTE,
     ROUTES,
     Policy,
-    carriers_of,
+    is_json_type,
     slo_headers,
 )
+from vllm_slo.router.body_reader import Asked, BodyReader, UnreadError
 from vllm_slo.router.cluster import Cluster
-from vllm_slo.router.front_metrics import FrontMetrics
-from vllm_slo.router.front_page import PATHS, live_page
-from vllm_slo.router.front_quote import answer_quote
-from vllm_slo.router.openai_errors import (
+from vllm_slo.router.front_errors import (
     SERVER_HEADER,
+    ErrorResponse,
+    busy_response,
     error_response,
     json_response,
-    retry_headers,
+    not_found,
+    unauthorized,
 )
-from vllm_slo.router.prompts import Prompt, TokenRatio, read_max_tokens, read_prompt
-from vllm_slo.router.protocol import TOKEN_HEADER
+from vllm_slo.router.front_limits import Body, HeldBytes, Refusal, Server, allow_files, too_large
+from vllm_slo.router.front_metrics import FrontMetrics
+from vllm_slo.router.front_page import PATHS, LivePage, replica_metrics
+from vllm_slo.router.front_quote import answer_quote
+from vllm_slo.router.prompts import Prompt, TokenRatio
 from vllm_slo.router.relay import REQUEST_ID, Exchange, Relay, Wire, forwarded_headers
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
-from vllm_slo.slo import SLO
 
 __all__ = ["Front", "FrontConfig", "main"]
 
 logger = logging.getLogger("vllm_slo.front")
 
-MAX_LINE_BYTES: Final = 8_190
-MAX_FIELD_BYTES: Final = 16_384
-MAX_HEADERS: Final = 128
-BODY_PATIENCE_S: Final = 30.0
-"""Longest pause between two pieces of a body."""
-IDLE_S: Final = 75.0
 TICK_S: Final = 0.1
 REPORT_S: Final = 1.0
 LAST_WORDS_S: Final = 2.0
@@ -128,46 +123,6 @@ class FrontConfig:
         return cls(slo, names, keys)
 
 
-class _Refusal(Exception):  # noqa: N818  # an answer, not an error of ours
-    """The request is answered by the front itself."""
-
-    def __init__(self, response: web.Response) -> None:
-        self.response = response
-
-
-class _Connection(web.RequestHandler):
-    """One client connection; what the HTTP parser refuses is answered in OpenAI's shape."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun")
-        if isinstance(exc, LineTooLong):
-            text = f"the request line or a header is longer than {MAX_FIELD_BYTES} bytes"
-            response = error_response(431, "BadRequestError", text)
-        elif status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            response = error_response(400, "BadRequestError", "this is not a valid HTTP request")
-        else:
-            logger.error("a request failed in the front", exc_info=exc)
-            response = error_response(500, "InternalServerError", "the front failed")
-        response.force_close()
-        return response
-
-
-class _Server(web.Server):
-    """aiohttp's low-level server with our connections."""
-
-    def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
-
-
 class Front:
     """Routes and drains; see the module's docstring for the protocol around it.
 
@@ -190,7 +145,10 @@ class Front:
         self._policy = Policy.from_config(config.slo)
         self._epoch = epoch
         self._report = report
-        self._relay = Relay(self.cluster, self.metrics, TokenRatio())
+        self._relay = Relay(self.cluster, self.metrics, TokenRatio(), config.slo.decline_status)
+        self._reader = BodyReader(self._policy)
+        self._page = LivePage(self.cluster.listed)
+        self._held = HeldBytes()
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -203,16 +161,7 @@ class Front:
         Raises:
             OSError: the port cannot be had.
         """
-        server = _Server(
-            self.handle,
-            handler_cancellation=True,
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=IDLE_S,
-            max_line_size=MAX_LINE_BYTES,
-            max_field_size=MAX_FIELD_BYTES,
-            max_headers=MAX_HEADERS,
-        )
+        server = Server(self.handle, allow_files())
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(
             server, host or None, port, backlog=1024, start_serving=False
@@ -236,6 +185,7 @@ class Front:
             server.pre_shutdown()  # idle connections have nothing to wait for
             await server.shutdown(LAST_WORDS_S)
             await self.cluster.close("the server is stopping")
+            self._reader.close()
 
     async def _drain(self) -> None:
         drain_s = self.cluster.routing.drain_s
@@ -295,25 +245,31 @@ class Front:
 
     async def _answer(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         path = request.rel_url.raw_path
+        response: web.StreamResponse
         try:
-            if path.startswith("/v1/") or path in PROXIED:
-                with self.metrics.in_flight.track_inprogress():
-                    return await self._forward(request, path, arrival_s)
-            return await self._own_page(request, path)
-        except _Refusal as refusal:
-            return refusal.response
+            if "%" in path:  # it could name what is matched below by another name
+                response = not_found(path, "is not served here; send the path unencoded")
+            elif path.startswith("/v1/") or path in PROXIED:
+                with self.metrics.in_flight.track_inprogress(), Body(self._held) as body:
+                    response = await self._forward(request, path, body, arrival_s)
+            else:
+                response = await self._own_page(request, path)
+        except Refusal as refusal:
+            response = refusal.response
+        return response.put_for(path) if isinstance(response, ErrorResponse) else response
 
     async def _forward(
-        self, request: web.BaseRequest, path: str, arrival_s: float
+        self, request: web.BaseRequest, path: str, body: Body, arrival_s: float
     ) -> web.StreamResponse:
         self._check(request, path)
         is_quote = path == QUOTE_ROUTE and request.method == "POST"
         is_generation = path in ROUTES and request.method == "POST"
-        body = await _read_body(request)
+        await body.read(request)
         request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
         query = request.rel_url.raw_query_string
         wire = Wire(
             request,
+            path,
             f"{path}?{query}" if query else path,
             forwarded_headers(request.headers, request_id),
             body,
@@ -323,7 +279,7 @@ class Front:
         if not is_generation and not is_quote:
             return await Exchange(self._relay, wire).answer()
         try:
-            routed, prompt, label = self._read(request, body, arrival_s)
+            routed, prompt, label = await self._read(request, body, arrival_s)
         except InvalidSLOError as error:
             if is_generation:
                 self.metrics.requests.labels("invalid").inc()
@@ -336,32 +292,31 @@ class Front:
         """Refuse what needs no look at the body.
 
         Raises:
-            _Refusal: the request is answered.
+            Refusal: the request is answered.
         """
         method = request.method
         if method not in PROXIED_METHODS:
             text = f"{method} is not allowed here"
-            raise _Refusal(error_response(405, "BadRequestError", text))
+            raise Refusal(error_response(405, "BadRequestError", text))
         if path.startswith("/v1/") and method != "OPTIONS" and not self._lets_in(request):
-            raise _Refusal(json_response(b'{"error":"Unauthorized"}', 401))
+            raise Refusal(unauthorized())
         query = request.rel_url.raw_query_string
         if not (path.isascii() and query.isascii() and _is_text(request.headers)):
             text = "the path is not ASCII, or a header is not UTF-8"
-            raise _Refusal(error_response(400, "BadRequestError", text))
-        if "/../" in f"{path}/" or "/./" in f"{path}/" or "//" in path:
-            raise _Refusal(_not_found(path))
+            raise Refusal(error_response(400, "BadRequestError", text))
+        # Replicas would lead a path with another slash at its end to their own address.
+        if any(odd in f"{path}/" for odd in ("/../", "/./", "//")):
+            raise Refusal(not_found(path))
         if path in _NOT_HERE:
             text = f"{path} would reach one replica only: {_NOT_HERE[path]}"
-            raise _Refusal(error_response(501, "NotImplementedError", text))
+            raise Refusal(error_response(501, "NotImplementedError", text))
         if path.startswith("/v1/responses/"):
             text = "the replicas do not share stored responses: send the whole conversation instead"
-            raise _Refusal(error_response(501, "NotImplementedError", text))
+            raise Refusal(error_response(501, "NotImplementedError", text))
         if self.draining:
-            text = "the server is stopping"
-            headers = retry_headers(1_000)
-            raise _Refusal(error_response(503, "ServiceUnavailableError", text, None, headers))
+            raise Refusal(busy_response("the server is stopping"))
         if (length := request.content_length) is not None and length > MAX_BODY_BYTES:
-            raise _Refusal(_too_large())
+            raise too_large()
 
     def _lets_in(self, request: web.BaseRequest) -> bool:
         """Whether the key is one of those configured; as vLLM reads it, in constant time."""
@@ -375,33 +330,31 @@ class Front:
         matches = [secrets.compare_digest(given, known) for known in self._config.api_keys]
         return any(matches)
 
-    def _read(
-        self, request: web.BaseRequest, body: bytes, arrival_s: float
+    async def _read(
+        self, request: web.BaseRequest, body: Body, arrival_s: float
     ) -> tuple[RoutedRequest, Prompt, str]:
         """What a generation request asks for, and how it counts if it gets no promise.
 
         Raises:
             InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
+            Refusal: the body could not be read now.
         """
-        asked = _parsed(request, body)
+        asked = None
+        if is_json_type(request.headers.get("Content-Type", "")):
+            headers = slo_headers(request.raw_headers)
+            try:
+                asked = await self._reader.read(body.data, headers, self._epoch())
+            except UnreadError as error:
+                raise Refusal(busy_response(f"{error}; try again shortly")) from error
         if asked is None:
             return RoutedRequest(1), Prompt(), "no_slo"
-        carriers = carriers_of(asked, slo_headers(request.raw_headers))
-        slo = None if carriers.empty else carriers.resolve(self._policy, self._epoch())
-        slo = self._policy.default if slo is None else slo
-        try:
-            prompt = read_prompt(asked)
-        except RecursionError:
-            prompt = Prompt()
-        routed = self._routed(asked, prompt, slo, arrival_s)
-        return routed, prompt, "no_slo" if slo is None else "best_effort"
+        label = "no_slo" if asked.slo is None else "best_effort"
+        return self._routed(asked, arrival_s), asked.prompt, label
 
-    def _routed(
-        self, asked: Mapping[str, Any], prompt: Prompt, slo: SLO | None, arrival_s: float
-    ) -> RoutedRequest:
-        ratio = self._relay.ratio
+    def _routed(self, asked: Asked, arrival_s: float) -> RoutedRequest:
+        ratio, prompt, slo = self._relay.ratio, asked.prompt, asked.slo
         cached = _cached_tokens(self.cluster.ready(), prompt, ratio) if prompt.chunks else {}
-        tokens, most = ratio.tokens(prompt), read_max_tokens(asked)
+        tokens, most = ratio.tokens(prompt), asked.max_tokens
         if slo is None:
             return RoutedRequest(tokens, most, cached_tokens=cached)
         guaranteed = slo.effective_tier == "guaranteed" and slo.has_objective
@@ -421,9 +374,10 @@ class Front:
 
     async def _own_page(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         if path.startswith("/metrics/replicas/") and request.method == "GET":
-            return await self._replica_metrics(path.removeprefix("/metrics/replicas/"))
+            name = path.removeprefix("/metrics/replicas/")
+            return await replica_metrics(self.cluster.listed.get(name))
         if path in PATHS and request.method in ("GET", "HEAD"):
-            return await live_page(request, self.cluster.listed.values())
+            return await self._page.answer(request)
         page = {
             "/health": self._health,
             "/-/healthz": self._health,  # what KubeRay asks the port that clients use
@@ -432,7 +386,7 @@ class Front:
             "/replicas": self._replicas,
         }.get(path)
         if page is None:
-            return _not_found(path)
+            return not_found(path)
         if request.method not in ("GET", "HEAD"):
             return error_response(405, "BadRequestError", f"{request.method} is not allowed here")
         return page(request)
@@ -471,24 +425,6 @@ class Front:
             json.dumps([_shown(one, now_s) for one in self.cluster.all()]).encode()
         )
 
-    async def _replica_metrics(self, name: str) -> web.StreamResponse:
-        upstream = self.cluster.listed.get(name)
-        if upstream is None:
-            return error_response(404, "NotFoundError", "there is no replica of that name")
-        try:
-            async with (
-                asyncio.timeout(10.0),
-                upstream.request(
-                    "GET", "/metrics", {TOKEN_HEADER: upstream.spec.token}, None
-                ) as answer,
-            ):
-                body, kind = await answer.read(), answer.headers.get("Content-Type", "text/plain")
-        except OSError as error:
-            text = f"the replica does not answer ({type(error).__name__})"
-            return error_response(503, "ServiceUnavailableError", text)
-        headers = {"Content-Type": kind, "Server": SERVER_HEADER}
-        return web.Response(status=answer.status, body=body, headers=headers)
-
 
 def _shown(one: Upstream, now_s: float) -> dict[str, Any]:
     """A replica as operators see it."""
@@ -505,17 +441,6 @@ def _shown(one: Upstream, now_s: float) -> dict[str, Any]:
     }
 
 
-def _parsed(request: web.BaseRequest, body: bytes) -> dict[str, Any] | None:
-    """The body as an object; None when it is none: the replica has its own answer to that."""
-    if not request.headers.get("Content-Type", "").lower().startswith("application/json"):
-        return None
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    return asked if isinstance(asked, dict) else None
-
-
 def _cached_tokens(
     upstreams: Sequence[Upstream], prompt: Prompt, ratio: TokenRatio
 ) -> dict[str, int]:
@@ -523,42 +448,6 @@ def _cached_tokens(
     each = ratio.chunk_tokens(prompt)
     matched = ((one.name, one.prefixes.matched(prompt.chunks)) for one in upstreams)
     return {name: int(count * each) for name, count in matched if count}
-
-
-async def _read_body(request: web.BaseRequest) -> bytes:
-    """The request's body.
-
-    Raises:
-        _Refusal: it is too large, too slow, or broken.
-    """
-    content = request.content
-    if content.at_eof():
-        return b""
-    if content.is_eof():
-        data = content.read_nowait(-1)
-        if len(data) > MAX_BODY_BYTES:
-            raise _Refusal(_too_large())
-        return data
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_PATIENCE_S) as patience:
-            while part := await content.readany():
-                patience.reschedule(asyncio.get_running_loop().time() + BODY_PATIENCE_S)
-                size += len(part)
-                if size > MAX_BODY_BYTES:
-                    raise _Refusal(_too_large())
-                parts.append(part)
-    except TimeoutError:
-        text = f"nothing of the body came for {BODY_PATIENCE_S:g} s"
-        raise _Refusal(_closing(error_response(408, "BadRequestError", text))) from None
-    except (web.RequestPayloadError, HttpProcessingError):
-        text = "the body is not what its headers say"
-        raise _Refusal(_closing(error_response(400, "BadRequestError", text))) from None
-    return b"".join(parts)
 
 
 def _is_text(headers: Mapping[str, str]) -> bool:
@@ -569,20 +458,6 @@ def _is_text(headers: Mapping[str, str]) -> bool:
         if not value.isascii()
         for char in value
     )
-
-
-def _closing(response: web.Response) -> web.Response:
-    response.force_close()
-    return response
-
-
-def _too_large() -> web.Response:
-    text = f"the body is larger than {MAX_BODY_BYTES} bytes"
-    return _closing(error_response(413, "BadRequestError", text))
-
-
-def _not_found(path: str) -> web.Response:
-    return error_response(404, "NotFoundError", f"{path[:200]} is not served here")
 
 
 def warm_up() -> None:

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from vllm_slo.core.routing import RoutedRequest
 from vllm_slo.router.cluster import Cluster
-from vllm_slo.router.openai_errors import error_response, retry_headers
+from vllm_slo.router.front_errors import busy_response
 from vllm_slo.router.protocol import TOKEN_HEADER
 from vllm_slo.router.relay import RETRIED, Wire, returned_headers
 from vllm_slo.router.upstream import Upstream
@@ -55,9 +55,7 @@ async def answer_quote(cluster: Cluster, wire: Wire, routed: RoutedRequest) -> w
             refusals.append(said)
     if refusals:
         return min(refusals, key=lambda one: _stretch(one.quote or {}, wire, routed)).response
-    text = "no replica is ready, or none answers; try again shortly"
-    headers = retry_headers(1_000)
-    return failure or error_response(503, "ServiceUnavailableError", text, headers=headers)
+    return failure or busy_response("no replica is ready, or none answers; try again shortly")
 
 
 async def _ask(upstream: Upstream, wire: Wire) -> _Answer | None:
@@ -68,7 +66,7 @@ async def _ask(upstream: Upstream, wire: Wire) -> _Answer | None:
     try:
         async with (
             upstream.exchange(),
-            upstream.request("POST", wire.target, headers, wire.body or None) as answer,
+            upstream.request("POST", wire.target, headers, wire.body.data or None) as answer,
         ):
             body = await answer.read()
     except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is one: the replica is gone
@@ -76,7 +74,7 @@ async def _ask(upstream: Upstream, wire: Wire) -> _Answer | None:
         return None
     finally:
         upstream.running -= 1
-    kept = returned_headers(answer.headers, upstream.name, wire.request_id)
+    kept = returned_headers(answer.headers, upstream, wire.request_id)
     response = web.Response(status=answer.status, reason=answer.reason, headers=kept, body=body)
     return _Answer(response, json.loads(body) if answer.status == 200 else None)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Final
 
 __all__ = ["PrefixIndex", "Prompt", "TokenRatio", "read_max_tokens", "read_prompt"]
@@ -23,6 +25,8 @@ MEDIA_TOKENS: Final = 1_024
 """An image or a sound, whatever its size: a tokenizer's word would be needed for better."""
 COMPLETION_TOKENS: Final = 16
 """OpenAI's (and vLLM's) default of `max_tokens` for completions."""
+MOST_TOKENS: Final = 2**31
+"""Longer answers are taken to be so long: JSON has integers that no float holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +36,15 @@ class Prompt:
     Attributes:
         size: bytes of its text.
         tokens: tokens beyond the text: token ids, templates, media.
-        chunks: chained hashes of its beginning; equal hashes mean an equal beginning up to there.
+        chunks: chained hashes of its beginning; equal hashes mean an equal beginning up to there,
+            in whichever process they were made.
         is_ids: whether a chunk is `CHUNK_IDS` token ids, and not `CHUNK_BYTES` of text.
         is_plain: whether text and template are all of it, so that a token count teaches something.
     """
 
     size: int = 0
     tokens: int = 0
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[bytes, ...] = ()
     is_ids: bool = False
     is_plain: bool = True
 
@@ -91,12 +96,12 @@ class PrefixIndex:
 
     def __init__(self, size: int = INDEX_SIZE) -> None:
         self._size = size
-        self._chunks: dict[int, None] = {}  # oldest first
+        self._chunks: dict[bytes, None] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def add(self, chunks: tuple[int, ...]) -> None:
+    def add(self, chunks: tuple[bytes, ...]) -> None:
         """A prompt was worked on. The end of a prompt is forgotten before its beginning."""
         known = self._chunks
         for chunk in reversed(chunks):
@@ -105,7 +110,7 @@ class PrefixIndex:
         while len(known) > self._size:
             del known[next(iter(known))]
 
-    def matched(self, chunks: tuple[int, ...]) -> int:
+    def matched(self, chunks: tuple[bytes, ...]) -> int:
         """Leading chunks that are known; 0 when they are too few to mean anything."""
         known, count = self._chunks, 0
         for chunk in chunks:
@@ -125,99 +130,102 @@ def read_max_tokens(request: Mapping[str, Any]) -> int | None:
     for key in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         given = request.get(key)
         if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-            return given
+            return min(given, MOST_TOKENS)
     return fallback
 
 
 def read_prompt(request: Mapping[str, Any]) -> Prompt:
-    """The prompt of a completion, chat or Responses request; what is not understood counts 0.
+    """The prompt of a generation request of any API; what is not understood counts 0.
 
     Raises:
         RecursionError: the request is nested too deeply.
     """
-    seed = hash((str(request.get("model")), str(request.get("cache_salt"))))
+    seed = _bytes_of(json.dumps([request.get("model"), request.get("cache_salt")]))
     if "messages" in request or "input" in request:
         return _of_messages(request, seed)
     given = request.get("prompt")
     if isinstance(given, str):
-        data = given.encode(errors="surrogatepass")
-        return Prompt(size=len(data), chunks=_chunks_of_text(data, seed))
+        data = _bytes_of(given)
+        return Prompt(size=len(data), chunks=_chunks(data, CHUNK_BYTES, seed))
     if not isinstance(given, list) or not given:
         return Prompt()
     if isinstance(given[0], int):
         return Prompt(tokens=len(given), chunks=_chunks_of_ids(given, seed), is_ids=True)
     tokens = sum(len(one) for one in given if isinstance(one, list))
-    texts = [one.encode(errors="surrogatepass") for one in given if isinstance(one, str)]
-    chunks = _chunks_of_text(texts[0], seed) if texts else ()
+    texts = [_bytes_of(one) for one in given if isinstance(one, str)]
+    chunks = _chunks(texts[0], CHUNK_BYTES, seed) if texts else ()
     return Prompt(sum(map(len, texts)), tokens, chunks)
 
 
-def _of_messages(request: Mapping[str, Any], seed: int) -> Prompt:
+def _of_messages(request: Mapping[str, Any], seed: bytes) -> Prompt:
     texts: list[str] = []
-    tokens, plain = MESSAGE_TOKENS, True
+    tokens, media = MESSAGE_TOKENS, 0
     if tools := request.get("tools"):
         texts.append(json.dumps(tools))
-        plain = False
-    if isinstance(instructions := request.get("instructions"), str):
-        texts.append(instructions)
-    messages = request.get("messages", request.get("input"))
-    if isinstance(messages, str):
-        messages = [{"content": messages}]
-    for message in messages if isinstance(messages, list) else ():
+    for key in ("instructions", "system"):  # of Responses, and of Anthropic's Messages
+        media += _add_content(request.get(key), texts)
+    given = request.get("messages", request.get("input"))
+    for message in _messages(given):
         tokens += MESSAGE_TOKENS
         if not isinstance(message, dict):
             continue
         texts.append(str(message.get("role")))
-        content = message.get("content")
-        if isinstance(content, str):
-            texts.append(content)
-        elif isinstance(content, list):
-            media = sum(_add_part(part, texts) for part in content)
-            tokens += media * MEDIA_TOKENS
-            plain = plain and not media
+        media += _add_content(message.get("content"), texts)
         if calls := message.get("tool_calls"):
             texts.append(json.dumps(calls))
-    data = "\0".join(texts).encode(errors="surrogatepass")
-    return Prompt(len(data), tokens, _chunks_of_text(data, seed), is_plain=plain)
+    data = _bytes_of("\0".join(texts))
+    tokens += media * MEDIA_TOKENS
+    plain = not (media or tools)
+    return Prompt(len(data), tokens, _chunks(data, CHUNK_BYTES, seed), is_plain=plain)
 
 
-def _add_part(part: Any, texts: list[str]) -> int:
-    """Add the text of a content part to ``texts``; 1 if the part is media, 0 otherwise."""
-    text = part.get("text") if isinstance(part, dict) else part
-    if isinstance(text, str):
-        texts.append(text)
+def _messages(given: Any) -> list[Any]:
+    """Messages one after the other; in a batch, they are those of several conversations."""
+    if isinstance(given, str):
+        return [{"content": given}]
+    if not isinstance(given, list):
+        return []
+    listed = (one if isinstance(one, list) else [one] for one in given)
+    return [message for conversation in listed for message in conversation]
+
+
+def _add_content(content: Any, texts: list[str]) -> int:
+    """Add the text of a message, or of a part of one, to ``texts``; how many parts are media."""
+    if isinstance(content, str):
+        texts.append(content)
         return 0
-    texts.append(f"{_mark(part):x}")
+    if isinstance(content, list):
+        return sum(_add_content(part, texts) for part in content)
+    if not isinstance(content, dict):
+        return 0
+    for key in ("text", "thinking", "content"):  # the last is what a tool said
+        if isinstance(said := content.get(key), str | list):
+            return _add_content(said, texts)
+    written = json.dumps(content)
+    if content.get("type") == "tool_use":
+        texts.append(written)
+        return 0
+    texts.append(blake2b(written.encode(), digest_size=8).hexdigest())
     return 1
 
 
-def _mark(value: Any) -> int:
-    """A hash of parsed JSON, without writing it out: media are large."""
-    if isinstance(value, dict):
-        return hash(tuple((key, _mark(one)) for key, one in value.items()))
-    if isinstance(value, list):
-        return hash(tuple(map(_mark, value)))
-    return hash(value)
+def _bytes_of(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
-def _chained(pieces: Iterable[object], seed: int) -> tuple[int, ...]:
+def _chunks(data: bytes, size: int, seed: bytes) -> tuple[bytes, ...]:
+    """Hashes of the first ``size`` bytes, of the first two times ``size``, and so on."""
+    digest = blake2b(seed, digest_size=8)
     chain = []
-    for piece in pieces:
-        seed = hash((seed, piece))
-        chain.append(seed)
+    for at in range(size, min(len(data), MAX_CHUNKS * size) + 1, size):
+        digest.update(data[at - size : at])
+        chain.append(digest.digest())
     return tuple(chain)
 
 
-def _chunks_of_text(data: bytes, seed: int) -> tuple[int, ...]:
-    whole = min(len(data) // CHUNK_BYTES, MAX_CHUNKS) * CHUNK_BYTES
-    return _chained((data[at : at + CHUNK_BYTES] for at in range(0, whole, CHUNK_BYTES)), seed)
-
-
-def _chunks_of_ids(ids: list[Any], seed: int) -> tuple[int, ...]:
-    whole = min(len(ids) // CHUNK_IDS, MAX_CHUNKS) * CHUNK_IDS
+def _chunks_of_ids(ids: list[Any], seed: bytes) -> tuple[bytes, ...]:
     try:
-        return _chained(
-            (tuple(ids[at : at + CHUNK_IDS]) for at in range(0, whole, CHUNK_IDS)), seed
-        )
-    except TypeError:  # not all of them are ids: the replica has its own answer to that
+        packed = array("q", ids[: MAX_CHUNKS * CHUNK_IDS])
+    except (TypeError, OverflowError):  # not all are ids: the replica has its own answer to that
         return ()
+    return _chunks(packed.tobytes(), CHUNK_IDS * packed.itemsize, seed)

@@ -22,19 +22,24 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from vllm_slo.api_errors import is_anthropic
 from vllm_slo.core.routing import Route, RoutedRequest
 from vllm_slo.router.cluster import Choice, Cluster, Placement
-from vllm_slo.router.front_metrics import FrontMetrics
-from vllm_slo.router.openai_errors import (
+from vllm_slo.router.front_errors import (
+    REASON_HEADER,
+    UNATTAINABLE,
+    busy_response,
     decline_response,
-    done_event,
-    error_event,
     error_response,
-    retry_headers,
+    not_found,
+    stream_end,
 )
+from vllm_slo.router.front_limits import Body
+from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.prompts import Prompt, TokenRatio
 from vllm_slo.router.protocol import (
     AGE_HEADER,
+    DECLINED_HEADER,
     OWN_PREFIX,
     TICKET_HEADER,
     TOKEN_HEADER,
@@ -68,7 +73,10 @@ HOP_BY_HOP: Final = frozenset(
 )
 _NOT_SENT: Final = HOP_BY_HOP | {"host", "content-length", "expect"}
 _NOT_RETURNED: Final = HOP_BY_HOP | {"content-length"}
-_PREFACE: Final = re.compile(rb'"type": ?"response\.(created|queued|in_progress)"')
+_PREFACE: Final = re.compile(
+    rb'"type": ?"(response\.(created|queued|in_progress)|message_start|ping)"'
+)
+"""Events that APIs begin a stream with, before the model has said anything."""
 _PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,9})')
 _LOST: Final = (aiohttp.ClientError, OSError)
 
@@ -90,9 +98,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The replica made no promise; it may have room again after so long."""
+    """The replica made no promise, for this reason; it may have room again after so long."""
 
     retry_after_s: float
+    reason: str
 
 
 @dataclass(slots=True)
@@ -102,6 +111,7 @@ class Relay:
     cluster: Cluster
     metrics: FrontMetrics
     ratio: TokenRatio
+    decline_status: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +120,19 @@ class Wire:
 
     Attributes:
         request: the client's.
+        path: of the request.
         target: path and query.
         headers: those to send, without the front's own.
-        body: as received.
+        body: as received; released once no other replica can be tried.
         request_id: of the header, kept or made.
         arrival_s: when it came, on the monotonic clock.
     """
 
     request: web.BaseRequest
+    path: str
     target: str
     headers: CIMultiDict[str]
-    body: bytes
+    body: Body
     request_id: str
     arrival_s: float
 
@@ -139,17 +151,21 @@ def forwarded_headers(headers: Mapping[str, str], request_id: str) -> CIMultiDic
     return kept
 
 
-def returned_headers(headers: Mapping[str, str], replica: str, request_id: str) -> CIMultiDict[str]:
-    """A replica's headers as the client gets them."""
+def returned_headers(
+    headers: Mapping[str, str], upstream: Upstream, request_id: str
+) -> CIMultiDict[str]:
+    """A replica's headers as the client gets them: none tells its private address."""
     named = _connection_options(headers.get("Connection"))
+    address = upstream.spec.url.rpartition("://")[2].lower()
     kept = CIMultiDict(
         (name, value)
         for name, value in headers.items()
         if (low := name.lower()) not in _NOT_RETURNED
         and not low.startswith(OWN_PREFIX)
         and low not in named
+        and address not in value.lower()
     )
-    kept[REPLICA_HEADER] = replica
+    kept[REPLICA_HEADER] = upstream.name
     kept[REQUEST_ID] = request_id
     return kept
 
@@ -191,17 +207,19 @@ class Exchange:
             ConnectionError: the client left.
         """
         last: Failed | None = None
+        reason: str | None = None
         while True:
             before_s = time.monotonic()
             choice = self._placement.next(before_s)
             if choice.route is not None:
                 self._metrics.decision.observe(time.monotonic() - before_s)
             if choice.upstream is None:
-                return self._unplaced(choice.route, last)
+                return self._unplaced(choice.route, last, reason)
             outcome = await self._try(choice)
             if isinstance(outcome, Refused):
                 self._metrics.refused_after_promise.inc()
                 self._placement.refused(outcome.retry_after_s)
+                reason = reason or outcome.reason
             elif isinstance(outcome, Failed):
                 last = outcome
                 logger.warning("replica %s failed: %s", choice.upstream.name, outcome.reason)
@@ -214,7 +232,9 @@ class Exchange:
 
     # --- answers of the front's own --------------------------------------------------------------
 
-    def _unplaced(self, route: Route | None, last: Failed | None) -> web.Response:
+    def _unplaced(
+        self, route: Route | None, last: Failed | None, reason: str | None
+    ) -> web.Response:
         if route is not None and route.backup == "decline":
             self._count("declined", route)
             if self._routed is not None and not self._placement.refusals:
@@ -222,12 +242,13 @@ class Exchange:
                 self._metrics.declined.labels(self._routed.slo_class).inc()
             # A prediction is one only where a double was asked.
             predicted_s = math.inf if route.reason is None else route.retry_after_s
-            return decline_response(min(predicted_s, self._placement.retry_after_s))
+            retry_after_s = min(predicted_s, self._placement.retry_after_s)
+            reason = reason or route.reason or UNATTAINABLE
+            return decline_response(retry_after_s, self._relay.decline_status, reason)
         self._count("unavailable", route)
         if last is not None and last.response is not None:
             return last.response
-        text = "no replica is ready; try again shortly"
-        return error_response(503, "ServiceUnavailableError", text, headers=retry_headers(1_000))
+        return busy_response("no replica is ready; try again shortly")
 
     def _given_up(self, last: Failed) -> web.Response:
         if last.response is not None:
@@ -298,13 +319,14 @@ class Exchange:
 
     async def _send(self, upstream: Upstream, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
         wire = self._wire
-        body: Any = wire.body or None
-        if len(wire.body) > LARGE_BODY_BYTES:
-            body = io.BytesIO(wire.body)  # sent piece by piece
+        body: Any = wire.body.data or None
+        if len(wire.body.data) > LARGE_BODY_BYTES:
+            body = io.BytesIO(wire.body.data)  # sent piece by piece
         return await upstream.request(wire.request.method, wire.target, headers, body)
 
     def _began(self, upstream: Upstream, choice: Choice) -> None:
         """The answer is certain, and none of it has been sent to the client."""
+        self._wire.body.release()
         promised = choice.route is not None and choice.route.promised
         self._count("promised" if promised else self._label, choice.route)
         if self._prompt is not None:
@@ -320,17 +342,20 @@ class Exchange:
         Raises:
             aiohttp.ClientError, OSError, _LostError: the connection failed.
         """
-        status = answer.status
+        status, declined = answer.status, answer.headers.get(DECLINED_HEADER)
         if status == 200 and answer.headers.get("Content-Type", "").startswith("text/event-stream"):
             return await self._first_event(upstream, answer)
         body = await _read_all(answer)
-        if status == 429 and answer.headers.get("x-slo-reason") == "unattainable":
+        if declined is not None:
             if choice.on_unattainable == "decline":
-                return Refused(_retry_after_s(answer.headers))
+                reason = answer.headers.get(REASON_HEADER, UNATTAINABLE)
+                return Refused(_retry_after_s(declined), reason)
             self._count("declined", choice.route)
-        headers = returned_headers(answer.headers, upstream.name, self._wire.request_id)
+        if 300 <= status < 400:  # it leads to the replica's own address
+            return not_found(self._wire.path)
+        headers = returned_headers(answer.headers, upstream, self._wire.request_id)
         response = web.Response(status=status, reason=answer.reason, headers=headers, body=body)
-        if status in RETRIED:
+        if status in RETRIED and declined is None:
             return Failed("status", response)
         if status == 200:
             self._learn(body)
@@ -379,10 +404,10 @@ class Exchange:
         Raises:
             ConnectionError: the client left.
         """
-        headers = returned_headers(answer.headers, upstream.name, self._wire.request_id)
+        headers = returned_headers(answer.headers, upstream, self._wire.request_id)
         response = _Stream(status=200, reason=answer.reason, headers=headers)
         await response.prepare(self._wire.request)
-        stream = _EventStream(response)
+        stream = _EventStream(response, self._wire.path)
         try:
             async with upstream.exchange():
                 await stream.take(head)
@@ -401,8 +426,9 @@ class Exchange:
         await stream.fail(f"{reason}; what came before is all there is")
 
     def _learn(self, body: bytes) -> None:
-        """Correct the estimate of prompt lengths by the count in an answer."""
-        if self._prompt is None:
+        """Correct the estimate of prompt lengths by the count in an answer. Anthropic's leaves out
+        what was cached."""
+        if self._prompt is None or is_anthropic(self._wire.path):
             return
         found = _PROMPT_TOKENS.search(body, max(body.rfind(b'"usage"'), 0))
         if found:
@@ -421,10 +447,11 @@ class _EventStream:
     Invariant: what the client got ends with an event, so that an error event can follow.
     """
 
-    def __init__(self, response: web.StreamResponse) -> None:
+    def __init__(self, response: web.StreamResponse, path: str) -> None:
         self.last = b""
         self._before_last = b""
         self._response = response
+        self._path = path
         self._held = b""
 
     async def take(self, chunk: bytes) -> None:
@@ -451,15 +478,8 @@ class _EventStream:
 
     async def fail(self, text: str) -> None:
         """End with an error event, unless the end, or an error, has been passed on."""
-        if self.last.endswith(done_event):
-            return
-        newest = self.last.rstrip(b"\n").rpartition(b"\n\n")[2]
-        event = (
-            b""
-            if newest.startswith(b'data: {"error"')
-            else error_event(502, "BadGatewayError", text)
-        )
-        await self._response.write(event + done_event)
+        if end := stream_end(self._path, self.last, text):
+            await self._response.write(end)
 
 
 async def _read_any(answer: aiohttp.ClientResponse) -> bytes:
@@ -520,9 +540,7 @@ def _server_error(event: bytes) -> Mapping[str, Any] | None:
     return None
 
 
-def _retry_after_s(headers: Mapping[str, str]) -> float:
+def _retry_after_s(declined: str) -> float:
     with suppress(ValueError):
-        return float(headers.get("retry-after-ms", "")) / 1000
-    with suppress(ValueError):
-        return float(headers.get("retry-after", ""))
+        return float(declined) / 1000
     return 1.0

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import aiohttp
@@ -17,6 +18,7 @@ from yarl import URL
 
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.routing import VirtualReplica
+from vllm_slo.router.once import KEPT_S, Once
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER
 
@@ -32,6 +34,7 @@ FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 MAX_URLS: Final = 256
+METRICS_PATIENCE_S: Final = 10.0
 _SKIPPED: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -78,6 +81,7 @@ class Upstream:
         self.name = spec.name
         self.virtual = VirtualReplica(spec.name)
         self.prefixes = PrefixIndex()
+        self.metrics = Once(partial(self.get, "/metrics", METRICS_PATIENCE_S), KEPT_S)
         self.listed = True
         self.draining = False
         self.engine_dead = False
@@ -206,6 +210,20 @@ class Upstream:
             if len(self._urls) < MAX_URLS and "?" not in target:
                 self._urls[target] = url
         return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+
+    async def get(self, target: str, patience_s: float) -> tuple[int, bytes, str]:
+        """One of its own pages: status, body and content type.
+
+        Raises:
+            aiohttp.ClientError, OSError: it does not answer, or not in time.
+        """
+        headers = {TOKEN_HEADER: self.spec.token}
+        async with (
+            asyncio.timeout(patience_s),
+            self.request("GET", target, headers, None) as answer,
+        ):
+            body = await answer.read()
+            return answer.status, body, answer.headers.get("Content-Type", "text/plain")
 
     # --- state stream ----------------------------------------------------------------------------
 

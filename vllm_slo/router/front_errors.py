@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the front's own: as the body of an answer, and at the end of a stream."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+
+from vllm_slo.api_errors import error_body, is_anthropic
+
+__all__ = [
+    "ErrorResponse",
+    "busy_response",
+    "decline_response",
+    "error_response",
+    "json_response",
+    "not_found",
+    "retry_headers",
+    "stream_end",
+    "unauthorized",
+]
+
+SERVER_HEADER: Final = "vllm-slo"
+MAX_RETRY_AFTER_MS: Final = 86_400_000
+BUSY_RETRY_MS: Final = 1_000
+REASON_HEADER: Final = "x-slo-reason"
+UNATTAINABLE: Final = "unattainable"
+"""The reason where no replica could be asked for one."""
+_OVER: Final = (b"event: message_stop", b"event: error")
+
+
+class ErrorResponse(web.Response):
+    """An error in OpenAI's shape, until `put_for` puts it into that of the API that was called."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        text: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        body = json.dumps(error_body("", status, kind, text, param)).encode()
+        super().__init__(status=status, body=body, headers={**_own_headers(), **(headers or {})})
+        self._message = text
+
+    def put_for(self, path: str) -> ErrorResponse:
+        """Change the body to what clients of the API at ``path`` read."""
+        if is_anthropic(path):
+            self.body = json.dumps(error_body(path, self.status, "", self._message, None)).encode()
+        return self
+
+
+def error_response(
+    status: int,
+    kind: str,
+    text: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> ErrorResponse:
+    """A whole answer that is an error."""
+    return ErrorResponse(status, kind, text, param, headers)
+
+
+def json_response(body: bytes) -> web.Response:
+    """A whole answer of the front's own."""
+    return web.Response(body=body, headers=_own_headers())
+
+
+def not_found(path: str, why: str = "is not served here") -> ErrorResponse:
+    """404."""
+    return error_response(HTTPStatus.NOT_FOUND, "NotFoundError", f"{path[:200]} {why}")
+
+
+def unauthorized() -> ErrorResponse:
+    """401, as vLLM's own server words it."""
+    response = error_response(HTTPStatus.UNAUTHORIZED, "Unauthorized", "Unauthorized")
+    response.body = b'{"error":"Unauthorized"}'
+    return response
+
+
+def busy_response(text: str) -> ErrorResponse:
+    """503: it is worth trying again shortly."""
+    headers = retry_headers(BUSY_RETRY_MS)
+    return error_response(503, "ServiceUnavailableError", text, headers=headers)
+
+
+def decline_response(retry_after_s: float, status: int, reason: str) -> ErrorResponse:
+    """No promise can be made. As one server's own middleware words it."""
+    retry_ms = retry_after_ms(retry_after_s)
+    text = (
+        f"the SLO cannot be kept now ({reason}); retry after {retry_ms} ms, or drop on_unattainable"
+    )
+    headers = {**retry_headers(retry_ms), REASON_HEADER: reason}
+    return error_response(status, "slo_unattainable", text, "slo", headers)
+
+
+def retry_after_ms(retry_after_s: float) -> int:
+    """A prediction as clients are told it: 1 ms to a day; a second when there is none."""
+    if not 0.0 < retry_after_s < math.inf:
+        return 1_000
+    return max(1, min(math.ceil(retry_after_s * 1000), MAX_RETRY_AFTER_MS))
+
+
+def retry_headers(retry_ms: int) -> dict[str, str]:
+    """Both headers by which clients are told when to come back."""
+    return {"Retry-After": str(max(1, -(-retry_ms // 1000))), "retry-after-ms": str(retry_ms)}
+
+
+def stream_end(path: str, sent: bytes, text: str) -> bytes:
+    """What is still to be sent of a stream whose replica failed.
+
+    Args:
+        path: of the request; it decides the shape.
+        sent: the newest bytes that the client got, up to the end of an event.
+        text: one line for the client.
+
+    Returns:
+        An error event and what ends streams of this API. No error where the stream was complete, or
+        ended with one already.
+    """
+    newest = sent.rstrip(b"\r\n").replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
+    error = json.dumps(error_body(path, 502, "BadGatewayError", text, None)).encode()
+    if is_anthropic(path):
+        return b"" if newest.startswith(_OVER) else b"event: error\ndata: " + error + b"\n\n"
+    if newest == b"data: [DONE]":
+        return b""
+    done = b"data: [DONE]\n\n"
+    return done if newest.startswith(b'data: {"error"') else b"data: " + error + b"\n\n" + done
+
+
+def _own_headers() -> dict[str, str]:
+    return {"Content-Type": "application/json", "Server": SERVER_HEADER}

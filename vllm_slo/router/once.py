@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that cost replicas something, and that anybody may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, Generic, TypeVar
+
+__all__ = ["KEPT_S", "Once"]
+
+KEPT_S: Final = 2.0
+"""How old such an answer may be, seconds. The live page asks as often, and servers take samples as
+often."""
+
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """The result of a call, made once for all who ask meanwhile and kept for a while.
+
+    The call goes on when those who wait for it leave.
+
+    Args:
+        call: what is to be done.
+        kept_s: how old its result may be, seconds from its end.
+    """
+
+    def __init__(self, call: Callable[[], Awaitable[T]], kept_s: float) -> None:
+        self._call = call
+        self._kept_s = kept_s
+        self._task: asyncio.Task[T] | None = None
+        self._ended_s = 0.0
+
+    async def get(self) -> T:
+        """The result.
+
+        Raises:
+            Exception: whatever the call raised.
+        """
+        task = self._task
+        if task is None or (task.done() and time.monotonic() - self._ended_s >= self._kept_s):
+            task = self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(task)
+
+    async def _run(self) -> T:
+        try:
+            return await self._call()
+        finally:
+            self._ended_s = time.monotonic()
