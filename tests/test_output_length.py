@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -229,3 +231,87 @@ def test_points_say_of_a_new_request_what_the_predictor_says(
     assert hold_of(points, prompt, max_tokens, declared) == predictor.expected_hold(
         "chat", prompt, max_tokens, declared, 0
     )
+
+
+# --- answers that were cut off -------------------------------------------------------------------
+
+
+def observed(values: list[tuple[int, bool]], **options: Any) -> OutputLengthPredictor:
+    """(tokens, whether ``max_tokens`` cut the answer off there) of each request."""
+    predictor = OutputLengthPredictor(**options)
+    for tokens, cut_off in values:
+        predictor.observe("chat", tokens, cut_off=cut_off)
+    return predictor
+
+
+cut = st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=40)
+
+
+@given(cut, quantiles)
+@example([(3, False), (5, True), (7, False), (9, True), (10, False), (12, False)] * 2, 0.5)
+def test_learnt_is_the_quantile_of_the_product_limit(
+    values: list[tuple[int, bool]], quantile: float
+) -> None:
+    """Kaplan and Meier's S(t), in fractions: the product of 1 - ends at t / at risk at t."""
+    got = observed(values, quantile=quantile).predict("chat", 1000)
+    if sum(not cut_off for _, cut_off in values) < 8:
+        assert got == (1000, "cap")
+        return
+    count, rank = len(values), math.ceil(Fraction(quantile) * len(values)) - 1
+    wanted = (rank + Fraction(1, 2)) / count
+    survival, expected = Fraction(1), None
+    for time in sorted({tokens for tokens, _ in values}):
+        at_risk = sum(tokens >= time for tokens, _ in values)
+        ends = sum(tokens == time and not cut_off for tokens, cut_off in values)
+        survival *= 1 - Fraction(ends, at_risk)
+        if expected is None and 1 - survival >= wanted:
+            expected = time
+    assert got == ((1000, "cap") if expected is None else (expected, "quantile"))
+
+
+def test_short_caps_do_not_make_answers_look_short() -> None:
+    rng = np.random.default_rng(5)
+    natural, caps = rng.geometric(1 / 200, 256), rng.choice([1, 50, 200, 4000], 256)
+    values = [(int(min(n, cap)), bool(n > cap)) for n, cap in zip(natural, caps, strict=True)]
+    true = np.quantile(natural, 0.5)
+    learnt = observed(values, quantile=0.5).predict("chat", 4000).tokens
+    taken_at_their_word = seen([n for n, _ in values], quantile=0.5).predict("chat", 4000).tokens
+    those_that_ended = [n for n, cut_off in values if not cut_off]
+    dropped = seen(those_that_ended, quantile=0.5).predict("chat", 4000).tokens
+    assert abs(learnt - true) < 0.25 * true
+    assert taken_at_their_word < 0.5 * true
+    assert dropped < 0.75 * true
+
+
+def test_where_all_are_cut_off_the_cap_is_expected_and_memory_for_what_was_seen() -> None:
+    predictor = observed([(24, True)] * 20)
+    assert predictor.predict("chat", 24) == (24, "quantile")
+    assert predictor.predict("chat", 500) == (500, "cap")
+    assert predictor.expected_hold("chat", 100, 24, None, 0) == 124
+    assert predictor.expected_hold("chat", 100, 500, None, 0) == 124
+    assert predictor.expected_hold("chat", 100, 500, None, 30) == 131
+
+
+@given(cut, st.integers(1, 200), st.integers(1, 80), st.integers(0, 70))
+@example([(1, True)] * 9, 10, 20, 0)
+def test_a_front_is_told_the_same_of_answers_that_were_cut_off(
+    values: list[tuple[int, bool]], prompt: int, max_tokens: int, generated: int
+) -> None:
+    predictor = observed(values)
+    points = predictor.points("chat")
+    predicted = predictor.predict("chat", max_tokens)
+    assert length_of(points, max_tokens, None) == predicted.tokens
+    held = predictor.expected_hold("chat", prompt, max_tokens, None, 0)
+    assert hold_of(points, prompt, max_tokens, None) == held
+    assert held <= prompt + max(1, *(tokens for tokens, _ in [(1, True), *values]))
+    later = predictor.predict("chat", max_tokens, generated=generated).tokens
+    assert min(generated + 1, max_tokens) <= later <= max_tokens
+    assert predictor.expected_hold("chat", prompt, 99, None, generated) > prompt + generated
+
+
+def test_those_that_were_cut_off_are_forgotten_in_turn() -> None:
+    predictor = observed([(5, True)] * 8, window=8)
+    for tokens in range(1, 9):
+        assert predictor.predict("chat", 100).source == "cap"
+        predictor.observe("chat", tokens)
+    assert predictor.predict("chat", 100) == (8, "quantile")

@@ -53,8 +53,9 @@ class LengthForecaster(Protocol):
         declared length is taken at its word until it is outgrown.
         """
 
-    def observe(self, query: LengthQuery, tokens: int) -> None:
-        """Record that a request ended by itself after ``tokens`` output tokens."""
+    def observe(self, query: LengthQuery, tokens: int, *, cut_off: bool = False) -> None:
+        """Record that a request ended by itself after ``tokens`` output tokens, or that its cap
+        ``cut_off`` its answer there."""
 
 
 class QuantileForecaster:
@@ -74,8 +75,8 @@ class QuantileForecaster:
             query.slo_class, query.max_tokens, query.declared, generated, self._quantile
         )
 
-    def observe(self, query: LengthQuery, tokens: int) -> None:
-        self._lengths.observe(query.slo_class, tokens)
+    def observe(self, query: LengthQuery, tokens: int, *, cut_off: bool = False) -> None:
+        self._lengths.observe(query.slo_class, tokens, cut_off=cut_off)
 
 
 class RunningMean:

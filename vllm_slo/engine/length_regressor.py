@@ -123,7 +123,7 @@ class LengthRegressor:
         tokens = regressor.guess(self._features(query), query.max_tokens)
         return LengthPrediction(tokens, "learnt") if tokens > generated else prediction
 
-    def observe(self, query: LengthQuery, tokens: int) -> None:
+    def observe(self, query: LengthQuery, tokens: int, *, cut_off: bool = False) -> None:
         """Compare both guesses with what came, then learn from it."""
         regressor = self._classes.get(query.slo_class)
         if regressor is None:
@@ -133,8 +133,8 @@ class LengthRegressor:
         # What is declared, or a cap, is not what the regressor would stand in for.
         if regressor.finished >= self._min_samples and rival.source == "quantile":
             regressor.compare(features, query.max_tokens, rival.tokens, tokens)
-        self._quantile.observe(query, tokens)
-        regressor.observe(features, tokens, cut_off=tokens >= query.max_tokens)
+        self._quantile.observe(query, tokens, cut_off=cut_off)
+        regressor.observe(features, tokens, cut_off=cut_off or tokens >= query.max_tokens)
 
     def _features(self, query: LengthQuery) -> Features:
         known = self._known.get(query)
