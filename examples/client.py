@@ -21,5 +21,5 @@ for slo in ({"ttft_ms": 500, "tpot_ms": 50}, {"tier": "best_effort"}):
         temperature=0,
         extra_body={"slo": slo},
     )
-    print(slo, "->", answer.service_tier, answer.model_extra.get("slo"))
+    print(slo, "->", answer.model_extra.get("slo"))
     print(answer.choices[0].text)

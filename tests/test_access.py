@@ -14,7 +14,22 @@ import pytest
 pytest.importorskip("vllm")
 
 import yaml
-from http_app import CONFIG, REPORT, ROUTES, Server, refused
+from http_app import (
+    COMPLETIONS,
+    CONFIG,
+    MESSAGES,
+    OTHER,
+    POOLING,
+    REPORT,
+    ROUTES,
+    Server,
+    choice,
+    output,
+    refused,
+    refused_in_any_shape,
+    reported,
+    saying,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +47,8 @@ from vllm_slo.engine import plugin
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.sim.harness import VirtualEngine
-from vllm_slo.slo import SEAL_KEY, unpack_quote
+from vllm_slo.slo import INTERNAL_KEYS, SEAL_KEY, unpack_quote
+from vllm_slo.verdicts import unpack_report
 
 GOLD, SILVER, OPS = "gold-key-0123456789", "silver-key-0123456789", "ops-key-0123456789"
 
@@ -57,6 +73,14 @@ KEYS: dict[str, Any] = {
     "ops": {"sha256": sha256(OPS), "tiers": ["best_effort"]},
 }
 GUARDED = {**CONFIG, "access": {"keys": KEYS}}
+
+
+SEALED = Seal("secret")
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SEAL_VARIABLE, "secret")
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -88,7 +112,7 @@ TENANTS = {GOLD: "acme", SILVER: "silver", OPS: "ops"}
 def test_what_a_key_may_ask_for_passes_with_its_tenant(
     key: str, slo: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    seen = server().forwarded({"prompt": "x", "slo": slo}, headers=bearer(key))["vllm_xargs"]
+    seen = server().reached({"prompt": "x", "slo": slo}, headers=bearer(key))
     assert seen["slo_tenant"] == TENANTS[key]
     assert seen == {**seen, **expected}
 
@@ -130,7 +154,7 @@ FORBIDDEN: list[tuple[str | None, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", [*ROUTES, OTHER])
 @pytest.mark.parametrize(("key", "body", "param", "says"), FORBIDDEN)
 def test_what_it_may_not_is_403_and_names_the_field(
     key: str | None, body: dict[str, Any], param: str, says: str, path: str
@@ -138,10 +162,15 @@ def test_what_it_may_not_is_403_and_names_the_field(
     one = server()
     headers = {} if key is None else bearer(key)
     response = one.post(path, json={"prompt": "x", **body}, headers=headers)
-    text = refused(response, param, 403)
+    text = refused_in_any_shape(response, path, 403)
     assert text.startswith(f"{param}: ") and says in text
-    assert response.json()["error"]["type"] == "PermissionDeniedError"
-    assert one.bodies == []
+    if path == MESSAGES:
+        assert response.json()["error"]["type"] == "permission_error"
+    else:
+        assert refused(response, param, 403) == text
+        assert response.json()["error"]["type"] == "PermissionDeniedError"
+    assert one.engine.calls == []
+    assert len(one.bodies) == (path == OTHER)
 
 
 def test_a_mistake_is_still_400() -> None:
@@ -157,28 +186,36 @@ def test_who_asks_for_nothing_needs_no_key(tier: str | None) -> None:
 def test_others_may_be_granted_something() -> None:
     one = server(others={"classes": ["chat"], "objectives": False, "tenant": "guests"})
     for headers in ({}, bearer("unknown"), {"authorization": f"Basic {GOLD}"}):
-        seen = one.forwarded({"slo": {"class": "chat"}}, headers=headers)["vllm_xargs"]
+        seen = one.reached({"slo": {"class": "chat"}}, headers=headers)
         assert seen["slo_tenant"] == "guests"
         refused(one.post(json={"slo": {"class": "strict"}}, headers=headers), "class", 403)
 
 
 def test_the_default_class_is_for_those_who_may_have_it() -> None:
     one = Server(config={**GUARDED, "default_class": "strict"})
-    gold = one.forwarded({"prompt": "x"}, headers=bearer(GOLD))["vllm_xargs"]
+    gold = one.reached({"prompt": "x"}, headers=bearer(GOLD))
     assert (gold["slo_class"], gold["slo_tenant"]) == ("strict", "acme")
-    silver = one.forwarded({"prompt": "x"}, headers=bearer(SILVER))["vllm_xargs"]
+    silver = one.reached({"prompt": "x"}, headers=bearer(SILVER))
     assert silver == {
         "slo_tier": "best_effort",
         "slo_tenant": "silver",
         "slo_value": 1.0,
         "slo_on_unattainable": "best_effort",
+        "slo_seal": SEALED.of(silver),
     }
+
+
+def test_the_tenant_is_who_the_key_says_whatever_a_gateway_hints() -> None:
+    headers = {**bearer(SILVER), "x-llm-d-inference-fairness-id": "acme"}
+    seen = server().reached({"slo": {"class": "chat"}}, headers=headers)
+    assert seen["slo_tenant"] == "silver"
 
 
 def test_answers_are_as_without_access() -> None:
     one = server()
-    one.reply = lambda body: {"choices": [], "kv_transfer_params": {"vllm_slo": REPORT}}
-    answer = one.post(json={"slo": {"class": "chat"}}, headers=bearer(SILVER)).json()
+    one.engine.script = saying(output(choice("a", "stop"), carried=reported()))
+    body = {"slo": {"class": "chat"}, "service_tier": "auto"}
+    answer = one.post(json=body, headers=bearer(SILVER)).json()
     assert answer["slo"] == REPORT and answer["service_tier"] == "default"
 
 
@@ -336,8 +373,7 @@ MODEL = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
 
 
 @pytest.fixture
-def guarded(config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> VirtualEngine:
-    monkeypatch.setenv(SEAL_VARIABLE, "secret")
+def guarded(config_folder: Path) -> VirtualEngine:
     return VirtualEngine(
         Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=GUARDED
     )
@@ -351,19 +387,22 @@ def send(engine: VirtualEngine, name: str, extra: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_scheduler_believes_no_key_that_was_not_checked(guarded: VirtualEngine) -> None:
     flat = {"slo_ttft_ms": 900.0, "slo_tenant": "acme"}
-    sealed = {**flat, SEAL_KEY: Seal("secret").of(flat), "other": 1}
+    sealed = {**flat, SEAL_KEY: SEALED.of(flat), "other": 1}
     cases = {
         "sealed": sealed,
         "plain": {"other": 1},
         "bare": flat,
         "raised": {**sealed, "slo_value": 1e6},
         "ticket": {"slo_ticket": 2**62, "slo_age_ms": 5.0},
-        "stream": {"slo_stream": 1},
+        "each": {"slo_each": 1},
+        "other seal": Seal("another").sealed(flat),
+        "exempt": SEALED.sealed({"slo_exempt": 1}),
+        "quote": {**sealed, "slo_quote": 1},
     }
     for name, extra in cases.items():
         send(guarded, name, extra)
     guarded.run()
-    believed = {"sealed", "plain"}
+    believed = {"sealed", "plain", "exempt"}
     for name, outcome in guarded.outcomes.items():
         refused_as = str(outcome.stop_reason or "")
         assert refused_as.startswith("slo_invalid:slo: ") == (name not in believed), name
@@ -372,16 +411,43 @@ def test_the_scheduler_believes_no_key_that_was_not_checked(guarded: VirtualEngi
     assert guarded.scheduler.state().seen == 0
 
 
-def test_what_the_middleware_passes_on_is_believed(
-    guarded: VirtualEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [key for key in INTERNAL_KEYS if key != SEAL_KEY])
+def test_internal_keys_are_believed_with_a_seal_only_whether_or_not_access_is_checked(
+    config_folder: Path, key: str
 ) -> None:
-    one = server()  # reads the same secret
+    one = VirtualEngine(Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL)
+    flat = {"slo_ttft_ms": 900.0, "slo_tenant": "acme"}
+    for name, extra in {
+        "client's own": flat,
+        "sealed": SEALED.sealed({**flat, key: 1}),
+        "bare": {**flat, key: 1},
+        "other seal": Seal("another").sealed({**flat, key: 1}),
+        "of another": {**SEALED.sealed(flat), key: 1},
+        "no more than a key": {key: 1},
+        "no more than a seal": {SEAL_KEY: "x"},
+    }.items():
+        send(one, name, extra)
+    one.run()
+    refused = {
+        name
+        for name, outcome in one.outcomes.items()
+        if str(outcome.stop_reason).startswith("slo_invalid:")
+    }
+    assert one.outcomes.keys() - refused == {"client's own", "sealed", "no more than a seal"}
+
+
+def test_what_the_middleware_passes_on_is_believed(guarded: VirtualEngine) -> None:
+    one = server()
     for number, (key, slo, _) in enumerate(ALLOWED):
-        body = {"prompt": "x", "slo": slo, "stream": number % 2 == 1}
-        passed = one.forwarded(body, headers=bearer(key))["vllm_xargs"]
+        body = {"prompt": "x", "slo": slo, "n": 1 + number % 2}
+        passed = one.reached(body, [COMPLETIONS, OTHER][number % 2], headers=bearer(key))
         assert SEAL_KEY in passed
         send(guarded, f"r{number}", passed)
     guarded.run()
+    for number, outcome in enumerate(guarded.outcomes.values()):
+        told, _ = unpack_report(outcome.stop_reason)
+        assert (told is not None) == (number % 2 == 1)
     assert {outcome.finish_reason for outcome in guarded.outcomes.values()} == {"stop"}
 
 
@@ -391,34 +457,40 @@ def test_a_quote_is_for_who_may_have_it_and_sealed(guarded: VirtualEngine) -> No
     refused(one.post("/v1/slo/quote", json=forbidden, headers=bearer(SILVER)), "class", 403)
     assert one.bodies == []
     one.post("/v1/slo/quote", json={**forbidden, "slo": {"class": "chat"}}, headers=bearer(SILVER))
-    send(guarded, "quote", json.loads(one.bodies[-1])["vllm_xargs"])
+    send(guarded, "quote", one.engine.calls[-1].extra)
     guarded.run()
     assert unpack_quote(guarded.outcomes["quote"].stop_reason) is not None
 
 
-def test_who_offers_a_seal_over_http_is_refused(guarded: VirtualEngine) -> None:
+def test_who_offers_a_seal_over_http_is_refused() -> None:
     response = server().post(json={"vllm_xargs": {"slo_seal": "x"}}, headers=bearer(GOLD))
     refused(response, "seal", 400)
+
+
+TOO_MUCH = {"slo_value": 1_000_000, "slo_ttft_ms": 1}
 
 
 @pytest.mark.parametrize(
     "trick",
     [
         {"content": b'{"vllm_xargs": {"\\u0073lo_value": 1000000, "\\u0073lo_ttft_ms": 1}}'},
-        {"json": {"vllm_xargs": {"slo_value": 1}}, "headers": {"content-type": "text/plain"}},
-        {"path": "/v1/embeddings", "json": {"vllm_xargs": {"slo_value": 1}}},
+        {"content": json.dumps({"vllm_xargs": TOO_MUCH}).encode("utf-16")},
+        {"json": {"vllm_xargs": TOO_MUCH}, "headers": {"content-type": "text/plain"}},
+        {"json": {"vllm_xargs": TOO_MUCH}},
     ],
 )
-def test_what_slips_by_the_middleware_has_no_seal(
-    guarded: VirtualEngine, trick: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("path", [COMPLETIONS, OTHER])
+def test_nothing_slips_by_the_gate(trick: dict[str, Any], path: str) -> None:
     one = server()
-    trick.setdefault("headers", {"content-type": "application/json"})
-    one.post(**trick)
-    passed = json.loads(one.bodies[-1])["vllm_xargs"]
-    send(guarded, "trick", passed)
-    guarded.run()
-    assert str(guarded.outcomes["trick"].stop_reason).startswith("slo_invalid:slo: ")
+    trick = {"headers": {"content-type": "application/json"}, **trick}
+    assert one.post(path, **trick).status_code == 403
+    assert one.engine.calls == []
+
+
+def test_pooling_is_for_all_who_ask_for_nothing_else() -> None:
+    one = server()
+    assert one.post(POOLING, json={"input": "x"}).status_code == 200
+    refused(one.post(POOLING, json={"slo": {"class": "chat"}}, headers=bearer(GOLD)), "slo")
 
 
 @pytest.mark.parametrize("first", ["application/json", "text/plain"])
@@ -427,13 +499,12 @@ def test_of_two_content_types_the_first_counts_as_in_vllm(first: str) -> None:
     both = {first: 1, "application/json": 2, "text/plain": 3}
     headers = [*(("content-type", kind) for kind in both), ("authorization", f"Bearer {GOLD}")]
     one.post(content=b'{"slo": {"class": "strict"}}', headers=headers)
-    assert (b"slo_tenant" in one.bodies[-1]) == (first == "application/json")
+    assert ("slo_tenant" in one.engine.calls[-1].extra) == (first == "application/json")
 
 
 def test_a_default_class_is_not_given_past_the_check(
-    config_folder: Path, monkeypatch: pytest.MonkeyPatch
+    config_folder: Path,
 ) -> None:
-    monkeypatch.setenv(SEAL_VARIABLE, "secret")
     config = {**GUARDED, "default_class": "strict"}
     one = VirtualEngine(
         Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=config
@@ -450,7 +521,12 @@ def test_an_engine_that_could_not_check_the_seal_does_not_start(
     monkeypatch.delenv(SEAL_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=r"^access: VLLMSLO_SEAL is not set"):
         VirtualEngine(
-            Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=GUARDED
+            Scheduler,
+            config_folder,
+            MODEL.predict_shape_s,
+            believed=MODEL,
+            slo_config=GUARDED,
+            options={"seal": None},  # as without the simulation
         )
 
 

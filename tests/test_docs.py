@@ -24,8 +24,10 @@ from docs_blocks import ROOT, SHOWN, TRIED, Block, Command
 from patience import patience
 
 import vllm_slo
-from vllm_slo import cli, errors, slo, slo_fields
+from vllm_slo import cli, errors, http_slo, slo, slo_fields
 from vllm_slo.config import SLOConfig
+from vllm_slo.engine.http_routes import ROUTES
+from vllm_slo.router import front
 from vllm_slo.slo import resolve_slo
 
 BLOCKS = docs_blocks.blocks()
@@ -288,8 +290,8 @@ def test_a_report_has_the_keys_that_are_shown(server: Any) -> None:
 def test_the_client_example(server: Any, tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "examples" / "client.py"), f"{server.url}/v1"]
     said = run_script(words, tmp_path)
-    assert re.search(r"^\{'ttft_ms': 500, 'tpot_ms': 50\} -> \w+ \{'tier': 'guaranteed'", said)
-    assert re.search(r"^\{'tier': 'best_effort'\} -> flex \{'tier': 'best_effort'", said, re.M)
+    assert re.search(r"^\{'ttft_ms': 500, 'tpot_ms': 50\} -> \{'tier': 'guaranteed'", said)
+    assert re.search(r"^\{'tier': 'best_effort'\} -> \{'tier': 'best_effort'", said, re.M)
 
 
 @pytest.mark.engine
@@ -371,6 +373,13 @@ def reference() -> Any:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def http_page() -> str:
+    """The page on HTTP, whose examples are answered by the middleware."""
+    pytest.importorskip("vllm")
+    return str(reference().http())
 
 
 def base_of(series: str) -> str:
@@ -457,14 +466,45 @@ def test_an_error_without_a_meaning_ends_the_build(tmp_path: Path) -> None:
         reference().statuses("front", [tmp_path / "new.py"])
 
 
-def test_the_reference_has_the_refusals_of_quotes() -> None:
-    rows = reference().http().splitlines()
+@pytest.mark.engine  # imports vLLM, and starts none
+def test_the_reference_has_the_refusals_of_quotes(http_page: str) -> None:
+    rows = http_page.splitlines()
     for status, kind in (
-        ("413", ""),
+        ("413", "`BadRequestError`"),
         ("429", "`RateLimitError`"),
         ("501", "`NotImplementedError`"),
     ):
         assert any(row.startswith(f"| {status} | {kind} | ") and "quote" in row for row in rows)
+
+
+@pytest.mark.engine
+def test_every_route_is_in_the_reference(http_page: str) -> None:
+    for path, info in ROUTES.items():
+        (row,) = re.findall(rf"^\| `{re.escape(path)}` \| (.+) \|$", http_page, re.M)
+        assert row.startswith(reference().KINDS[info.kind])
+        assert info.note in row
+    assert all(f"`{path}`" in http_page for path in http_slo.ROUTES | front.PROXIED)
+
+
+@pytest.mark.engine
+def test_the_reference_shows_what_a_decline_looks_like(http_page: str) -> None:
+    for kind in ("slo_unattainable", "rate_limit_error"):
+        assert f'"type": "{kind}"' in http_page
+    assert http_page.count("retry-after-ms: 1200\nx-slo-reason: prefill") == 2
+
+
+def test_the_status_of_a_decline_is_in_the_reference() -> None:
+    page = ROOT / "vllm_slo" / "engine" / "http_exchange.py"
+    rows = reference().statuses("server", [page])
+    assert ["429", "`slo_unattainable`"] in [row[:2] for row in rows]
+
+
+def test_every_hint_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = reference().requests()
+    assert not [header for header in http_slo._HINT_HEADERS if f"header `{header}`" not in page]
+    monkeypatch.setattr(http_slo, "_HINT_HEADERS", {"x-coffee": "tenant"})
+    with pytest.raises(ValueError, match="x-coffee"):
+        reference().hints()
 
 
 def test_a_page_of_the_front_that_nobody_explains_ends_the_build() -> None:

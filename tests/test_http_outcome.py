@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP middleware, response side: report, service tier, decline, first token."""
+"""The HTTP middleware and the gate, response side: report, service tier, decline, first token."""
 
 from __future__ import annotations
 
@@ -11,43 +11,119 @@ from typing import Any
 import httpx
 import pytest
 from depth import examples
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from http_app import CONFIG, REPORT, ROUTES, Server, refused
+from http_app import (
+    CHAT,
+    COMPLETIONS,
+    CONFIG,
+    DECLINED,
+    DECLINING,
+    FORM,
+    MESSAGES,
+    OTHER,
+    REPORT,
+    RESPONSES,
+    ROUTES,
+    Call,
+    Script,
+    Server,
+    behind_a_front,
+    choice,
+    ending,
+    events_of,
+    output,
+    refused,
+    refused_in_any_shape,
+    reported,
+    saying,
+    sse,
+    talk,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.types import Message
+from patience import patience
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+from vllm.sampling_params import SamplingParams
 
+from vllm_slo.engine import gate, http_exchange
 from vllm_slo.engine.http import SLOMiddleware
 from vllm_slo.engine.http_outcome import (
     Asked,
-    Declined,
-    StreamGate,
-    pack_report,
+    rewrite_event,
     rewrite_json,
     served_service_tier,
 )
 from vllm_slo.slo import SLO
+from vllm_slo.verdicts import Declined, Invalid, pack_report, unpack
 
+ASKING = {"prompt": "x", "slo": {"ttft_ms": 500}}
 DECLINE = {"prompt": "x", "slo": {"ttft_ms": 1, "on_unattainable": "decline"}}
+SERVED = saying(output(choice("a", "stop"), carried=reported()))
+MISSED = {**REPORT, "promised": False}
+ENDS = ("response.completed", "message_delta")
+"""Events that end a choice, of APIs that name their events."""
 
 
-# --- response: report and service tier -----------------------------------------------------------
+def reports_in(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the events of a stream, or the responses in them, say of the SLO and the tier."""
+    inner = [event.get("response", event) for event in events]
+    return [{k: one[k] for k in ("slo", "service_tier") if k in one} for one in inner]
 
 
-def test_report_moves_to_slo() -> None:
-    server = Server(lambda _: {"id": "é", "kv_transfer_params": {"vllm_slo": REPORT}})
-    response = server.post(json={"slo": {"ttft_ms": 500}})
-    assert response.json() == {
-        "id": "é",
-        "kv_transfer_params": None,
-        "slo": REPORT,
-        "service_tier": "default",
-    }
+# --- report and service tier ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [*ROUTES, OTHER])
+def test_the_report_becomes_slo(path: str) -> None:
+    server = Server(SERVED)
+    response = server.post(path, json=ASKING)
+    assert response.json() == {**Server().post(path, json={}).json(), "slo": REPORT}
     assert response.headers["content-length"] == str(len(response.content))
-    server.reply = lambda _: {"kv_transfer_params": {"vllm_slo": REPORT, "peer": 1}}
-    both = server.post(json={"slo": {"ttft_ms": 500}}).json()
-    assert both["kv_transfer_params"] == {"peer": 1}
+
+
+@pytest.mark.parametrize("path", [*ROUTES, OTHER])
+@pytest.mark.parametrize("asked", [ASKING, DECLINE])
+def test_the_report_stands_in_the_event_that_ends_a_stream(
+    path: str, asked: dict[str, Any]
+) -> None:
+    script = saying(
+        output(choice("say finish_reason")), output(choice("é", "stop"), carried=reported())
+    )
+    plain = Server(script).post(path, json={"stream": True}).text
+    told = Server(script).post(path, json={**asked, "stream": True})
+    assert told.headers["content-type"].startswith("text/event-stream")
+    said = reports_in(events_of(told.text))
+    assert sum("slo" in one for one in said) == 1
+    ended = next(i for i, one in enumerate(said) if "slo" in one)
+    before, after = events_of(plain), events_of(told.text)
+    target = after[ended].get("response", after[ended])
+    assert target.pop("slo") == REPORT
+    assert after == before
+    kind = after[ended].get("type")
+    assert kind in ENDS if path in (RESPONSES, MESSAGES) else kind is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [*ROUTES, OTHER])
+@pytest.mark.parametrize(
+    ("tier", "report", "served"),
+    [("priority", REPORT, "priority"), ("flex", MISSED, "flex"), ("gold", REPORT, "default")],
+)
+def test_the_tier_served_is_told_where_one_was_named(
+    path: str, stream: bool, tier: str, report: dict[str, Any], served: str
+) -> None:
+    server = Server(saying(output(choice("a", "stop"), carried=reported(report))))
+    body = {**ASKING, "stream": stream, "service_tier": tier}
+    said = server.post(path, json=body)
+    told = reports_in(events_of(said.text) if stream else [said.json()])
+    assert [one for one in told if "slo" in one] == [{"slo": report, "service_tier": served}]
+    unnamed = server.post(path, json={**ASKING, "stream": stream}).text
+    # vLLM's own field of a response is left as it is.
+    assert unnamed.count("service_tier") == (path == RESPONSES)
 
 
 @pytest.mark.parametrize(
@@ -72,317 +148,488 @@ def test_served_tier(asked: SLO | None, tier: str | None, promised: Any, served:
     assert served_service_tier(Asked(asked, tier), report) == served
 
 
-def test_errors_of_vllm_pass() -> None:
-    server = Server(lambda _: JSONResponse({"error": {"code": 404}}, 404))
-    response = server.post(json={"slo": {"ttft_ms": 500}})
-    assert (response.status_code, response.json()) == (404, {"error": {"code": 404}})
-
-
-def test_default_class_covers_plain_requests() -> None:
-    answer = {"kv_transfer_params": {"vllm_slo": {**REPORT, "declined": True}}}
-    server = Server(lambda _: answer, config={**CONFIG, "default_class": "strict"})
-    body = b'{"prompt" : "x"}'
-    response = server.post(content=body, headers={"content-type": "application/json"})
-    assert server.bodies == [body]
-    refused(response, "slo", 429)
-
-
-def test_broken_configuration_is_a_clear_error() -> None:
-    server = Server(config={"clases": {}})
-    response = server.post(json={"slo": {"ttft_ms": 5}})
-    assert response.status_code == 500
-    assert "configuration" in response.json()["error"]["message"]
-
-
-def test_inner_http_middleware_sees_the_same() -> None:
-    server = Server(lambda _: {"kv_transfer_params": {"vllm_slo": REPORT}})
-    inner = FastAPI()
-
-    @inner.middleware("http")
-    async def tag(request: Request, call_next: Any) -> Any:
-        response = await call_next(request)
-        response.headers["x-tag"] = "1"
-        return response
-
-    inner.post(ROUTES[0])(server.endpoint)
-    inner.add_middleware(SLOMiddleware)
-    server.app = inner
-    response = server.post(json={"slo": {"ttft_ms": 500}})
-    assert response.json()["slo"] == REPORT
-    assert response.headers["x-tag"] == "1"
-    refused(server.post(json={"slo": {"ttft_ms": 0}}), "ttft_ms")
-    assert len(server.bodies) == 1
-
-
-# --- response: decline ---------------------------------------------------------------------------
-
-
-def choice(text: str = "", finish: str | None = None, stop: Any = None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "finish_reason": finish, "stop_reason": stop}
-
-
-def marked(retry: object = 1500) -> dict[str, Any]:
-    return choice(finish="abort", stop=f"slo_declined:{retry}")
-
-
-def check_declined(response: httpx.Response, seconds: str, millis: str) -> None:
-    assert f"retry after {millis} ms" in refused(response, "slo", 429)
-    assert response.json()["error"]["type"] == "slo_unattainable"
-    assert response.headers["retry-after"] == seconds
-    assert response.headers["retry-after-ms"] == millis
-    assert response.headers["x-slo-reason"] == "unattainable"
-    assert response.headers["content-type"] == "application/json"
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tier_without_an_slo_is_told_and_nothing_else(stream: bool) -> None:
+    body = {"prompt": "x", "service_tier": "auto", "stream": stream}
+    said = Server().post(json=body)
+    told = reports_in(events_of(said.text) if stream else [said.json()])
+    assert told == [{"service_tier": "default"}]
 
 
 @pytest.mark.parametrize(
-    ("retry", "seconds", "millis"),
-    [
-        (1500, "2", "1500"),
-        (1, "1", "1"),
-        ("?", "1", "1000"),
-        (0, "1", "1000"),
-        ("nan", "1", "1000"),
-    ],
+    "said", [{"age_ms": 1.0, "ticket": 1, "on_unattainable": w} for w in (None, "decline")]
 )
-def test_declined_json(retry: object, seconds: str, millis: str) -> None:
-    headers = {"x-request-id": "r1"}
-    server = Server(lambda _: JSONResponse({"choices": [marked(retry)]}, headers=headers))
-    response = server.post(json=DECLINE)
-    check_declined(response, seconds, millis)
-    assert response.headers["x-request-id"] == "r1"
+def test_the_tier_served_is_told_behind_a_front_too(said: dict[str, Any]) -> None:
+    for report, tier in ((REPORT, "priority"), (MISSED, "flex")):
+        script = saying(output(choice("a", "stop"), carried=reported(report)))
+        server = behind_a_front(Server(script), said)
+        answer = server.post(json={"prompt": "x", "service_tier": "priority"}).json()
+        assert (answer["slo"], answer["service_tier"]) == (report, tier)
 
 
-def test_declined_by_report_alone() -> None:
-    report = {"promised": False, "declined": True, "retry_after_ms": 2500}
-    server = Server(lambda _: {"output": [], "kv_transfer_params": {"vllm_slo": report}})
-    check_declined(server.post(ROUTES[2], json=DECLINE), "3", "2500")
+def test_what_else_vllm_carries_stays() -> None:
+    script = saying(output(choice("a", "stop"), carried=reported(peer="b")))
+    answer = Server(script).post(json=ASKING).json()
+    assert answer["kv_transfer_params"] == {"peer": "b"}
+    nothing = Server(SERVED).post(json=ASKING).json()
+    assert nothing["kv_transfer_params"] is None
 
 
-def test_a_decline_nobody_asked_for_or_a_partial_one_passes() -> None:
-    server = Server(lambda _: {"choices": [marked()]})
-    assert server.post(json={"slo": {"ttft_ms": 1}}).status_code == 200
-    server.reply = lambda _: {"choices": [marked(), choice("a", "stop")]}
-    assert server.post(json=DECLINE).status_code == 200
-    server.reply = lambda _: {"choices": [choice(finish="abort")]}
-    assert server.post(json=DECLINE).status_code == 200
+def test_the_default_class_is_told_of_as_well() -> None:
+    server = Server(SERVED, config={**CONFIG, "default_class": "chat"})
+    assert server.post(json={"prompt": "x"}).json()["slo"] == REPORT
 
 
-def event(data: dict[str, Any] | str) -> str:
-    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_plain_request_is_answered_byte_for_byte(stream: bool) -> None:
+    body = {"prompt": "x", "stream": stream}
+    script = saying(output(choice("a", "stop"), carried={"peer": "b"}))
+    assert (
+        Server(script).post(json=body).content
+        == Server(script, scheduler=None).post(json=ASKING | body).content
+    )
 
 
-def completion(*choices: dict[str, Any]) -> str:
-    return event({"object": "text_completion", "choices": list(choices)})
+def test_another_scheduler_says_nothing_of_an_slo() -> None:
+    answer = Server(scheduler=None).post(json=ASKING).json()
+    assert "slo" not in answer
 
 
-def chat(delta: dict[str, Any], finish: str | None = None, stop: str | None = None) -> str:
-    return event({"choices": [{"delta": delta, "finish_reason": finish, "stop_reason": stop}]})
+# --- several choices and prompts -----------------------------------------------------------------
 
 
-ROLE = chat({"role": "assistant", "content": ""})
-DONE = event("[DONE]")
-USAGE = event({"choices": [], "usage": {"total_tokens": 1}})
-CREATED = "event: response.created\n" + event({"type": "response.created", "response": {}})
-ENDED = event(
-    {
-        "type": "response.completed",
-        "response": {
-            "kv_transfer_params": {"vllm_slo": {"declined": True, "retry_after_ms": 1500}}
-        },
-    }
-)
-MARK = {"finish": "abort", "stop": "slo_declined:1500"}
+def each(*stops: Any) -> Script:
+    """An engine of which every choice ends with a report of its own, packed by the scheduler."""
+
+    async def script(call: Call) -> AsyncIterator[Any]:
+        for index in range(call.params.n):
+            yield output(choice("a", index=index))
+        for index in reversed(range(call.params.n)):
+            report = {**REPORT, "ttft_ms": float(len(call.prompt) * 10 + index)}
+            stop = pack_report(report, stops[index % len(stops)])
+            # vLLM keeps these of the choice that ends last.
+            yield output(choice("b", "stop", stop, index), carried=reported(report))
+
+    return script
 
 
-def streaming(*chunks: str) -> Server:
-    async def stream() -> AsyncIterator[str]:
-        for chunk in chunks:
-            yield chunk
-
-    return Server(lambda _: stream())
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        (completion(marked()), DONE),
-        (completion(marked(7)), completion(marked()), USAGE, DONE),
-        (completion(marked(), marked(3)), DONE),
-        (completion({**marked(), "text": "echoed prompt"}), DONE),
-        (ROLE, chat({}, **MARK), DONE),
-        (ROLE, chat({"content": ""}, **MARK), USAGE, DONE),
-        (ROLE[:9], ROLE[9:] + chat({}, **MARK)[:20], chat({}, **MARK)[20:], DONE),
-        (ROLE, chat({}, **MARK)),
-        (CREATED, ENDED),
-    ],
-)
-def test_declined_stream(chunks: tuple[str, ...]) -> None:
-    check_declined(streaming(*chunks).post(json=DECLINE), "2", "1500")
+def test_every_choice_of_a_stream_has_its_own_report() -> None:
+    body = {"prompt": ["x", "yy"], "n": 2, "slo": {"ttft_ms": 5}, "stream": True}
+    for path in (COMPLETIONS, CHAT):
+        server = Server(each(None, 17))
+        told = events_of(server.post(path, json=body).text)
+        ended = {
+            event["choices"][0]["index"]: (
+                event["slo"]["ttft_ms"],
+                event["choices"][0]["stop_reason"],
+            )
+            for event in told
+            if "slo" in event
+        }
+        assert ended == {0: (10.0, None), 1: (11.0, 17), 2: (20.0, None), 3: (21.0, 17)}
+        assert "slo_report" not in json.dumps(told)
 
 
-@pytest.mark.parametrize("chunks", [(DONE,), (ROLE, DONE), (ROLE, USAGE, DONE)])
-def test_a_stream_without_any_token_is_declined(chunks: tuple[str, ...]) -> None:
-    check_declined(streaming(*chunks).post(json=DECLINE), "1", "1000")
-    plain = streaming(*chunks).post(json={"slo": {"ttft_ms": 1}})
-    assert (plain.status_code, plain.text) == (200, "".join(chunks))
+def test_a_whole_response_has_the_report_of_its_first_choice() -> None:
+    body = {"prompt": ["x", "yy"], "n": 2, "slo": {"ttft_ms": 5}}
+    answer = Server(each("END", None)).post(json=body).json()
+    assert answer["slo"]["ttft_ms"] == 10.0
+    assert [one["stop_reason"] for one in answer["choices"]] == ["END", None] * 2
 
 
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        (completion(choice("a")), completion(choice("b", "stop")), DONE),
-        (completion(choice("")), completion(marked()), DONE),
-        (completion(choice("", "stop")), DONE),
-        (completion(marked(), choice("a")), DONE),
-        (ROLE, chat({"content": "a"}), chat({}, "length"), DONE),
-        (ROLE, chat({}, "stop"), DONE),
-        (ROLE, chat({}), DONE),
-        (ROLE, event({"error": {"code": 500}}), DONE),
-        (CREATED, event({"type": "response.output_text.delta", "delta": "a"}), DONE),
-        (CREATED, event({"type": "response.completed", "response": {}})),
-        (": keep-alive\n\n", ROLE, DONE),
-        (event("not json"), DONE),
-        (event("[]"), DONE),
-        (event({"choices": 5}), DONE),
-        (event({"choices": [5]}), DONE),
-        (ROLE,),
-        (),
-    ],
-)
-def test_other_streams_pass_unchanged(chunks: tuple[str, ...]) -> None:
-    response = streaming(*chunks).post(json=DECLINE)
-    assert (response.status_code, response.text) == (200, "".join(chunks))
-    assert response.headers["content-type"].startswith("text/event-stream")
-
-
-def test_report_of_a_responses_stream() -> None:
-    response = {"id": "é", "kv_transfer_params": {"vllm_slo": REPORT}, "service_tier": "auto"}
-    head = event({"type": "response.output_text.delta", "delta": 'say "vllm_slo"'})
-    tail = "event: response.completed\n" + event({"response": response})
-    answer = streaming(CREATED, head, tail).post(ROUTES[2], json={"slo": {"ttft_ms": 1}}).text
-    assert answer.startswith(CREATED + head + "event: response.completed\ndata: {")
-    last = json.loads(answer.strip().splitlines()[-1].removeprefix("data: "))["response"]
-    assert last == {
-        "id": "é",
-        "kv_transfer_params": None,
-        "service_tier": "default",
-        "slo": REPORT,
-    }
-    assert streaming(tail).post(ROUTES[2], json={}).text == tail
-
-
-def packed(report: Any = REPORT, stop_reason: Any = None) -> str:
-    return pack_report(report, stop_reason)
-
-
-@pytest.mark.parametrize("stop_reason", [None, 17, "repetition_detected", 'a "quoted" one'])
-@pytest.mark.parametrize("slo", [{"ttft_ms": 1}, DECLINE["slo"]])
-def test_report_of_a_stream(stop_reason: Any, slo: Any) -> None:
-    head = completion(choice('say "slo_report:', None))
-    tail = completion(choice("é", "stop", packed(stop_reason=stop_reason)))
-    answer = streaming(head, tail, USAGE, DONE).post(json={"slo": slo}).text
-    assert answer.startswith(head)
-    assert answer.endswith(USAGE + DONE)
-    last = json.loads(answer.removeprefix(head).split("\n\n")[0].removeprefix("data: "))
-    assert last["slo"] == REPORT
-    assert last["service_tier"] == "default"
-    assert last["choices"] == [choice("é", "stop", stop_reason)]
-
-
-def test_report_of_a_chat_stream_and_of_each_choice() -> None:
-    missed = {**REPORT, "promised": False}
-    chunks = [chat({"content": "a"}, "length", packed(one)) for one in (REPORT, missed)]
-    body = {"slo": {"ttft_ms": 1}, "service_tier": "priority"}
-    answer = streaming(ROLE, *chunks, DONE).post(ROUTES[1], json=body).text
-    events = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]
-    assert [event.get("slo") for event in events] == [None, REPORT, missed]
-    assert [event.get("service_tier") for event in events] == [None, "priority", "flex"]
-    assert "slo_report" not in answer
-
-
-CARRIED = {"kv_transfer_params": {"vllm_slo": REPORT}}
-
-
-@pytest.mark.parametrize("connector", [{}, {"remote_host": "a"}])
-def test_report_of_a_stream_that_carries_kv_transfer_params(connector: dict[str, str]) -> None:
-    """As vLLM streams them with patches/0001; a stop string has taken the packed report's place."""
-    ended = {"choices": [choice("a", "stop", "str")]}
-    said = {"kv_transfer_params": {**connector, **CARRIED["kv_transfer_params"]}}
-    answer = streaming(event({**ended, **said}), DONE).post(json={"slo": {"ttft_ms": 1}}).text
-    last = json.loads(answer.split("\n\n")[0].removeprefix("data: "))
-    left = {"kv_transfer_params": connector} if connector else {}
-    assert last == {**ended, **left, "slo": REPORT, "service_tier": "default"}
-
-
-def test_the_report_of_the_choice_comes_before_the_one_of_the_request() -> None:
-    missed = {**REPORT, "promised": False}
-    chunk = event({"choices": [choice("a", "stop", packed(missed, 7))], **CARRIED})
-    answer = streaming(chunk, DONE).post(json={"slo": {"ttft_ms": 1}}).text
-    last = json.loads(answer.split("\n\n")[0].removeprefix("data: "))
-    assert (last["slo"], last["choices"][0]["stop_reason"]) == (missed, 7)
-    assert "kv_transfer_params" not in last
-
-
-def test_a_stream_with_a_tier_and_no_slo() -> None:
-    tail = completion(choice("a", "stop", packed(None)))
-    answer = streaming(tail, DONE).post(json={"service_tier": "default", "stream": True}).text
-    last = json.loads(answer.split("\n\n")[0].removeprefix("data: "))
-    assert last["service_tier"] == "default"
-    assert "slo" not in last
-    assert last["choices"][0]["stop_reason"] is None
+@pytest.mark.parametrize("stop", [None, 17, "repetition_detected", 'a "quoted" one'])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_packed_stop_reason_is_restored(stop: Any, stream: bool) -> None:
+    script = saying(output(choice("a", "stop", pack_report(MISSED, stop)), carried=reported()))
+    answer = Server(script).post(json={**ASKING, "stream": stream})
+    (last,) = events_of(answer.text) if stream else [answer.json()]
+    # The report of the choice comes before the one of the request.
+    assert last["slo"] == MISSED
+    assert last["choices"][0]["stop_reason"] == stop
 
 
 @pytest.mark.parametrize("stop", ["slo_report:", "slo_report:5", "slo_report:" + "[" * 9000])
 def test_a_stop_string_that_looks_like_a_report_passes(stop: str) -> None:
-    chunks = (completion(choice("a", "stop", stop)), DONE)
-    assert streaming(*chunks).post(json={"slo": {"ttft_ms": 1}}).text == "".join(chunks)
+    answer = Server(ending("a", stop)).post(json=ASKING).json()
+    assert answer["choices"][0]["stop_reason"] == stop
 
 
-def test_a_packed_stop_reason_is_restored_in_whole_answers_too() -> None:
-    answer = {"choices": [choice("a", "stop", packed(stop_reason=3))]}
-    given = {**answer, "kv_transfer_params": {"vllm_slo": REPORT}}
-    seen = Server(lambda _: given).post(json={"slo": {"ttft_ms": 1}, "stream": "no"}).json()
-    assert seen["choices"][0]["stop_reason"] == 3
-    assert seen["slo"] == REPORT
+def with_app(server: Server, endpoint: Any) -> Server:
+    """The server with another app behind the middleware."""
+    app: Any = Starlette(routes=[Route(COMPLETIONS, endpoint, methods=["POST"])])
+    app.add_middleware(SLOMiddleware)
+    server.app = app
+    return server
 
 
-def test_the_first_token_is_not_held() -> None:
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_errors_of_vllm_pass() -> None:
+    async def app(request: Request) -> JSONResponse:
+        await request.body()
+        return JSONResponse({"error": {"code": 404}}, 404)
+
+    server = with_app(Server(), app)
+    response = server.post(json={**DECLINE, "service_tier": "flex"})
+    assert (response.status_code, response.json()) == (404, {"error": {"code": 404}})
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_broken_configuration_is_a_clear_error(path: str) -> None:
+    server = Server(config={"clases": {}})
+    text = refused_in_any_shape(server.post(path, json=ASKING), path, 500)
+    assert "configuration" in text and "clases" not in text
+    assert server.engine.calls == []
+
+
+def test_inner_http_middleware_sees_the_same() -> None:
+    class Tag(BaseHTTPMiddleware):
+        async def dispatch(self, request: Request, call_next: Any) -> Any:
+            response = await call_next(request)
+            response.headers["x-tag"] = "1"
+            return response
+
+    for body, script in ((ASKING, SERVED), (DECLINE, DECLINING)):
+        server = Server(script)
+        server.app.user_middleware.append(Middleware(Tag))  # within ours
+        response = server.post(json=body)
+        if script is SERVED:
+            assert response.json()["slo"] == REPORT
+            assert response.headers["x-tag"] == "1"
+        else:
+            check_declined(response, COMPLETIONS)
+        refused(server.post(json={"slo": {"ttft_ms": 0}}), "ttft_ms")
+        assert len(server.engine.calls) == 1
+
+
+# --- decline -------------------------------------------------------------------------------------
+
+
+def check_declined(
+    response: httpx.Response,
+    path: str,
+    seconds: str = "2",
+    millis: str = "1500",
+    status: int = 429,
+) -> None:
+    text = refused_in_any_shape(response, path, status)
+    assert f"retry after {millis} ms" in text and "(prefill)" in text
+    if not path.endswith(MESSAGES):
+        assert refused(response, "slo", status) == text
+        assert response.json()["error"]["type"] == "slo_unattainable"
+    assert response.headers["retry-after"] == seconds
+    assert response.headers["retry-after-ms"] == millis
+    assert response.headers["x-slo-reason"] == "prefill"
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["content-length"] == str(len(response.content))
+    assert "x-vllm-slo-declined" not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("several", [{}, {"n": 2}, {"prompt": ["x", "y", "z"]}])
+@pytest.mark.parametrize("path", [*ROUTES, OTHER])
+def test_a_declined_request_is_429_on_every_route(
+    path: str, several: dict[str, Any], stream: bool
+) -> None:
+    server = Server(DECLINING)
+    response = server.post(path, json={**DECLINE, **several, "stream": stream})
+    check_declined(response, path)
+    assert all(call.closed for call in server.engine.calls)
+
+
+def test_a_declined_form_is_429() -> None:
+    headers = {"x-llm-d-inference-ttl": "5s"}
+    response = Server(DECLINING).post(FORM, files={"file": b"abc"}, headers=headers)
+    check_declined(response, FORM)
+
+
+@pytest.mark.parametrize(
+    ("retry", "seconds", "millis"), [("1500", "2", "1500"), ("1", "1", "1"), ("0", "1", "1")]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_schedulers_time_is_told(retry: str, seconds: str, millis: str, stream: bool) -> None:
+    script = ending("", f"slo_declined:{retry}:prefill", finish="abort")
+    response = Server(script).post(json={**DECLINE, "stream": stream})
+    check_declined(response, COMPLETIONS, seconds, millis)
+
+
+@pytest.mark.parametrize("status", [503, 529])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_the_status_is_the_operators(path: str, status: int) -> None:
+    server = Server(DECLINING, config={**CONFIG, "decline_status": status})
+    response = server.post(path, json=DECLINE)
+    check_declined(response, path, status=status)
+    if path == MESSAGES:
+        assert response.json()["error"]["type"] == "overloaded_error"
+
+
+def test_anthropic_calls_it_a_rate_limit() -> None:
+    error = Server(DECLINING).post(MESSAGES, json=DECLINE).json()["error"]
+    assert error["type"] == "rate_limit_error"
+
+
+def test_the_default_class_declines_plain_requests() -> None:
+    server = Server(DECLINING, config={**CONFIG, "default_class": "strict"})
+    body = b'{"prompt" : "x"}'
+    response = server.post(content=body, headers={"content-type": "application/json"})
+    assert server.bodies == [body]
+    check_declined(response, COMPLETIONS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hop_that_is_declined_tells_the_front(stream: bool) -> None:
+    said = {"age_ms": 1.0, "ticket": 1, "on_unattainable": "decline"}
+    response = behind_a_front(Server(DECLINING), said).post(json={**ASKING, "stream": stream})
+    refused(response, "slo", 429)
+    assert response.headers["x-vllm-slo-declined"] == "1500"
+
+
+@pytest.mark.parametrize(
+    "stop", [None, "slo_declined", "slo_declined:", "slo_declined:?:x", "slo_x:1"]
+)
+def test_other_ends_pass(stop: Any) -> None:
+    answer = Server(ending("", stop, finish="abort")).post(json=DECLINE).json()
+    assert answer["choices"][0]["stop_reason"] == stop
+    spoken = Server(ending("a", DECLINED)).post(json=DECLINE).json()
+    assert spoken["choices"][0]["stop_reason"] == DECLINED  # a stop string of the client's own
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [*ROUTES, OTHER])
+def test_what_the_scheduler_finds_wrong_is_400(path: str, stream: bool) -> None:
+    script = ending("", Invalid("stages: 'x' is not valid: y").pack(), finish="abort")
+    response = Server(script).post(path, json={**DECLINE, "stream": stream})
+    assert refused_in_any_shape(response, path) == "stages: 'x' is not valid: y"
+    if path != MESSAGES:
+        refused(response, "stages")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_choices_that_are_declined_at_once_answer_once(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the route ends at once, although its client stays."""
+    monkeypatch.setattr(gate, "CANCEL_S", 3600.0)
+    server, sent = Server(DECLINING), list[Any]()
+    body = json.dumps({**DECLINE, "prompt": ["x"] * 9, "n": 3, "stream": stream}).encode()
+    asyncio.run(asyncio.wait_for(talk(server.app, body, sent), patience(10)))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 429
+
+
+def test_a_decline_after_the_first_token_ends_the_stream_in_the_words_of_its_route() -> None:
+    """That cannot be for the choices of one request; but what is out is out."""
+
+    async def script(call: Call) -> AsyncIterator[Any]:
+        yield output(choice("a"))
+        yield output(choice("", "abort", DECLINED))
+
+    server = Server(script)
+    response = server.post(json={**DECLINE, "stream": True})
+    assert response.status_code == 200
+    events = events_of(response.text)
+    assert events[0]["choices"][0]["text"] == "a"
+    assert (events[1]["error"]["code"], events[1]["error"]["type"]) == (429, "Too Many Requests")
+    assert "retry after 1500 ms" in events[1]["error"]["message"]
+    whole = server.post(json=DECLINE)
+    check_declined(whole, COMPLETIONS)
+
+
+def test_a_route_that_does_not_see_that_its_client_left_is_told_by_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "CANCEL_S", 0.01)
+    server = Server(DECLINING)
+
+    async def deaf(request: Request) -> JSONResponse:
+        await request.body()
+        said = [one async for one in server.engine.generate("x", SamplingParams(), "r")]
+        return JSONResponse(len(said))
+
+    with_app(server, deaf)
+    check_declined(server.post(json=DECLINE), COMPLETIONS)
+    assert server.engine.calls[0].closed
+
+
+# --- what is held --------------------------------------------------------------------------------
+
+
+def streamed(script: Script, path: str, body: dict[str, Any], *, upto: int) -> list[bytes]:
+    """The first so many messages of a stream of which the rest does not come."""
+
     async def run() -> list[bytes]:
-        sent: list[bytes] = []
-        at_token: list[bytes] = []
+        sent: list[Any] = []
+        server = Server(script)
+        asked = talk(server.app, json.dumps({**body, "stream": True}).encode(), sent, path)
+        task = asyncio.ensure_future(asked)
+        while len(sent) < upto:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.wait([task])
+        return [message.get("body", b"start") for message in sent]
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await receive()
-            start = {"type": "http.response.start", "status": 200}
-            await send({**start, "headers": [(b"content-type", b"text/event-stream")]})
-            for chunk in (ROLE, chat({"content": "a"})):
-                body = {"type": "http.response.body", "body": chunk.encode(), "more_body": True}
-                await send(body)
-            at_token.extend(sent)
-            await send({"type": "http.response.body", "body": DONE.encode()})
-
-        async def receive() -> Message:
-            body = json.dumps(DECLINE).encode()
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def send(message: Message) -> None:
-            sent.append(message.get("body", b"start"))
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": ROUTES[1], "headers": headers}
-        await SLOMiddleware(app)(scope, receive, send)
-        return at_token
-
-    assert asyncio.run(run()) == [b"start", ROLE.encode(), chat({"content": "a"}).encode()]
+    return asyncio.run(asyncio.wait_for(run(), patience(20)))
 
 
-def test_holding_is_bounded() -> None:
-    gate = StreamGate()
-    verdicts = [gate.feed(USAGE.encode(), True) for _ in range(40)]
-    assert verdicts[0] is True
-    assert verdicts[-1] is False
-    assert StreamGate().feed(b"x" * 70_000, True) is False
-    assert StreamGate().feed(DONE.encode(), True) == Declined(1000)
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("body", [ASKING, DECLINE])
+def test_the_first_token_is_not_held(path: str, body: dict[str, Any]) -> None:
+    async def script(call: Call) -> AsyncIterator[Any]:
+        yield output(choice("token"))
+        await for_ever()
+
+    upto = 2 if path == COMPLETIONS else 3
+    sent = streamed(script, path, body, upto=upto)
+    assert sent[0] == b"start"
+    assert b"token" in sent[-1]
+
+
+@pytest.mark.parametrize(("body", "goes_out"), [(ASKING, True), (DECLINE, False)])
+def test_what_comes_before_the_first_token_is_held_if_a_refusal_may_come(
+    body: dict[str, Any], goes_out: bool
+) -> None:
+    async def script(call: Call) -> AsyncIterator[Any]:
+        await for_ever()
+        yield  # never reached; it makes this a generator
+
+    sent = streamed(script, RESPONSES, body, upto=2 if goes_out else 0)
+    created = sse({"type": "response.created", "response": {"id": "resp"}}).encode()
+    assert sent == ([b"start", created] if goes_out else [])
+
+
+def custom(events: Any, server: Server) -> Server:
+    """The server with an app that streams what ``events`` yields."""
+
+    async def app(request: Request) -> StreamingResponse:
+        await request.body()
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    return with_app(server, app)
+
+
+def test_a_comment_that_keeps_the_connection_alive_opens_a_held_stream() -> None:
+    server = Server(DECLINING)
+
+    async def events() -> AsyncIterator[str]:
+        yield "event: ping\n\n"
+        yield ": keep-alive\n\n"
+        async for one in server.engine.generate("x", SamplingParams(), "r"):
+            yield f"data: {one}\n\n"
+
+    custom(events, server)
+    # From there on a refusal is an error of the route.
+    with pytest.raises(Exception, match="retry after 1500 ms"):
+        server.post(json=DECLINE)
+
+    async def calm() -> AsyncIterator[str]:
+        yield ": keep-alive\n\n"
+        yield "data: [DONE]\n\n"
+
+    response = custom(calm, server).post(json=DECLINE)
+    assert (response.status_code, response.text) == (200, ": keep-alive\n\ndata: [DONE]\n\n")
+
+
+def test_a_held_stream_that_ends_without_output_goes_out() -> None:
+    async def events() -> AsyncIterator[str]:
+        yield "data: {}\n\n"
+        yield "data: [DONE]\n\n"
+
+    response = custom(events, Server()).post(json=DECLINE)
+    assert (response.status_code, response.text) == (200, "data: {}\n\ndata: [DONE]\n\n")
+
+
+def test_a_response_too_long_to_be_held_goes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "slo" in Server(SERVED).post(json=ASKING).json()
+    monkeypatch.setattr(http_exchange, "MAX_HELD_BYTES", 10)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b'{"text": "'
+        yield b"x" * 90
+        yield b'"}'
+
+    async def app(request: Request) -> StreamingResponse:
+        await request.body()
+        return StreamingResponse(parts(), media_type="application/json")
+
+    server = with_app(Server(), app)
+    assert server.post(json={**ASKING, "service_tier": "flex"}).json() == {"text": "x" * 90}
+
+
+# --- in the background ---------------------------------------------------------------------------
+
+BACKGROUND = {**DECLINE, "background": True}
+
+
+def in_background(script: Script, path: str = RESPONSES) -> tuple[Server, dict[str, Any]]:
+    """Ask for a response in the background, and wait until it has come or failed."""
+    server = Server(script)
+
+    async def ask(client: httpx.AsyncClient) -> dict[str, Any]:
+        response = await client.post(path, json=BACKGROUND)
+        assert response.status_code == 200, response.text
+        await asyncio.wait(server.tasks)
+        return dict(response.json())
+
+    return server, server.run(ask)
+
+
+def after_a_while(*outputs: Any) -> Script:
+    async def script(call: Call) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.02)
+        for one in outputs:
+            yield one
+
+    return script
+
+
+def test_a_declined_response_in_the_background_has_failed() -> None:
+    script = after_a_while(output(choice("", "abort", DECLINED)))
+    server, answer = in_background(script)
+    assert server.store[answer["id"]].status == "failed"
+    assert server.tasks[0].cancelled()
+    assert server.engine.calls[0].closed
+
+
+def test_one_that_has_ended_is_left_alone() -> None:
+    server = Server(after_a_while(output(choice("", "abort", DECLINED))))
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        await client.post(RESPONSES, json=BACKGROUND)
+        (stored,) = server.store.values()
+        stored.status = "cancelled"
+        await asyncio.wait(server.tasks)
+        assert stored.status == "cancelled"
+        assert "retry after" in str(server.tasks[0].exception())
+
+    server.run(ask)
+
+
+def test_others_in_the_background_are_completed() -> None:
+    server, answer = in_background(after_a_while(output(choice("a", "stop"), carried=reported())))
+    assert answer["status"] == "queued"
+    assert server.store[answer["id"]].status == "completed"
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+reasons = st.sampled_from(["prefill", "seats", "quota"]) | st.text(max_size=9)
+
+
+@given(st.builds(Declined, st.integers(1, 10**12), reasons) | st.builds(Invalid, st.text()))
+def test_verdicts_come_back(verdict: Declined | Invalid) -> None:
+    assert unpack(verdict.pack()) == verdict
+
+
+@given(st.none() | st.integers() | st.text() | st.text().map(lambda tail: "slo_declined:" + tail))
+def test_any_stop_reason_is_read(stop: Any) -> None:
+    verdict = unpack(stop)
+    assert verdict is None or isinstance(stop, str)
 
 
 # --- fuzz ----------------------------------------------------------------------------------------
@@ -392,12 +639,34 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=6,
 )
+shaped = st.fixed_dictionaries(
+    {},
+    optional={
+        "choices": st.lists(
+            st.fixed_dictionaries({}, optional={"index": values, "finish_reason": values}) | values,
+            max_size=3,
+        ),
+        "type": st.sampled_from(["message_delta", "response.completed", "response.failed"])
+        | values,
+        "response": values,
+        "slo": values,
+    },
+)
 
 
-@given(values | st.dictionaries(st.sampled_from(["choices", "kv_transfer_params"]), values))
-@settings(max_examples=examples(300))
-def test_fuzz_responses(response: Any) -> None:
-    asked = Asked(SLO(ttft_ms=1, on_unattainable="decline"), None)
-    body = json.dumps(response).encode()
-    assert isinstance(rewrite_json(body, asked), bytes | Declined)
-    assert StreamGate().feed(b"data: " + body + b"\n\n", True) is not None
+@pytest.mark.slow
+@given(values | shaped, st.booleans())
+@settings(max_examples=examples(500))
+def test_fuzz_responses(response: Any, escaped: bool) -> None:
+    asked = Asked(SLO(ttft_ms=1, on_unattainable="decline"), "flex")
+    body = json.dumps(response, ensure_ascii=escaped).encode("utf-8", "surrogatepass")
+    told = rewrite_json(body, asked, REPORT)
+    if isinstance(response, dict):
+        assert json.loads(told)["slo"] == REPORT
+    else:
+        assert told == body
+    event = b"event: x\ndata: " + body + b"\n\ndata: [DONE]\n\n"
+    changed = rewrite_event(event, asked, {0: REPORT})
+    assert changed.startswith(b"event: x\ndata: ") and changed.endswith(b"\n\ndata: [DONE]\n\n")
+    assert rewrite_event(event[:-9], asked, {0: REPORT}) is not None
+    assert rewrite_json(body, Asked(), None) is body

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from depth import examples
@@ -22,7 +22,8 @@ from vllm_slo.core.quota import TokenBucket, relative_values, token_weight
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo import QUOTE_KEY, unpack_quote
+from vllm_slo.slo import unpack_quote
+from vllm_slo.verdicts import Declined, unpack
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 ENDLESS = {"promised_tokens_per_s": 1e-6}
@@ -307,9 +308,11 @@ def test_who_prefers_a_refusal_is_told_when_the_bucket_has_filled(engine: Make) 
     one.add("never", 200, 40, slo, max_tokens=40)
     one.run()
     stops = {name: outcome.stop_reason for name, outcome in one.outcomes.items()}
-    wait_ms = int(str(stops["second"]).removeprefix("slo_declined:"))
-    assert 1_900 < wait_ms <= 2_000  # 100 tokens at 50/s, less the first step
-    assert stops["never"] == "slo_declined:86400000"
+    second = unpack(stops["second"])
+    assert isinstance(second, Declined)
+    assert second.reason == "quota"
+    assert 1_900 < second.retry_after_ms <= 2_000  # 100 tokens at 50/s, less the first step
+    assert stops["never"] == "slo_declined:86400000:quota"
     assert one.outcomes["first"].finish_reason == "stop"
 
 
@@ -320,7 +323,7 @@ def test_who_is_refused_is_told_of_those_before_it_in_the_same_step(engine: Make
         one.add(name, 60, 40, slo, max_tokens=40)
     one.run()
     assert one.outcomes["first"].finish_reason == "stop"
-    assert one.outcomes["second"].stop_reason == "slo_declined:2000"
+    assert one.outcomes["second"].stop_reason == "slo_declined:2000:quota"
 
 
 def test_a_request_is_promised_late_once_its_tenant_can_pay(engine: Make) -> None:
@@ -416,16 +419,15 @@ def test_where_one_can_be_promised_it_is_by_the_operators_word(engine: Make, quo
 def test_a_quote_tells_of_the_quota_and_takes_nothing_from_it(engine: Make) -> None:
     one = engine(quotas={"default": quota(50, 100)})
     slo = SLO(ttft_ms=9_000)
-    asked = cast(SLO, SimpleNamespace(to_extra_args=lambda: slo.to_extra_args() | {QUOTE_KEY: 1}))
     said = []
     for name in ("before", "again"):
-        one.add(name, 60, 40, asked, max_tokens=40)
+        one.add(name, 60, 40, slo, max_tokens=40, quote=True)
         one.run()
         said.append(unpack_quote(one.outcomes[name].stop_reason))
     assert [quote and quote["promised"] for quote in said] == [True, True]
     one.add("first", 60, 40, slo, max_tokens=40)
     one.step()
-    one.add("after", 60, 40, asked, max_tokens=40)
+    one.add("after", 60, 40, slo, max_tokens=40, quote=True)
     one.run()
     quote = unpack_quote(one.outcomes["after"].stop_reason)
     assert quote and (quote["promised"], quote["reason"], quote["cheapest"]) == (

@@ -21,21 +21,25 @@ from starlette.middleware import Middleware
 
 pytest.importorskip("vllm")
 
-from http_app import Server, refused
+from http_app import CONFIG, Call, Server, choice, ending, output, refused
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
 
 from vllm_slo import SLO
+from vllm_slo.access import SEAL_VARIABLE, Seal
 from vllm_slo.bench.quote import in_words
 from vllm_slo.core.admission import Capacity, Speculated, plan_admission
 from vllm_slo.core.outlook import Outlook, Verdict
 from vllm_slo.core.quote import PRECISION, Competition, quote
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import INFINITY, Demand
-from vllm_slo.engine.http import SLOMiddleware
+from vllm_slo.engine import http_quote
 from vllm_slo.engine.http_quote import MOST
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo import QUOTE_KEY, pack_quote, unpack_quote
+from vllm_slo.verdicts import Invalid
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 
@@ -369,6 +373,12 @@ def test_memory_and_seats_are_named(engine: Any) -> None:
 
 # --- over HTTP -----------------------------------------------------------------------------------
 
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SEAL_VARIABLE, "secret")
+
+
 YES = {
     "promised": True,
     "reason": None,
@@ -381,25 +391,34 @@ YES = {
 }
 
 
-def quoting(body: dict[str, Any]) -> dict[str, Any]:
-    return {"choices": [{"finish_reason": "abort", "stop_reason": pack_quote(YES)}]}
+QUOTING = ending("", pack_quote(YES), finish="abort")
+QUOTE = "/v1/slo/quote"
+PROMPTS: list[dict[str, Any]] = [{"prompt": "x"}, {"messages": [{"role": "user"}]}]
 
 
 @pytest.mark.parametrize("prefix", ["", "/proxy"])
-@pytest.mark.parametrize("prompt", [{"prompt": "x"}, {"messages": [{"role": "user"}]}])
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_quote_over_http(prompt: dict[str, Any], prefix: str) -> None:
-    server = Server(quoting, root_path=prefix)
+    server = Server(QUOTING, root_path=prefix)
     body = {**prompt, "slo": {"ttft_ms": 500}, "stream": True, "n": 3, "stream_options": {}}
-    response = server.post(f"{prefix}/v1/slo/quote", json=body)
+    response = server.post(f"{prefix}{QUOTE}", json=body)
     assert response.status_code == 200
     assert response.json() == {"object": "slo.quote", **YES}
-    sent = json.loads(server.bodies[-1])
-    assert sent["vllm_xargs"][QUOTE_KEY] == 1
-    assert sent["vllm_xargs"]["slo_ttft_ms"] == 500
-    assert (sent["stream"], sent["n"]) == (False, 1)
-    assert "slo" not in sent
-    assert "stream_options" not in sent
+    (call,) = server.engine.calls
+    flat = SLO(ttft_ms=500).to_extra_args(resolved=True)
+    assert call.extra == Seal("secret").sealed({**flat, QUOTE_KEY: 1})
+    # The body passes byte for byte, and the engine is let go.
+    assert [json.loads(sent) for sent in server.bodies] == [body]
     assert server.headers[-1]["content-length"] == str(len(server.bodies[-1]))
+    assert call.closed
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_all_carriers_are_read_for_a_quote(prompt: dict[str, Any]) -> None:
+    server = Server(QUOTING, config={**CONFIG, "default_class": "strict"})
+    for headers, ttft_ms in (({"x-slo-ttft-ms": "70"}, 70.0), ({}, 100.0)):
+        assert server.post(QUOTE, json=prompt, headers=headers).status_code == 200
+        assert server.engine.calls[-1].extra["slo_ttft_ms"] == ttft_ms
 
 
 @pytest.mark.parametrize(
@@ -407,120 +426,145 @@ def test_a_quote_over_http(prompt: dict[str, Any], prefix: str) -> None:
     [
         ({"prompt": "x", "slo": {"ttft": 5}}, "ttft"),
         ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[5], [6]]}, "prompt"),
         ({"slo": {}}, "prompt"),
         ({"messages": [], "slo": {"tpot_ms": -1}}, "tpot_ms"),
+        ({"messages": [[], []], "slo": {"tpot_ms": 1}}, "prompt"),
     ],
 )
 def test_a_mistake_in_what_is_quoted_is_refused(body: dict[str, Any], param: str) -> None:
-    server = Server(quoting)
-    refused(server.post("/v1/slo/quote", json=body), param)
+    server = Server(QUOTING)
+    refused(server.post(QUOTE, json=body), param)
+    assert server.engine.calls == []
 
 
-def test_what_is_no_json_object_is_refused() -> None:
-    server = Server(quoting)
-    assert server.post("/v1/slo/quote", content=b"[1]").status_code == 400
-    assert server.post("/v1/slo/quote", content=b"{").status_code == 400
-    assert server.post("/v1/slo/quote", content=b"").status_code == 400
+@pytest.mark.parametrize("body", [b"[1]", b"{", b"", b"{}", b'{"prompt": [1e999, ', b"null"])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    server = Server(QUOTING)
+    refused(server.post(QUOTE, content=body, headers=headers), None)
+    assert server.bodies == []
+
+
+def test_odd_bodies_are_answered_all_the_same() -> None:
+    headers = {"content-type": "application/json"}
+    server = Server(QUOTING)
+    for body in (
+        b'{"prompt": [1e999]}',
+        b'{"prompt": ["\\ud800"]}',
+        '{"prompt": "x"}'.encode("utf-16"),
+    ):
+        assert server.post(QUOTE, content=body, headers=headers).json()["promised"]
+
+
+def test_a_body_too_long_for_a_quote_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_quote, "MAX_BODY_BYTES", 40)
+    server = Server(QUOTING)
+    refused(server.post(QUOTE, json={"prompt": "x" * 60}), None, 413)
+    assert server.post(QUOTE, json={"prompt": "x"}).status_code == 200
 
 
 def test_clients_cannot_mark_a_request_of_their_own() -> None:
-    server = Server(quoting)
+    server = Server(QUOTING)
     refused(server.post(json={"prompt": "x", "vllm_xargs": {QUOTE_KEY: 1}}), "quote")
 
 
-@pytest.mark.parametrize("prompt", [{"prompt": "x"}, {"messages": [{"role": "user"}]}])
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_quote_needs_the_key_of_the_server(prompt: dict[str, Any]) -> None:
-    server = Server(quoting)
+    server = Server(QUOTING)
     # As vLLM adds it: within our middleware, and before anybody has read the body.
     server.app.user_middleware.append(Middleware(AuthenticationMiddleware, tokens=["secret"]))
-    refusal = server.post("/v1/slo/quote", json=prompt)
+    refusal = server.post(QUOTE, json=prompt)
     assert refusal.status_code == 401
-    wrong = server.post("/v1/slo/quote", json=prompt, headers={"authorization": "Bearer guess"})
+    wrong = server.post(QUOTE, json=prompt, headers={"authorization": "Bearer guess"})
     assert wrong.status_code == 401
     assert server.bodies == []
-    right = server.post("/v1/slo/quote", json=prompt, headers={"authorization": "Bearer secret"})
+    right = server.post(QUOTE, json=prompt, headers={"authorization": "Bearer secret"})
     assert right.json() == {"object": "slo.quote", **YES}
 
 
-class _Slow:
-    """An app behind the middleware that has read so many bodies, and answers when it may."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.may = asyncio.Event()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if (await receive())["type"] != "http.request":
-            raise RuntimeError("the client has left")
-        self.asked += 1
-        await self.may.wait()
-        said = json.dumps(quoting({})).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": said})
-
-
-@pytest.mark.parametrize("prompt", [{"prompt": "x"}, {"messages": [{"role": "user"}]}])
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_quotes_beyond_what_the_engine_may_have_are_refused(prompt: dict[str, Any]) -> None:
-    app = _Slow()
+    may = asyncio.Event()
+
+    async def slowly(call: Call) -> AsyncIterator[RequestOutput]:
+        await may.wait()
+        yield output(choice("", "abort", pack_quote(YES)))
+
+    server = Server(slowly)
+    calls = server.engine.calls
 
     async def trickled() -> AsyncIterator[bytes]:
-        await app.may.wait()
+        await may.wait()
         yield json.dumps(prompt).encode()
 
-    async def run() -> tuple[list[httpx.Response], httpx.Response, httpx.Response]:
-        transport = httpx.ASGITransport(SLOMiddleware(app))
-        async with httpx.AsyncClient(transport=transport, base_url="http://slo") as client:
+    async def run(client: httpx.AsyncClient) -> tuple[list[httpx.Response], httpx.Response]:
+        async def ask(**body: Any) -> httpx.Response:
+            headers = {"content-type": "application/json"}
+            return await client.post(QUOTE, headers=headers, **body)
 
-            async def ask(**body: Any) -> httpx.Response:
-                return await client.post("/v1/slo/quote", **body)
-
-            # Who has not said yet what it asks keeps nobody out.
-            reading = [asyncio.ensure_future(ask(content=trickled())) for _ in range(2 * MOST)]
+        # Who has not said yet what it asks keeps nobody out.
+        reading = [asyncio.ensure_future(ask(content=trickled())) for _ in range(2 * MOST)]
+        await asyncio.sleep(0)
+        asking = [asyncio.ensure_future(ask(json=prompt)) for _ in range(MOST)]
+        while len(calls) < MOST:
             await asyncio.sleep(0)
-            asking = [asyncio.ensure_future(ask(json=prompt)) for _ in range(MOST)]
-            while app.asked < MOST:
-                await asyncio.sleep(0)
-            refusal = await ask(json=prompt)
-            asking[0].cancel()  # a client that leaves makes room
-            await asyncio.wait(asking[:1])
-            last = asyncio.ensure_future(ask(json=prompt))
-            while app.asked == MOST:
-                await asyncio.sleep(0)
-            app.may.set()
-            await asyncio.gather(*reading)
-            return await asyncio.gather(*asking[1:]), refusal, await last
+        refusal = await ask(json=prompt)
+        asking[0].cancel()  # a client that leaves makes room
+        await asyncio.wait(asking[:1])
+        last = asyncio.ensure_future(ask(json=prompt))
+        while len(calls) == MOST:
+            await asyncio.sleep(0)
+        may.set()
+        await asyncio.gather(*reading)
+        return [*await asyncio.gather(*asking[1:]), await last], refusal
 
-    answers, refusal, last = asyncio.run(asyncio.wait_for(run(), patience(30)))
-    assert [answer.status_code for answer in (*answers, last)] == [200] * MOST
-    assert refusal.status_code == 429
+    answers, refusal = server.run(lambda client: asyncio.wait_for(run(client), patience(30)))
+    assert [answer.status_code for answer in answers] == [200] * MOST
     assert refusal.headers["retry-after"] == "1"
     assert refusal.headers["retry-after-ms"] == "1000"
-    error = refusal.json()["error"]
-    assert (error["type"], error["code"], error["param"]) == ("RateLimitError", 429, None)
-    assert "ask one after another" in error["message"]
+    assert refusal.headers["x-slo-reason"] == "too_many_quotes"
+    assert "ask one after another" in refused(refusal, None, 429)
+    assert refusal.json()["error"]["type"] == "RateLimitError"
 
 
-def test_quotes_of_which_none_came_to_the_engine_leave_room() -> None:
-    broken = Server(lambda body: {"error": "x"}["choices"])  # raises
-    server = Server(quoting)
+async def broken(call: Call) -> AsyncIterator[RequestOutput]:
+    raise RuntimeError("engine died")
+    yield  # never reached; it makes this a generator
+
+
+def test_quotes_that_come_to_nothing_leave_room() -> None:
+    server, failing = Server(QUOTING), Server(broken)
     for _ in range(MOST + 1):
-        refused(server.post("/v1/slo/quote", json={"prompt": "x", "slo": {"ttft": 5}}), "ttft")
-        with pytest.raises(KeyError):
-            broken.post("/v1/slo/quote", json={"prompt": "x"})
-    assert server.post("/v1/slo/quote", json={"prompt": "x"}).status_code == 200
+        refused(server.post(QUOTE, json={"prompt": "x", "slo": {"ttft": 5}}), "ttft")
+        with pytest.raises(RuntimeError, match="engine died"):
+            failing.post(QUOTE, json={"prompt": "x"})
+    assert server.post(QUOTE, json={"prompt": "x"}).status_code == 200
 
 
 def test_a_server_with_another_scheduler_gives_no_quotes() -> None:
-    server = Server(lambda body: {"choices": [{"finish_reason": "length", "stop_reason": None}]})
-    response = server.post("/v1/slo/quote", json={"prompt": "x"})
+    response = Server(scheduler=None).post(QUOTE, json={"prompt": "x"})
     assert response.status_code == 501
     assert "vllm_slo.Scheduler" in response.json()["error"]["message"]
 
 
-def test_an_error_of_the_server_comes_as_it_is() -> None:
-    server = Server(lambda body: {"error": "x"}["choices"])  # raises
-    with pytest.raises(KeyError):
-        server.post("/v1/slo/quote", json={"prompt": "x"})
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_an_error_of_the_server_comes_as_it_is(prompt: dict[str, Any]) -> None:
+    async def wrong(call: Call) -> AsyncIterator[RequestOutput]:
+        raise VLLMValidationError("the prompt is too long", parameter="prompt")
+        yield  # never reached; it makes this a generator
+
+    response = Server(wrong).post(QUOTE, json={**prompt, "stream": False})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    assert "too long" in response.json()["error"]["message"]
+
+
+def test_what_the_scheduler_finds_wrong_is_told() -> None:
+    invalid = ending("", Invalid("ttft_ms: is odd").pack(), finish="abort")
+    assert (
+        refused(Server(invalid).post(QUOTE, json={"prompt": "x"}), "ttft_ms") == "ttft_ms: is odd"
+    )
 
 
 def test_a_quote_in_words() -> None:

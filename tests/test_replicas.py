@@ -18,6 +18,8 @@ pytest.importorskip("ray")
 from live_replicas import LiveReplicas, await_whole, running, sigkill, volley
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_slo.http_slo import ROUTES
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ENGINES = [
@@ -58,7 +60,7 @@ def test_completions(client: openai.OpenAI) -> None:
     whole = client.completions.create(**asked, extra_body={"slo": EASY})
     report = whole.model_extra["slo"]
     assert (report["promised"], report["attained"]) == (True, True)
-    assert whole.service_tier == "default"
+    assert whole.service_tier is None
     parts = list(client.completions.create(**asked, stream=True, extra_body={"slo": EASY}))
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert parts[-1].model_extra["slo"]["attained"] is True
@@ -120,6 +122,40 @@ def test_what_nobody_can_keep_is_declined(client: openai.OpenAI) -> None:
         client.completions.create(model="tiny", prompt="x", extra_body={"slo": NEVER})
     assert int(refusal.value.response.headers["retry-after"]) >= 1
     assert refusal.value.response.json()["error"]["type"] == "slo_unattainable"
+
+
+ROUTED = {
+    "/v1/completions": {"prompt": "import os", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES], "max_tokens": 4},
+    "/v1/responses": {"input": "import os", "max_output_tokens": 4},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ROUTED)
+def test_every_generating_route(live: LiveReplicas, route: str, stream: bool) -> None:
+    assert set(ROUTED) == ROUTES
+    if stream and route.endswith("/batch"):
+        pytest.skip("vLLM does not stream these")
+    said = {"stream": True} if stream else {}
+
+    def post(slo: object, path: str = route) -> httpx.Response:
+        body = {"model": "tiny", **ROUTED[route], **said, "slo": slo}
+        return httpx.post(f"{live.url}{path}", json=body, timeout=patience(60))
+
+    kept = post(EASY)
+    assert kept.status_code == 200, kept.text
+    assert kept.text.count('"promised":true') == 1
+    declined, bad, elsewhere = post(NEVER), post({"ttft_ms": -5}), post(EASY, f"{route}/")
+    assert (declined.status_code, bad.status_code, elsewhere.status_code) == (429, 400, 404)
+    assert int(declined.headers["retry-after-ms"]) >= 1
+    assert not [name for name in declined.headers if name == "x-vllm-slo-declined"]
+    for answer in (declined, bad, elsewhere):
+        shape = {"type", "message"} if route == "/v1/messages" else {"message", "type", "param"}
+        assert shape <= answer.json()["error"].keys()
+        assert ("code" in answer.json()["error"]) == (route != "/v1/messages")
 
 
 def test_a_mistake_is_a_400_that_names_the_field(client: openai.OpenAI) -> None:

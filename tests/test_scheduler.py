@@ -20,7 +20,6 @@ from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.step_planner import StepPlanner
 from vllm_slo.engine.views import prefill_view
-from vllm_slo.errors import ConfigError
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.slo import unpack_quote
 
@@ -181,11 +180,6 @@ def test_a_prompt_in_the_prefix_cache_is_promised_what_a_fresh_one_is_not(engine
         promised.append(one.outcomes["asks"].report["promised"])
         assert kept(one.outcomes["asks"]) == warm
     assert promised == [False, True]
-
-
-def test_without_chunked_prefill_it_does_not_start(engine: Any) -> None:
-    with pytest.raises(ConfigError, match=r"enable_chunked_prefill: .* remove"):
-        engine(enable_chunked_prefill=False, shape=EngineShape(max_num_batched_tokens=8192))
 
 
 NARROW = StepTimeModel(((0.0, 0.0, 0.0), (0.002, 0.0, 0.020)), max_tokens=4096)

@@ -49,12 +49,16 @@ SLOS = (
 )
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+REASONS = {"expired", "prefill", "decode", "memory", "seats", "quota"}
+"""Why a request can be declined."""
 INVALID: tuple[dict[str, Any], ...] = (
     {"slo_ttft_ms": -1},
     {"slo_tpot_ms": float("nan")},
     {"slo_ttft_ms": "fast"},
     {"slo_class": "no-such-class"},
     {"slo_speed": 3},
+    {"slo_ttft_ms": 9000, "slo_ticket": 7},  # without a seal
+    {"slo_ttft_ms": 9000, "slo_group": "g", "slo_seal": "0"},
 )
 
 
@@ -233,9 +237,10 @@ class CheckedEngine(VirtualEngine):
             assert reason.startswith("slo_invalid:")
         else:
             assert outcome.slo.on_unattainable == "decline"
-            kind, wait_ms = reason.split(":")
+            kind, wait_ms, why = reason.split(":")
             assert kind == "slo_declined"
             assert int(wait_ms) >= 1
+            assert why in REASONS
 
     def run_all(self, limit_s: float) -> None:
         """Step to the end, which must come by the virtual time ``limit_s``."""
@@ -668,23 +673,28 @@ SAID = st.fixed_dictionaries(
         "prefill_ddl": st.floats(-10.0, 10.0),
         "slo_tpot": st.floats(0.0, 10.0),
         "slo_quote": st.just(1),
+        "slo_age_ms": st.floats() | st.text(max_size=3),
+        "slo_ticket": st.integers() | st.none(),
+        "slo_group": st.sampled_from("ab") | st.integers(),
+        "slo_each": st.just(1),
+        "slo_exempt": st.just(1),
     },
 )
 
 
 @pytest.mark.slow
-@given(asked=st.lists(st.tuples(SAID, st.integers(0, 5)), min_size=1, max_size=8))
-@example(asked=[({"slo_tpot_ms": 5e-324}, 0)])
-@example(asked=[({"slo_stages": '[{"until": "\\ud800", "tpot_ms": 50}, {"tpot_ms": 50}]'}, 0)])
+@given(asked=st.lists(st.tuples(SAID, st.booleans(), st.integers(0, 5)), min_size=1, max_size=8))
+@example(asked=[({"slo_tpot_ms": 5e-324}, False, 0)])
+@example(asked=[({"slo_stages": '[{"until": "\\ud800", "tpot_ms": 50}, {}]'}, False, 0)])
 def test_whatever_is_said_everybody_is_served_or_told(
-    config_folder: Path, asked: list[tuple[dict[str, Any], int]]
+    config_folder: Path, asked: list[tuple[dict[str, Any], bool, int]]
 ) -> None:
     tokenizer = Tokenizer.from_file(str(tiny.path("target") / "tokenizer.json"))
     marks = AnswerMarks(SimpleNamespace(tokenizer=tokenizer, reasoner_cls=None))
     engine = CheckedEngine(config_folder, options={"stage_marks": marks})
     engine.add("honest", 100, 40, SLO(ttft_ms=1000, tpot_ms=60))
-    for number, (extra, turns) in enumerate(asked):
-        engine.send(f"r{number}", 20, 10, extra)
+    for number, (extra, sealed, turns) in enumerate(asked):
+        engine.send(f"r{number}", 20, 10, engine.seal.sealed(extra) if sealed else extra)
         for _ in range(turns):
             engine.turn()
     engine.run_all(limit_s=60.0)

@@ -53,6 +53,7 @@ from vllm_slo.engine import views
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
 from vllm_slo.sim.text import own_text
+from vllm_slo.slo import GROUP_KEY
 from vllm_slo.slo_fields import SHORTEST_MS
 
 pytestmark = pytest.mark.slow
@@ -127,6 +128,7 @@ class Ask:
     shares_prefix: bool = False
     structured: bool = False
     priority: int = 0
+    group: str | None = None
 
     @property
     def extra(self) -> dict[str, Any] | None:
@@ -192,6 +194,8 @@ class WatchedEngine(CheckedEngine):
         extra = ask.extra
         if extra and "prefill_ddl" in extra:
             extra = {**extra, "prefill_ddl": stamped_s + extra["prefill_ddl"]}
+        if ask.group is not None:
+            extra = self.seal.sealed({**(extra or {}), GROUP_KEY: ask.group})
         params = SamplingParams(
             max_tokens=ask.max_tokens,
             stop_token_ids=[STOP_TOKEN],
@@ -392,6 +396,18 @@ class WatchedEngine(CheckedEngine):
         reasons = [str(self.outcomes[n].stop_reason) for n in self.finished]
         told = sum(reason.startswith("slo_declined:") for reason in reasons)
         assert self.counted("admissions", outcome="declined") == told
+        self.check_groups()
+
+    def check_groups(self) -> None:
+        """The choices of one request are declined together or not at all."""
+        answers: dict[str, set[bool]] = {}
+        for name in self.finished:
+            group = self.asks[name].group
+            if group is not None:
+                declined = str(self.outcomes[name].stop_reason).startswith("slo_declined:")
+                answers.setdefault(group, set()).add(declined)
+                PLAYED["declined choices"] += declined
+        assert all(len(one) == 1 for one in answers.values()), answers
 
     def check_end(self, name: str) -> None:
         """One request that has ended."""
@@ -410,8 +426,8 @@ class WatchedEngine(CheckedEngine):
             PLAYED["declined"] += 1
             assert not outcome.token_ids
             assert self.may_be_declined(ask), name
-            kind, wait_ms = reason.split(":")
-            assert kind == "slo_declined" and int(wait_ms) >= 1
+            kind, wait_ms, why = reason.split(":")
+            assert kind == "slo_declined" and int(wait_ms) >= 1 and why
         else:
             PLAYED[str(outcome.finish_reason)] += 1
             assert outcome.token_ids == expected, name
@@ -518,12 +534,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares_prefix=st.booleans(),
         structured=st.sampled_from([False, False, False, True]),
         priority=st.integers(0, 2),
+        as_choices=st.booleans(),
     )
-    def arrive(self, count: int, prompt: int, most: int, **asked: Any) -> None:
+    def arrive(self, count: int, prompt: int, most: int, as_choices: bool, **asked: Any) -> None:
         most = min(most, self.longest - 1)
         prompt = min(prompt, self.longest - most)
+        group = f"g{len(self.engine.asks)}" if as_choices and count > 1 else None
         for _ in range(count):
-            self.engine.submit(Ask(prompt, max_tokens=most, **asked))
+            self.engine.submit(Ask(prompt, max_tokens=most, group=group, **asked))
             self.engine.check()
 
     @rule(slo=st.sampled_from(INVALID))

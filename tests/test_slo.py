@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 
 from vllm_slo.errors import InvalidSLOError, VllmSLOError
 from vllm_slo.slo import (
-    AGE_KEY,
     HEADER_FIELDS,
+    INTERNAL_KEYS,
     SLO,
-    STREAM_KEY,
-    TICKET_KEY,
     has_slo_key,
     resolve_slo,
 )
@@ -188,13 +186,9 @@ def test_one_text_per_mistake_whichever_carrier() -> None:
         str(caught.value),
         str(refused(body_slo={"ttft_ms": -1})),
         str(refused(xargs={"slo_ttft_ms": -1.0})),
-        *(
-            str(refused(headers={header: "-1"}))
-            for header, name in HEADER_FIELDS.items()
-            if name == "ttft_ms"
-        ),
     }
     assert len(texts) == 1
+    assert str(refused(body_slo={"tier": "x"})) == str(refused(headers={"x-slo-tier": "x"}))
     assert str(refused(body_slo={"clas": "x"})) == str(refused(xargs={"slo_clas": "x"}))
     assert str(refused(body_slo={"class": "x"})) == str(refused(headers={"x-slo-class": "x"}))
 
@@ -215,11 +209,36 @@ def test_carriers_must_be_objects(carrier: str, shape: object) -> None:
 def test_header_numbers() -> None:
     for text, value in [("500", 500.0), (" 5e2 ", 500.0), ("+.5", 0.5), ("7.", 7.0)]:
         assert resolve(headers={"X-SLO-TTFT-ms": text}) == SLO(ttft_ms=value)
-    for text in ["", "abc", "nan", "inf", "1_000", "0x10", "5ms", "\u0665", "1e999", "-0", "1, 2"]:
+    for text in ["abc", "nan", "inf", "1_000", "0x10", "5ms", "\u0665", "1e9999", "1, 2", "-", "."]:
         check_message(refused(headers={"x-llm-d-slo-tpot-ms": text}))
     assert resolve(headers={"x-slo-class": "batch"}) == CLASSES["batch"]
     assert resolve(headers={"x-slo-tier": "best_effort"}) == SLO(tier="best_effort")
     assert resolve(headers={"x-slo-unknown": "?"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "ttft_ms", "tpot_ms"),
+    [
+        *((text, 0.001, 0.001) for text in ("0", "-0", "-1", "-5e9", "0.0001", "1e-300")),
+        *((text, 86_400_000.0, 3_600_000.0) for text in ("86400001", "1e999", "9" * 32)),
+        ("3600001", 3_600_001.0, 3_600_000.0),
+    ],
+)
+def test_times_in_headers_are_clamped(text: str, ttft_ms: float, tpot_ms: float) -> None:
+    """A deadline that has passed stays one, and what is far off does not become the first."""
+    for maker in ("x-slo", "x-llm-d-slo"):
+        headers = {f"{maker}-ttft-ms": text, f"{maker}-tpot-ms": text}
+        assert resolve(headers=headers) == SLO(ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+
+
+def test_of_two_headers_for_one_time_llm_ds_wins() -> None:
+    said = {"x-slo-ttft-ms": "5", "x-llm-d-slo-ttft-ms": "6"}
+    assert resolve(headers=said) == SLO(ttft_ms=6)
+    assert resolve(headers={**said, "x-slo-ttft-ms": "soon"}) == SLO(ttft_ms=6)
+    assert resolve(headers={**said, "x-llm-d-slo-ttft-ms": "  "}) == SLO(ttft_ms=5)
+    # An empty header says nothing, whatever it is.
+    assert resolve(headers=dict.fromkeys(HEADER_FIELDS, "")) is None
+    assert refused(headers={**said, "x-llm-d-slo-ttft-ms": "soon"}).field == "ttft_ms"
 
 
 def test_explicit_carriers_are_united() -> None:
@@ -242,8 +261,8 @@ def test_explicit_carriers_are_united() -> None:
             ("vllm_xargs slo_class", "header x-slo-class"),
         ),
         (
-            {"headers": {"x-slo-tpot-ms": "5", "x-llm-d-slo-tpot-ms": "6"}},
-            ("header x-slo-tpot-ms", "header x-llm-d-slo-tpot-ms"),
+            {"xargs": {"slo_tpot_ms": 5}, "headers": {"x-llm-d-slo-tpot-ms": "6"}},
+            ("vllm_xargs slo_tpot_ms", "header x-llm-d-slo-tpot-ms"),
         ),
         (
             {"xargs": {"slo_tpot": 0.05, "slo_tpot_ms": 60}},
@@ -279,13 +298,41 @@ def test_explicit_beats_class_beats_service_tier() -> None:
 
 
 def test_service_tier_values() -> None:
-    for tier in ("auto", "default", "scale", None):
+    tiers: list[Any] = ["auto", "default", "scale", None, "gold", "", 5, ["flex"], {}, True, 1e400]
+    for tier in tiers:
         assert resolve(service_tier=tier) is None
-    tiers: list[Any] = ["gold", "", 5, ["flex"], True]
-    for bad in tiers:
-        assert refused(service_tier=bad).field == "service_tier"
     unmapped = resolve_slo(service_tier="priority", classes={}, service_tiers={})
     assert unmapped is None
+    own = resolve_slo(service_tier="gold", classes=CLASSES, service_tiers={"gold": "chat"})
+    assert own == CLASSES["chat"]
+
+
+@pytest.mark.parametrize(
+    ("hints", "carriers", "expected"),
+    [
+        ({"tenant": "a", "expected_output_tokens": 9}, {}, None),
+        ({"session_id": "j"}, {}, None),
+        ({"slo_class": "chat"}, {}, CLASSES["chat"]),
+        ({"slo_class": "chat", "tenant": "a"}, {"body_slo": {"tpot_ms": 9}},
+         SLO(ttft_ms=500, tpot_ms=9, value=2, tenant="a", slo_class="chat")),
+        ({"tenant": "a"}, {"body_slo": {"tpot_ms": 9, "tenant": "b"}},
+         SLO(tpot_ms=9, tenant="b")),
+        ({"slo_class": "chat"}, {"body_slo": {"class": "batch"}}, CLASSES["batch"]),
+        ({"slo_class": "batch"}, {"service_tier": "priority"}, CLASSES["chat"]),
+        ({"slo_class": "chat"}, {"service_tier": "flex"},
+         SLO(ttft_ms=500, tpot_ms=50, value=2, tier="best_effort", slo_class="chat")),
+        ({"ttft_ms": 5.0, "on_unattainable": "decline"}, {},
+         SLO(ttft_ms=5, on_unattainable="decline")),
+        ({"ttft_ms": 5.0, "on_unattainable": "decline"}, {"xargs": {"slo_ttft_ms": 6}},
+         SLO(ttft_ms=6, on_unattainable="decline")),
+        ({"tenant": "a"}, {"service_tier": "priority"},
+         SLO(ttft_ms=500, tpot_ms=50, value=2, tenant="a", slo_class="chat")),
+    ],
+)  # fmt: skip
+def test_hints_fill_what_nobody_has_said(
+    hints: dict[str, object], carriers: dict[str, Any], expected: SLO | None
+) -> None:
+    assert resolve(hints=hints, **carriers) == expected
 
 
 def test_unknown_class() -> None:
@@ -373,7 +420,7 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("key", [STREAM_KEY, AGE_KEY, TICKET_KEY])
+@pytest.mark.parametrize("key", INTERNAL_KEYS)
 def test_the_marks_of_the_server_are_not_the_clients(key: str) -> None:
     assert SLO.from_extra_args({key: 1}) is None
     assert SLO.from_extra_args({key: 1, "slo_ttft_ms": 5}) == SLO(ttft_ms=5)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from patience import patience
 pytest.importorskip("vllm")
 
 from vllm_slo import SLO
+from vllm_slo.access import Seal
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import Demand
@@ -25,6 +27,7 @@ from vllm_slo.engine import state
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.state import StatePublisher, pack, unpack
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.slo import SEAL_KEY
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 EASY = SLO(ttft_ms=5000, tpot_ms=100)
@@ -90,13 +93,16 @@ def steering(engine: VirtualEngine) -> Any:
 
 @dataclass
 class Said:
-    """What the scheduler is told of a request: its SLO, and what the middleware adds to it."""
+    """What the scheduler is told of a request: its SLO, and what the middleware adds to it and
+    seals."""
 
+    seal: Seal
     slo: SLO | None
     more: dict[str, Any]
 
     def to_extra_args(self) -> dict[str, Any]:
-        return {**(self.slo.to_extra_args() if self.slo else {}), **self.more}
+        flat = {**(self.slo.to_extra_args() if self.slo else {}), **self.more}
+        return self.seal.sealed(flat) if self.more else flat
 
 
 def add(
@@ -109,7 +115,7 @@ def add(
     **more: Any,
 ) -> None:
     more |= {"slo_ticket": ticket} if ticket else {}
-    said: Any = Said(slo, more)
+    said: Any = Said(engine.seal, slo, more)
     engine.add(name, prompt, output, said)
 
 
@@ -200,7 +206,22 @@ def test_a_mark_that_is_none_is_ignored(engine: Any, mark: object) -> None:
     one = engine()
     add(one, "a", EASY, slo_ticket=mark)
     said = steering(one).state()
+    assert steering(one).tracked.keys() == {"a"}
     assert (said.tickets, said.seen) == ((), 0)
+
+
+@pytest.mark.parametrize("seal", [None, "", "0" * 64])
+def test_a_mark_of_somebody_else_is_not_believed(engine: Any, seal: str | None) -> None:
+    one = engine()
+    said: Any = SimpleNamespace(
+        to_extra_args=lambda: (
+            {**EASY.to_extra_args(), "slo_ticket": 7} | ({} if seal is None else {SEAL_KEY: seal})
+        )
+    )
+    one.add("a", 100, 20, said)
+    assert (steering(one).tracked, steering(one).state().seen) == ({}, 0)
+    one.run()
+    assert str(one.outcomes["a"].stop_reason).startswith("slo_invalid:")
 
 
 def test_lengths_are_learnt_and_told(engine: Any) -> None:

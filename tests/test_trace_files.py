@@ -190,7 +190,7 @@ def moon(**changes: Any) -> str:
         ("time,prompt,answer\n1,2,3\n", "Mooncake JSON lines (timestamp, input_length"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
         (b"PK\x03\x04\xff\xfe", "is not UTF-8 text"),
-        (gzip.compress(AZURE_2024.encode())[:-9], "cannot read"),
+        (gzip.compress(AZURE_2024.encode(), mtime=0)[:-9], "cannot read"),
         (b"\x1f\x8b\x08nonsense", "cannot read"),
         ("TIMESTAMP,ContextTokens\n", "Azure CSV; line 1: column GeneratedTokens is missing"),
         ("Timestamp,Model,Request tokens\n", "BurstGPT CSV; line 1: column Response tokens is"),

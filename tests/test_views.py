@@ -32,10 +32,12 @@ def request(**fields: Any) -> Any:
         "num_output_placeholders": 0,
         "num_computed_tokens": 19,
         "num_prompt_tokens": 15,
+        "max_tokens": 100,
         "num_output_tokens": 5,
         "is_prefill_chunk": False,
         "status": RequestStatus.RUNNING,
         "lora_request": None,
+        "sampling_params": None,
     }
     return SimpleNamespace(**(plain | fields))
 

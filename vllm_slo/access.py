@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may ask for what: API keys, what they are granted, and the seal on what was checked.
 
-Whoever sees a request as HTTP checks it and seals its flat keys with a secret that the server's
-processes share. The scheduler believes no other: vLLM has routes and encodings in which SLO keys
-travel that nobody checks.
+The process that takes a request in checks it and seals its flat keys with a secret that the
+server's processes share. The scheduler believes no other internal key, and where access is checked
+no other SLO key at all.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from vllm_slo.access_config import AccessConfig, GrantConfig, KeyConfig
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
-from vllm_slo.slo import QUOTE_KEY, SEAL_KEY, SLO, is_slo_key
+from vllm_slo.slo import INTERNAL_KEYS, SEAL_KEY, SLO, is_slo_key
 
-__all__ = ["SEAL_VARIABLE", "Access", "Seal", "bearer_of"]
+__all__ = ["SEAL_VARIABLE", "Access", "Seal", "bearer_of", "check_internal"]
 
 SEAL_VARIABLE: Final = "VLLMSLO_SEAL"
 """Environment variable with the secret of the seal; the first process of a server makes it up and
@@ -44,8 +44,6 @@ _NO_OBJECTIVES: Final = frozenset(
 """Fields of an SLO that set no objective. What is not known here counts as an objective."""
 _PACE: Final = ("session_e2e_ms", "session_rounds", "expected_output_tokens")
 """Fields from which the pace of a session's rounds follows: objectives in all but name."""
-_UNSEALED: Final = frozenset({SEAL_KEY, QUOTE_KEY})
-"""A mark that asks for a quote is put on what was checked, and gives nothing."""
 _NOTHING: Final = GrantConfig(classes=[], tiers=["best_effort"], objectives=False)
 
 
@@ -91,10 +89,10 @@ class Seal:
             )
         return seal
 
-    @staticmethod
-    def prepare() -> None:
+    @classmethod
+    def prepare(cls) -> Seal:
         """Make up the secret for this process and its children, unless there is one."""
-        os.environ.setdefault(SEAL_VARIABLE, secrets.token_hex(32))
+        return cls(os.environ.setdefault(SEAL_VARIABLE, secrets.token_hex(32)))
 
     def of(self, flat: Mapping[str, Any]) -> str:
         """Seal of the SLO keys among `flat`, hexadecimal; other keys do not count."""
@@ -117,12 +115,31 @@ class Seal:
             raise InvalidSLOError(
                 "slo",
                 "SLO keys came by a way on which access is not checked",
-                "send them to /v1/completions, /v1/chat/completions or /v1/responses",
+                "send them over HTTP; several machines of one server need the same "
+                f"{SEAL_VARIABLE} in their environment",
             )
+
+    def sealed(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """`flat` with its seal."""
+        return {**flat, SEAL_KEY: self.of(flat)}
+
+
+def check_internal(extra: Mapping[str, Any] | None, seal: Seal | None) -> None:
+    """Nothing, if `extra` has no internal keys or they are sealed.
+
+    Raises:
+        InvalidSLOError: somebody else wrote them, or nobody here could have.
+    """
+    found = next((key for key in INTERNAL_KEYS if extra and key in extra), None)
+    if found is None:
+        return
+    if seal is None:
+        raise InvalidSLOError(found, "is not a field of an SLO", "leave it out")
+    seal.check(extra)
 
 
 def _is_sealed(key: object) -> bool:
-    return is_slo_key(key) and key not in _UNSEALED
+    return is_slo_key(key) and key != SEAL_KEY
 
 
 def _written(value: object) -> str:
@@ -234,6 +251,8 @@ def _check(slo: SLO, grant: _Grant, classes: Mapping[str, SLO]) -> None:
         own = given is not None and given != of_class
         if own and not may.objectives and spec.name not in _NO_OBJECTIVES:
             raise _forbidden(spec.name, given, "use the objectives of a class")
+        if own and spec.name == "e2e_ms" and may.limits_pace:
+            raise _forbidden(spec.name, f"{given:g}", "use a class that sets it")
         if own and slo.session_id is not None and may.limits_pace and spec.name in _PACE:
             raise _forbidden(spec.name, given, "use a class that sets the pace of its sessions")
     limits = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -49,7 +49,7 @@ wins over the YAML file."""
 MAX_POOL: Final = 4
 """Most draft models of one server."""
 
-_MAPPABLE_TIERS: Final = ("flex", "priority")
+_UNMAPPED_TIERS: Final = ("auto", "default")
 
 
 class StageConfig(BaseModel):
@@ -84,10 +84,17 @@ class ClassConfig(BaseModel):
         description="Time per output token, milliseconds, 0.001 to 3600000. "
         "Scope: every request of the class. Too tight: small batches, little throughput.",
     )
+    e2e_ms: float | None = Field(
+        default=None,
+        description="Time to the last token of the answer, milliseconds from arrival, 0.001 to "
+        "86400000. Scope: every request of the class. Too tight: the requests run best effort. "
+        "Where the length of answers is unknown, max_tokens counts.",
+    )
     thinking_tpot_ms: float | None = Field(
         default=None,
-        description="The same while the model thinks, milliseconds; tpot_ms is then for what "
-        "follows. Scope: every request of the class. Needs vLLM's --reasoning-parser.",
+        description="The time per output token while the model thinks, milliseconds; tpot_ms is "
+        "then for what follows. Scope: every request of the class. Needs vLLM's "
+        "--reasoning-parser.",
     )
     stages: list[StageConfig] | None = Field(
         default=None,
@@ -228,6 +235,12 @@ class SessionsConfig(BaseModel):
         description="Share of the KV cache's blocks that are kept warm, evicted after all others, "
         "for rounds to come, 0 to 1. Scope: server. 0: prefixes are evicted like any other while "
         "tools run; too high: prefixes that everybody shares go first.",
+    )
+    read_session_id: bool = Field(
+        default=False,
+        description="Whether vLLM's session_id (body field, X-Session-ID header) names the session "
+        "of a request that names none by slo.session_id. Scope: server. Ids that are no valid name "
+        "are left alone.",
     )
 
 
@@ -465,8 +478,23 @@ class SLOConfig(BaseModel):
     )
     service_tiers: dict[str, str | None] = Field(
         default_factory=dict,
-        description="OpenAI service_tier (priority, flex) -> class name. Scope: server. A tier "
-        "that is not mapped asks for nothing; flex is always best effort.",
+        description="service_tier of a request (priority, flex, or any name of your own) -> class "
+        "name. Scope: server. A tier that is not mapped asks for nothing; flex is always best "
+        "effort; auto and default cannot be mapped.",
+    )
+    priorities: dict[Annotated[int, Field(strict=False)], str] = Field(
+        default_factory=dict,
+        description="priority of a request (vLLM's body field or X-Vllm-Priority header, or "
+        "Dynamo's nvext.agent_hints.priority) -> class name, for requests that name no class. "
+        "Scope: server. A number that is not mapped asks for nothing.",
+    )
+    decline_status: int = Field(
+        default=429,
+        ge=400,
+        le=599,
+        description="HTTP status of a declined request, 400 to 599. Scope: server. 429 makes some "
+        "gateways take the whole server out of service for a while, and so do several of 500 and "
+        "more; 409 does not, and clients of OpenAI and Anthropic try again after it, too.",
     )
     profile: str | None = Field(
         default=None,
@@ -575,9 +603,11 @@ class SLOConfig(BaseModel):
             for allowed in grant.classes or ():
                 self._require_class(f"access.{key}.classes", allowed)
         for tier, name in self.service_tiers.items():
-            if tier not in _MAPPABLE_TIERS:
-                raise ValueError(f"service_tiers: {tier!r} cannot be mapped; use priority or flex")
+            if tier in _UNMAPPED_TIERS:
+                raise ValueError(f"service_tiers: {tier!r} cannot be mapped; it asks for nothing")
             self._require_class(f"service_tiers.{tier}", name)
+        for priority, name in self.priorities.items():
+            self._require_class(f"priorities.{priority}", name)
         self._require_class("default_class", self.default_class)
         return self
 

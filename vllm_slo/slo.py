@@ -26,7 +26,6 @@ from vllm_slo.slo_fields import (
     SHORTEST_MS,
     VALIDATORS,
     Stage,
-    choice_of,
     echo,
     number_of,
     validate,
@@ -34,12 +33,15 @@ from vllm_slo.slo_fields import (
 
 __all__ = [
     "AGE_KEY",
+    "EACH_KEY",
+    "EXEMPT_KEY",
+    "GROUP_KEY",
     "HEADER_FIELDS",
+    "INTERNAL_KEYS",
     "QUOTE_KEY",
     "SEAL_KEY",
     "SERVICE_TIERS",
     "SLO",
-    "STREAM_KEY",
     "TICKET_KEY",
     "OnUnattainable",
     "Speculate",
@@ -61,40 +63,55 @@ EXPIRED_TTFT_MS: Final = SHORTEST_MS
 """TTFT of a `prefill_ddl` that lies in the past: valid, and never attainable."""
 
 SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority")
-"""Values of OpenAI's `service_tier`; `auto`, `default` and `scale` ask for nothing here."""
+"""OpenAI's values of `service_tier`. ``flex`` is best effort. Any other value, known or not, asks
+for nothing unless the configuration maps it to a class."""
 
 HEADER_FIELDS: Final[Mapping[str, str]] = {
     "x-llm-d-slo-ttft-ms": "ttft_ms",
     "x-llm-d-slo-tpot-ms": "tpot_ms",
     "x-slo-ttft-ms": "ttft_ms",
     "x-slo-tpot-ms": "tpot_ms",
+    "x-slo-e2e-ms": "e2e_ms",
     "x-slo-class": "slo_class",
     "x-slo-tier": "tier",
     "x-slo-session-id": "session_id",
 }
-"""Request header (lower case) -> SLO field."""
-
-STREAM_KEY: Final = "slo_stream"
-"""Key of `extra_args` by which the HTTP middleware asks the scheduler to put the report of a
-streamed request where the stream shows it. Not the client's: over HTTP it is an unknown key."""
+"""Request header (lower case) -> SLO field. Of two names for one field, llm-d's wins."""
 
 AGE_KEY: Final = "slo_age_ms"
-"""As `STREAM_KEY`: for how long somebody ahead of this server has had the request."""
+"""Internal key of `extra_args`: for how long a front has had the request, milliseconds."""
 
 TICKET_KEY: Final = "slo_ticket"
-"""As `STREAM_KEY`: by which mark somebody ahead of this server knows the request, from 1."""
+"""Internal key: the mark by which a front knows the request, from 1."""
 
 QUOTE_KEY: Final = "slo_quote"
-"""As `STREAM_KEY`: the request is not to be served, but told what it would be promised."""
+"""Internal key: the request is not to be served, but told what it would be promised."""
+
+EXEMPT_KEY: Final = "slo_exempt"
+"""Internal key: the request is a part of another one. It has no SLO, not even the default class."""
+
+EACH_KEY: Final = "slo_each"
+"""Internal key: the report is to travel in the stop reason, since vLLM unites the outputs of the
+choices of one prompt, and then keeps the other fields of one of them only."""
+
+GROUP_KEY: Final = "slo_group"
+"""Internal key: a name that the choices of one HTTP request share. They are declined together or
+not at all."""
 
 SEAL_KEY: Final = "slo_seal"
-"""As `STREAM_KEY`: proves that access was checked; see `vllm_slo.access`."""
+"""Internal key: proves that this server wrote the others; see `vllm_slo.access`."""
 
-_INTERNAL_KEYS: Final = (STREAM_KEY, AGE_KEY, TICKET_KEY, QUOTE_KEY, SEAL_KEY)
+INTERNAL_KEYS: Final = (AGE_KEY, TICKET_KEY, QUOTE_KEY, EXEMPT_KEY, EACH_KEY, GROUP_KEY, SEAL_KEY)
+"""Keys that only this server's own processes may write. A client that sends one is refused."""
 
 _PREFIX: Final = "slo_"
 _DDL_KEY: Final = "prefill_ddl"
 _TPOT_S_KEY: Final = "slo_tpot"
+MOST_MS: Final[Mapping[str, float]] = {
+    "ttft_ms": MAX_TTFT_MS,
+    "tpot_ms": MAX_TPOT_MS,
+    "e2e_ms": MAX_TTFT_MS,
+}
 _DECIMAL: Final = re.compile(r"[+-]?(\d{1,32}(\.\d{0,32})?|\.\d{1,32})([eE][+-]?\d{1,3})?", re.A)
 
 
@@ -107,8 +124,10 @@ class SLO:
             0.001 <= ttft_ms <= 86,400,000. None: no objective.
         tpot_ms: time per output token, milliseconds; 0.001 <= tpot_ms <= 3,600,000. None: no
             objective.
-        thinking_tpot_ms: the same while the model thinks, as the server's reasoning parser tells;
-            `tpot_ms` is then for what follows.
+        e2e_ms: time to the last token of the answer, milliseconds from arrival; 0.001 <= e2e_ms <=
+            86,400,000. It may stand beside the others, or alone. None: no objective.
+        thinking_tpot_ms: time per output token while the model thinks, as the server's reasoning
+            parser tells; `tpot_ms` is then for what follows.
         stages: up to 8 stages, each with a TPOT of its own, in place of both; mappings and JSON are
             taken, too. The text that ends a stage is looked for in the answer.
         session_id: requests of one id (and tenant) are the rounds of one job, such as a tool loop;
@@ -135,6 +154,7 @@ class SLO:
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    e2e_ms: float | None = None
     thinking_tpot_ms: float | None = None
     stages: tuple[Stage, ...] | None = None
     value: float = 1.0
@@ -161,9 +181,10 @@ class SLO:
 
     @property
     def has_objective(self) -> bool:
-        """Whether a TTFT or a TPOT is asked for, or a time for the whole session."""
-        asked = (self.ttft_ms, self.tpot_ms, self.thinking_tpot_ms, self.session_e2e_ms)
-        return self.stages is not None or any(one is not None for one in asked)
+        """Whether a TTFT or a TPOT is asked for, or a time for the whole answer or session."""
+        asked = (self.ttft_ms, self.tpot_ms, self.thinking_tpot_ms, self.e2e_ms)
+        alone = (self.stages, self.session_e2e_ms)
+        return any(one is not None for one in (*asked, *alone))
 
     @property
     def answer_stages(self) -> tuple[Stage, ...]:
@@ -221,7 +242,7 @@ class SLO:
 
         Args:
             extra: `SamplingParams.extra_args`; keys that are not the SLO's are left alone, and
-                `STREAM_KEY` and its like say nothing about the SLO.
+                `INTERNAL_KEYS` say nothing about the SLO.
             classes: the configured classes; None leaves a named class unapplied.
             arrival_s: when the request arrived, epoch seconds; needed for `prefill_ddl` only.
 
@@ -229,7 +250,7 @@ class SLO:
             InvalidSLOError: a bad value, an unknown ``slo_`` key, an unknown class.
         """
         claims = _Claims()
-        claims.add_xargs(extra, arrival_s, internal=_INTERNAL_KEYS)
+        claims.add_xargs(extra, arrival_s, internal=INTERNAL_KEYS)
         return _build(claims.values(), {}, classes)
 
 
@@ -356,14 +377,26 @@ class _Claims:
                 self.add(name, value, f"vllm_xargs {key}")
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
-        for header, text in headers.items():
-            name = HEADER_FIELDS.get(header.lower())
-            if name is None:
-                continue
-            value: object = text.strip()
-            if name in ("ttft_ms", "tpot_ms") and _DECIMAL.fullmatch(str(value)):
-                value = float(str(value))
-            self.add(name, value, f"header {header.lower()}")
+        """Times in headers follow llm-d: its own names win over the older ones, 0 and less has
+        expired, too large a value is the largest, and an empty one says nothing."""
+        low = {header.lower(): text.strip() for header, text in headers.items()}
+        known = [(header, low[header]) for header in HEADER_FIELDS if low.get(header)]
+        timed: set[str] = set()
+        for header, text in known:
+            name = HEADER_FIELDS[header]
+            if name in MOST_MS:
+                if name not in timed:
+                    self.add(name, _time_of(name, text), f"header {header}")
+                timed.add(name)
+            else:
+                self.add(name, text, f"header {header}")
+
+
+def _time_of(name: str, text: str) -> object:
+    """Milliseconds in a header; what is not a number is left to the validator to refuse."""
+    if not _DECIMAL.fullmatch(text):
+        return text
+    return min(max(float(text), SHORTEST_MS), MOST_MS[name])
 
 
 def _same(one: object, other: object) -> bool:
@@ -403,7 +436,8 @@ def resolve_slo(
     body_slo: Mapping[str, Any] | None = None,
     xargs: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
-    service_tier: str | None = None,
+    service_tier: object = None,
+    hints: Mapping[str, object] | None = None,
     classes: Mapping[str, SLO],
     service_tiers: Mapping[str, str | None],
     arrival_s: float | None = None,
@@ -412,38 +446,41 @@ def resolve_slo(
 
     Precedence, field by field: the explicit carriers (`body_slo`, `xargs`, `headers`), which must
     agree where they overlap; then the class that they name; then what `service_tier` stands for
-    (``flex``: tier best_effort; any tier mapped in `service_tiers`: that class).
+    (``flex``: tier best_effort; any tier mapped in `service_tiers`: that class); then `hints`.
 
     Args:
         body_slo: the body field ``slo``.
         xargs: the body field ``vllm_xargs``; keys that are not the SLO's are ignored.
         headers: request headers, any case; only those in `HEADER_FIELDS` are read.
-        service_tier: OpenAI's ``service_tier``.
+        service_tier: OpenAI's ``service_tier``, as sent.
+        hints: valid SLO fields that gateways say in words of their own. They fill what nobody else
+            has said. Without a class or an objective among them, they ask for nothing.
         classes: configured classes by name.
         service_tiers: service tier -> class name.
         arrival_s: arrival, epoch seconds; needed for ``prefill_ddl`` only.
 
     Raises:
-        InvalidSLOError: a bad value, an unknown key, class or tier, or two carriers that disagree.
+        InvalidSLOError: a bad value, an unknown key or class, or two carriers that disagree.
     """
     claims = _Claims()
     if body_slo is not None:
         claims.add_body(body_slo)
     claims.add_xargs(xargs, arrival_s)
     claims.add_headers(headers or {})
-    return _build(claims.values(), _of_service_tier(service_tier, service_tiers), classes)
+    explicit, hints = claims.values(), hints or {}
+    weak = _of_service_tier(service_tier, service_tiers)
+    if explicit or weak or not hints.keys().isdisjoint(("slo_class", "ttft_ms")):
+        weak = {**hints, **weak}
+    return _build(explicit, weak, classes)
 
 
 def _of_service_tier(
     service_tier: object, service_tiers: Mapping[str, str | None]
 ) -> dict[str, object]:
-    if service_tier is None:
-        return {}
-    tier = choice_of("service_tier", service_tier, SERVICE_TIERS)
     weak: dict[str, object] = {}
-    if mapped := service_tiers.get(tier):
+    if isinstance(service_tier, str) and (mapped := service_tiers.get(service_tier)):
         weak["slo_class"] = mapped
-    if tier == "flex":
+    if service_tier == "flex":
         weak["tier"] = "best_effort"
     return weak
 

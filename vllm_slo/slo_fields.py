@@ -158,6 +158,7 @@ def _ms_of(name: str, value: object, high: float, example: str) -> float:
 VALIDATORS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "ttft_ms": lambda n, v: _ms_of(n, v, MAX_TTFT_MS, "500"),
     "tpot_ms": lambda n, v: _ms_of(n, v, MAX_TPOT_MS, "50"),
+    "e2e_ms": lambda n, v: _ms_of(n, v, MAX_TTFT_MS, "5000"),
     "thinking_tpot_ms": lambda n, v: _ms_of(n, v, MAX_TPOT_MS, "20"),
     "stages": stages_of,
     "session_id": name_of,

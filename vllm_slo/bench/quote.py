@@ -138,6 +138,7 @@ _WHY: Final[Mapping[str, str]] = {
     "seats": "every seat is promised",
     "expired": "its deadline has passed already",
     "quota": "its tenant's quota is used up",
+    "no_chunked_prefill": "the server runs without chunked prefill",
     "best_effort": "it asks for best effort",
     "no_objective": "it asks for nothing",
 }

@@ -41,6 +41,9 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 MAX_LABELS = 256
+ONE_SEAT = 1
+ONE_OR_NONE = 2
+"""Labels when one request is judged: it is admitted or it is not."""
 MAX_NEW = 63
 MAX_TIERS = 5
 SHORTEST_STEP_S = 1e-9
@@ -358,12 +361,15 @@ def judge_one(
     new_prefill: float,
     new_tier: int,
     new_context: float,
+    free_seats: int,
+    most: int,
 ) -> float:
     """`solve` for one new request, memory and seats apart: NaN if it is admitted.
 
     Otherwise `prefill_wait` of it. ``deadline`` (N,) is absolute and ascending; ``counts`` and
     ``contexts`` (L,) are the requests of a tier, committed and decoding, and their KV tokens.
-    ``tokens_in`` as `Speculated` has it.
+    ``tokens_in`` as `Speculated` has it. ``free_seats`` and ``most`` are `ONE_SEAT` and
+    `ONE_OR_NONE`: numba would compile `solve` once more for numbers that are written here.
     """
     size = len(deadline)
     place = np.searchsorted(deadline, new_deadline, side="right")
@@ -387,7 +393,21 @@ def judge_one(
         weights[t] = tokens_in + kv_per_token * read / max(everyone[t], 1)
     nothing = np.zeros(size + 1)
     worth = np.ones(size + 1)
-    if solve(due, work, tiers, nothing, worth, forced, tpots, weights, decoding, engine, 0.0, 1, 2):
+    if solve(
+        due,
+        work,
+        tiers,
+        nothing,
+        worth,
+        forced,
+        tpots,
+        weights,
+        decoding,
+        engine,
+        0.0,
+        free_seats,
+        most,
+    ):
         return np.nan
     return prefill_wait(work.sum(), everyone, tpots, weights, engine)
 
@@ -642,8 +662,36 @@ def can_start_early(
 
 
 def warm_up() -> None:
-    """Compile the hot loops now instead of at the first request."""
+    """Compile everything that admission, quotes and routing call, before anybody waits for it.
+
+    A request that is refused takes a way of its own through the program, and so does one that is
+    judged alone; see `core.outlook`. Takes tens of seconds on a slow core where numba finds nothing
+    in its cache, and about a second else, most of which is the import of numba.
+    """
     model = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.005)))
     demands = [Demand(str(i), 1.0 + i, 10, 0.05, 1) for i in range(3)]
+    never = Demand("n", 1e-9, 10**9, 0.05, 1)
     capacity = Capacity(10.0, 10, 128)
-    plan_admission(0.0, demands, [Demand("c", 1.0, 10, 0.05, 1)], {0.1: 1}, model, capacity)
+    plan_admission(
+        0.0, [*demands, never], [Demand("c", 1.0, 10, 0.05, 1)], {0.1: 1}, model, capacity
+    )
+    moment, tier = np.ones(1), np.zeros(1, dtype=np.int64)
+    judge_one(
+        0.0,
+        moment,
+        moment,
+        tier,
+        moment,
+        tier,
+        moment,
+        tier,
+        engine_array(model, capacity),
+        0.0,
+        1.0,
+        1.0,
+        1.0,
+        0,
+        1.0,
+        ONE_SEAT,
+        ONE_OR_NONE,
+    )

@@ -14,6 +14,8 @@ import numpy as np
 
 from vllm_slo.core.admission import (
     EPS,
+    ONE_OR_NONE,
+    ONE_SEAT,
     PLAIN,
     Capacity,
     Floats,
@@ -97,6 +99,8 @@ class Outlook:
             float(demand.prefill_tokens),
             tier,
             float(demand.context_tokens),
+            ONE_SEAT,
+            ONE_OR_NONE,
         )
         if said != said:  # NaN
             return Verdict(True)

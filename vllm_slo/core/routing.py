@@ -148,7 +148,7 @@ class VirtualReplica:
         """The line of SLOs-Serve's figure 5 that a request would draw on this replica.
 
         As the replica would see it (``engine.views.demand``), from the lengths that it has learnt.
-        Needs a state.
+        An answer of one token decodes nothing, so any TPOT is kept. Needs a state.
         """
         state = self.state
         assert state is not None
@@ -164,7 +164,7 @@ class VirtualReplica:
             name,
             request.deadline_s - state.model.predict_s(0),
             max(round(work_tokens(state.model, tokens, cached)), 1),
-            request.tpot_s,
+            request.tpot_s if most > 1 else INFINITY,
             min(blocks, state.total_blocks),
             context_tokens=request.prompt_tokens + length_of(points, most, declared) // 2,
         )
@@ -178,12 +178,12 @@ class VirtualReplica:
         start_s = max(self._taken_s + state.start_s, now_s)
         if request.deadline_s <= start_s:
             return Verdict(False, "expired", state.finish_interval_s)
-        outlook = self._outlook or self._look_out()
-        if request.tpot_s not in self._asked:
-            self._asked[request.tpot_s] = None
+        outlook, demand = self._outlook or self._look_out(), self.demand(request)
+        if demand.tpot_s not in self._asked:
+            self._asked[demand.tpot_s] = None
             if len(self._asked) > MAX_PREPARED:
                 del self._asked[next(iter(self._asked))]
-        verdict = outlook.judge(self.demand(request), start_s)
+        verdict = outlook.judge(demand, start_s)
         # How fast it is now only itself can find out; see ``idle_probe``.
         idle = not (self._sent or state.running or state.waiting)
         stale = idle and now_s - self._taken_s >= STALE_S

@@ -288,7 +288,8 @@ def worthwhile_nodes(
     if not room or not roots:
         return 0
     roots_s = model.predict_s(roots, context)
-    return _most_per_second(chances, room, roots, others, roots_s, Lines.of(model))
+    ranked = np.ascontiguousarray(chances)  # a view from behind would be compiled for once more
+    return _most_per_second(ranked, room, roots, others, roots_s, Lines.of(model))
 
 
 class DraftShape:

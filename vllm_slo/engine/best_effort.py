@@ -131,7 +131,9 @@ class BestEffort:
         if known is None or not by_itself:
             return
         metrics, tokens = self.steering.metrics, request.num_output_tokens
-        self.lengths.observe(known.query or self.steering.length_query(request), tokens)
+        if not views.yields_one_token(request):
+            query = known.query or self.steering.length_query(request)
+            self.lengths.observe(query, tokens, cut_off=views.is_cut_off(request))
         if tokens and known.first.source != "cap":
             metrics.foretold_length(known.first.source, forecast_error(known.first.tokens, tokens))
         if known.foreseen_s is not None:

@@ -193,6 +193,7 @@ class DraftLengths:
         steering.speculation = self._promisable
         steering.bearable = self._bearable
         warm_up()
+        self._sustained(1.0, 0.1, StepTimeModel.prior(), 0.001)
         self._odds.sure_s(0.5, 1.0)  # compiles it now instead of in the first step
 
     # Before a step is planned.

@@ -11,13 +11,14 @@ import vllm
 from vllm import RequestOutput, SamplingParams
 
 from vllm_slo import profiles, tiny
+from vllm_slo.access import Seal
 from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SERVERS_KEY, SLOConfig, pool_value
 from vllm_slo.draft_socket import check_verifier
-from vllm_slo.engine.http_outcome import REPORT_KEY
 from vllm_slo.engine.plugin import SCHEDULER, check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.serve_args import TINY, tiny_arguments, tree_arguments, with_draft
 from vllm_slo.slo import QUOTE_KEY, SLO, unpack_quote
+from vllm_slo.verdicts import REPORT_KEY
 
 SLOs = SLO | Sequence[SLO | None] | None
 
@@ -82,6 +83,7 @@ class LLM(vllm.LLM):
         if config.profile is not None:
             profiles.load(config.profile)  # whether it is of this engine is known there alone
         self._slo_classes = config.slo_classes()
+        self._seal = Seal.prepare()
         name = str(tiny.path("target")) if model == TINY else model
         kwargs.update(tree_arguments(speculation, _given(kwargs)))
         if model == TINY:
@@ -100,7 +102,7 @@ class LLM(vllm.LLM):
         """As ``vllm.LLM.generate``, with one SLO for all prompts or one for each.
 
         A declined prompt (``on_unattainable="decline"``) comes back without tokens; its
-        ``outputs[0].stop_reason`` is ``"slo_declined:<milliseconds to wait>"``.
+        ``outputs[0].stop_reason`` is ``"slo_declined:<milliseconds to wait>:<reason>"``.
 
         Raises:
             InvalidSLOError: as many SLOs as prompts are needed, or one names an unknown class.
@@ -141,7 +143,8 @@ class LLM(vllm.LLM):
         listed = list(params) if isinstance(params, Sequence) else [params] * count
         asking = [self._carry(one, None) for one in listed]
         for one in asking:
-            one.n, one.extra_args = 1, {**(one.extra_args or {}), QUOTE_KEY: 1}
+            one.n = 1
+            one.extra_args = self._seal.sealed({**(one.extra_args or {}), QUOTE_KEY: 1})
         outputs = super().generate(prompts, asking, use_tqdm=False)
         return [_quote_of(output) for output in outputs]
 

@@ -18,6 +18,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import wrapt
 import yaml
 
 from vllm_slo.engine import lifeline
@@ -63,6 +64,7 @@ def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once."""
     enable_amx()
     share_log()
+    wrap_engine()
     if multiprocessing.parent_process() is not None:
         lifeline.watch()
         return
@@ -78,6 +80,18 @@ def register() -> None:
         REGISTRY.register(metrics.FolderCollector(folder))
         if not any(MIDDLEWARE in argument for argument in said):
             sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]
+
+
+def wrap_engine() -> None:
+    """Put the gate before the engine of API servers, and read bodies where no middleware does, as
+    soon as vLLM imports what is wrapped: processes without an API server never do."""
+    wrapt.register_post_import_hook("vllm_slo.engine.gate:install", "vllm.v1.engine.async_llm")
+    for module in (
+        "vllm.entrypoints.openai.chat_completion.protocol",
+        "vllm.entrypoints.openai.completion.protocol",
+        "vllm.entrypoints.openai.responses.protocol",
+    ):
+        wrapt.register_post_import_hook("vllm_slo.engine.body_slo:install", module)
 
 
 def _check_or_exit(argv: list[str]) -> None:

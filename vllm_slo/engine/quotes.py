@@ -2,8 +2,9 @@
 """Answers what a request would be promised if it came now; nothing is changed by it.
 
 Such a request comes like any other, so its prompt is read and cut into tokens as one that is
-served. It carries `QUOTE_KEY`, is never scheduled, and ends in the step in which it came: its stop
-reason is the answer.
+served. It carries `QUOTE_KEY` and is never scheduled. A step answers a few of those that wait and
+leaves the others to the next one, so that a flood of them holds up nobody who is served. The answer
+is the stop reason with which the request ends.
 """
 
 from __future__ import annotations
@@ -11,22 +12,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.v1.request import Request
 
 from vllm_slo.core.outlook import Outlook, Verdict
 from vllm_slo.core.quote import Competition, Quote, quote
 from vllm_slo.core.types import INFINITY, Demand
-from vllm_slo.engine.views import Tracked
+from vllm_slo.engine.views import NO_CHUNKED_PREFILL, UNCLASSED, Tracked, yields_one_token
 from vllm_slo.slo import SLO, pack_quote
 
 if TYPE_CHECKING:
     from vllm_slo.engine.steering import Commitments, Steering
 
+MOST_IN_STEP: Final = 8
+"""Quotes that one step answers at most: as many as one API server lets in at once
+(`http_quote.MOST`), so that one server's clients wait for one step where the time allows it."""
+TIME_SHARE: Final = 0.1
+"""Share of a step's time for which quotes may hold it up. One of them is answered all the same, so
+that none waits for ever: a quote takes about 1 ms beside 256 promises
+(benchmarks/results/quotes.md), and a step of so many rarely less than 10 ms."""
+
+
+class _Asking(NamedTuple):
+    """A request that waits for its answer.
+
+    Attributes:
+        came_s: when it came to the scheduler.
+        age_s: how long before that it had come to the server.
+    """
+
+    request: Request
+    slo: SLO | None
+    came_s: float
+    age_s: float
+
 
 class Quotes:
-    """The requests that only ask.
+    """The requests that only ask, in the order in which they came.
 
     Args:
         steering: what is promised, and by which step times. Nothing in it is changed.
@@ -38,25 +62,47 @@ class Quotes:
     def __init__(self, steering: Steering) -> None:
         self.steering = steering
         self.competition = Competition()
-        self._asking: list[tuple[Request, SLO | None, float]] = []
+        self._asking: dict[str, _Asking] = {}
+        self._last_s = -INFINITY
 
     def __len__(self) -> int:
         return len(self._asking)
 
-    def add(self, request: Request, slo: SLO | None, arrival_s: float) -> None:
-        """A request that wants to know came at ``arrival_s``."""
-        self._asking.append((request, slo, arrival_s))
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._asking
+
+    def add(self, request: Request, slo: SLO | None, arrival_s: float, now_s: float) -> None:
+        """A request that wants to know came: at ``arrival_s`` to the server, now to here."""
+        self._asking[request.request_id] = _Asking(request, slo, now_s, now_s - arrival_s)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended: it was answered, or its client left. Others are not known here."""
+        self._asking.pop(request_id, None)
 
     def take(self, start_s: float) -> list[tuple[Request, str]]:
-        """Those who asked, and what each is told."""
-        asking, self._asking = self._asking, []
+        """The answers for the first of those that wait; at least one where any do.
+
+        There are as many as one step may be held up for: `MOST_IN_STEP`, or fewer where one more
+        would exceed `TIME_SHARE` of what a step of the running requests takes. Those that were left
+        to this step are answered as if they came now: a request that is to be served would not have
+        waited for other quotes.
+        """
         steering = self.steering
+        begun_s = steering.clock.monotonic_s()
+        running = max(len(steering.scheduler.running), 1)
+        limit_s = TIME_SHARE * steering.steps.expected_model.predict_s(running)
         standing = steering.commitments(start_s, steering.steps.promise_model)
-        return [
-            (request, pack_quote(self.answer(request, slo, arrival_s, start_s, standing)))
-            for request, slo, arrival_s in asking
-            if not request.is_finished()
-        ]
+        answers: list[tuple[Request, str]] = []
+        for request, slo, came_s, age_s in list(islice(self._asking.values(), MOST_IN_STEP)):
+            arrival_s = (steering.now_s if came_s <= self._last_s else came_s) - age_s
+            answer = self.answer(request, slo, arrival_s, start_s, standing)
+            answers.append((request, pack_quote(answer)))
+            self.forget(request.request_id)
+            each_s = (steering.clock.monotonic_s() - begun_s) / len(answers)
+            if each_s * (len(answers) + 1) > limit_s:
+                break
+        self._last_s = steering.now_s
+        return answers
 
     def answer(
         self,
@@ -70,10 +116,14 @@ class Quotes:
         promises that are ``standing`` then; for JSON, times in milliseconds.
 
         What it asks of the engine does not depend on its objectives, so a request without any is
-        told what it could ask for.
+        told what it could ask for. Where nothing can be promised at all, every request is told so.
         """
         steering = self.steering
+        if not steering.can_promise:
+            never = Quote(False, NO_CHUNKED_PREFILL, steering.finish_interval_s, None, None, None)
+            return self._told(slo or SLO(), never, {})
         one = Tracked(request, slo or SLO(), arrival_s, steering.config.tpot_window_tokens)
+        steering.keep_end_to_end(one)
         model = steering.steps.promise_model
         asking = steering.asking(start_s, one)
         plan, asked = steering.best_plan(asking, start_s, model, standing)
@@ -86,7 +136,8 @@ class Quotes:
         beside_others = replace(demand, prefill_tokens=demand.prefill_tokens + round(ahead))
         guard_s = model.predict_s(0)
         outlooks = self._outlooks(standing, beside, one.reserved_tpot_s)
-        asked_s = one.deadline_s - arrival_s, one.reserved_tpot_s
+        asked_s = one.deadline_s - arrival_s, one.asked_tpot_s
+        decodes = not yields_one_token(request)
 
         def ask(ttft_s: float, tpot_s: float) -> Verdict:
             if (ttft_s, tpot_s) == asked_s and name in considered:
@@ -95,7 +146,8 @@ class Quotes:
                     return Verdict(refused is None, refused, plan.retry_after_s.get(name, 0.0))
             # Without a TTFT a prompt has a moment to begin all the same; see `Tracked.due_s`.
             due_s = demand.deadline_s if ttft_s == INFINITY else arrival_s + ttft_s - guard_s
-            return _best(outlooks, replace(beside_others, deadline_s=due_s, tpot_s=tpot_s), start_s)
+            kept_s = tpot_s if decodes else INFINITY
+            return _best(outlooks, replace(beside_others, deadline_s=due_s, tpot_s=kept_s), start_s)
 
         lone_s = model.predict_s(demand.prefill_tokens) + guard_s + start_s - arrival_s
         found = quote(*asked_s, ask, lone_s, steering.steps.expected_model.predict_s(1))
@@ -109,17 +161,28 @@ class Quotes:
             reason = "expired"
         elif (wait_s := self._wait_for_quota_s(one)) > 0.0:
             reason, retry_after_s, cheapest = "quota", wait_s, None
-        promised = found.promised and reason is None
-        self.steering.metrics.quoted(one.slo_class, promised, reason)
+        found = found._replace(
+            promised=found.promised and reason is None,
+            reason=reason,
+            retry_after_s=retry_after_s,
+            cheapest=cheapest,
+        )
+        in_the_way = {} if found.promised else self._in_the_way(reason, one)
+        return self._told(one.slo, found, in_the_way)
+
+    def _told(self, slo: SLO, found: Quote, in_the_way: dict[str, int]) -> dict[str, Any]:
+        """What the client reads."""
+        promised, cheapest = found.promised, found.cheapest
+        self.steering.metrics.quoted(slo.slo_class or UNCLASSED, promised, found.reason)
         return {
             "promised": promised,
-            "reason": reason,
-            "retry_after_ms": None if promised else max(round(retry_after_s * 1e3), 1),
-            "class": one.slo.slo_class,
+            "reason": found.reason,
+            "retry_after_ms": None if promised else max(round(found.retry_after_s * 1e3), 1),
+            "class": slo.slo_class,
             "ttft_ms": _ms(found.ttft_s),
             "tpot_ms": _ms(found.tpot_s),
             "cheapest": cheapest and {"ttft_ms": _ms(cheapest[0]), "tpot_ms": _ms(cheapest[1])},
-            "in_the_way": {} if promised else self._in_the_way(reason, one),
+            "in_the_way": in_the_way,
         }
 
     def _wait_for_quota_s(self, one: Tracked) -> float:

@@ -26,12 +26,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_slo.access import Seal
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
 from vllm_slo.engine import draft_lengths, views
 from vllm_slo.engine.draft_lengths import DraftLengths
-from vllm_slo.engine.http_outcome import REPORT_KEY, pack_report
 from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.speculation import Speculation
 from vllm_slo.engine.stage_marks import StageMarks
@@ -39,6 +39,7 @@ from vllm_slo.engine.steering import Steering
 from vllm_slo.engine.step_planner import Nudge
 from vllm_slo.engine.trees import DraftTrees, drafting_of, speculation_of, without_scratch
 from vllm_slo.errors import VllmSLOError
+from vllm_slo.verdicts import REPORT_KEY, pack_report
 
 logger = init_logger(__name__)
 
@@ -47,8 +48,9 @@ class Scheduler(AsyncScheduler):
     """Multi-SLO scheduler for ``--scheduler-cls vllm_slo.Scheduler``.
 
     Subclasses vLLM's ``AsyncScheduler`` so that async scheduling stays on where vLLM turns it on;
-    it behaves the same without. Three keywords that vLLM does not use inject time, the step times
-    to begin with and the ends of stages: ``clock``, ``step_time`` and ``stage_marks``.
+    it behaves the same without. Four keywords that vLLM does not use inject time, the step times
+    to begin with, the ends of stages and the seal of internal keys: ``clock``, ``step_time``,
+    ``stage_marks`` and ``seal``.
 
     Raises:
         ConfigError: the configuration in ``--additional-config`` cannot be used.
@@ -69,10 +71,12 @@ class Scheduler(AsyncScheduler):
         clock: Clock | None = None,
         step_time: StepTimeEstimator | None = None,
         stage_marks: StageMarks | None = None,
+        seal: Seal | None = None,
         **kwargs: Any,
     ) -> None:
         self._nudge: Nudge | None = None
         self._stalled = False
+        self._in_step = False
         try:
             trees = speculation_of(vllm_config)
             if trees is not None:
@@ -82,13 +86,13 @@ class Scheduler(AsyncScheduler):
                 # vLLM reserves nothing for proposers of others. Here the draft reads a step's last
                 # token, which the target will see in the next one.
                 self.num_lookahead_tokens = 1
-            self._steering = Steering(self, clock or SystemClock(), step_time, stage_marks)
+            self._steering = Steering(self, clock or SystemClock(), step_time, stage_marks, seal)
         except VllmSLOError as error:
             # vLLM shows only tracebacks of what goes wrong here, in two processes.
             logger.critical("vllm-slo: error: %s", error)
             raise
         self._speculation = None if trees is None else Speculation(self, self._steering, trees)
-        chains = trees is None and draft_lengths.trims(vllm_config)
+        chains = trees is None and draft_lengths.trims(vllm_config) and self._steering.can_promise
         self._lengths = DraftLengths(self, self._steering) if chains else None
 
     def add_request(self, request: Request) -> None:
@@ -124,7 +128,7 @@ class Scheduler(AsyncScheduler):
         """vLLM's ``schedule()`` as the plan wants it, with the trees of the step."""
         if self._speculation is not None:
             self._speculation.fill(nudge)
-        with self._without_placeholders(), self._steered(nudge):
+        with self._without_placeholders(), self._without_quotes(), self._steered(nudge):
             output = super().schedule(throttle_prefills)
         if self._speculation is not None:
             self._speculation.send(output)
@@ -139,6 +143,26 @@ class Scheduler(AsyncScheduler):
             yield
         finally:
             self.num_spec_tokens = nodes
+
+    @contextmanager
+    def _without_quotes(self) -> Iterator[None]:
+        """vLLM asks how many there are before it cuts a long prompt; quotes are not served."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """As vLLM's (running, waiting), but quotes wait, too: so steps go on until all are
+        answered, and no others follow."""
+        running, waiting = super().get_request_counts()
+        return running, waiting + (0 if self._in_step else self._steering.quotes_waiting)
+
+    def set_aside(self, request: Request) -> None:
+        """Take a request that has just come out of the queue: no step is to serve it."""
+        self.waiting.remove_request(request)
+        self.deferred_waiting.discard(request)
 
     @property
     def draft_padding(self) -> int:
@@ -285,7 +309,7 @@ class Scheduler(AsyncScheduler):
             self._steering.on_empty()
         if report is not None:
             kv_params = {**(kv_params or {}), REPORT_KEY: report}
-        if views.wants_streamed_report(request):
+        if views.wants_report_in_stop_reason(request):
             request.stop_reason = pack_report(report, request.stop_reason)
         return kv_params, ec_params
 

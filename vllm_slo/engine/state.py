@@ -47,7 +47,7 @@ def state_of(steering: Steering) -> ReplicaState:
     start_s = steering.steps.next_start_s(now_s)
     committed, decoding, context, blocks = steering.commitments(start_s, model, now_s)
     promised = len(committed) + sum(decoding.values())
-    requests = scheduler.requests
+    requests = steering.requests_to_serve()
     running = min(len(scheduler.running), len(requests))
     marks = {t.ticket for t in steering.tracked.values() if t.ticket}
     return ReplicaState(
@@ -66,9 +66,7 @@ def state_of(steering: Steering) -> ReplicaState:
         max_model_len=scheduler.max_model_len,
         running=running,
         waiting=len(requests) - running,
-        backlog_tokens=sum(
-            max(r.num_prompt_tokens - r.num_computed_tokens, 0) for r in requests.values()
-        ),
+        backlog_tokens=sum(max(r.num_prompt_tokens - r.num_computed_tokens, 0) for r in requests),
         tickets=tuple(sorted(marks)[:MAX_TICKETS]),
         seen=steering.seen,
         lengths=steering.lengths.all_points(),

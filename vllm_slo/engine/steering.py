@@ -12,11 +12,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_slo.access import Seal
+from vllm_slo.access import Seal, check_internal
 from vllm_slo.config import SLOConfig
 from vllm_slo.core import admission
 from vllm_slo.core.batch_plan import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
+from vllm_slo.core.end_to_end import end_to_end_pace
 from vllm_slo.core.idle_probe import SLOW, IdleProbe, whom_to_probe
 from vllm_slo.core.length_forecast import LengthQuery
 from vllm_slo.core.output_length import LengthPrediction, OutputLengthPredictor
@@ -27,6 +28,7 @@ from vllm_slo.core.types import INFINITY, AdmissionPlan, DecodeView, Demand, Pre
 from vllm_slo.core.waiting import Waiting
 from vllm_slo.engine import views
 from vllm_slo.engine.best_effort import BestEffort
+from vllm_slo.engine.choice_groups import ChoiceGroups
 from vllm_slo.engine.metrics import SchedulerMetrics
 from vllm_slo.engine.profile import find_profile
 from vllm_slo.engine.quotas import REASON, Quotas
@@ -38,9 +40,10 @@ from vllm_slo.engine.step_clock import StepClock
 from vllm_slo.engine.step_planner import Nudge, StepPlanner
 from vllm_slo.engine.tenants import TenantShares
 from vllm_slo.engine.tracing import RequestSpans
-from vllm_slo.engine.views import Tracked
+from vllm_slo.engine.views import NO_CHUNKED_PREFILL, Tracked
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo import SLO, has_slo_key
+from vllm_slo.verdicts import Declined, Invalid
 
 if TYPE_CHECKING:
     from vllm_slo.engine.scheduler import Scheduler
@@ -75,9 +78,12 @@ class Steering:
         clock: time.
         step_time: what is known of step times; None: a profile of this engine, or the prior.
         marks: where stages end; None: as the answers say.
+        seal: proves who wrote the internal keys; None: that of the environment.
 
     Attributes:
         tracked: the live requests that carry an SLO, by id.
+        can_promise: whether prompts can be cut, without which nothing is planned and vLLM is left
+            to itself.
         total_blocks: KV blocks there are.
         finish_interval_s: observed seconds between two promises that ended.
         seen: the highest ticket that ever came; see ``views.ticket``.
@@ -103,13 +109,19 @@ class Steering:
         clock: Clock,
         step_time: StepTimeEstimator | None = None,
         marks: StageMarks | None = None,
+        seal: Seal | None = None,
     ) -> None:
         vllm_config = scheduler.vllm_config
-        if not vllm_config.scheduler_config.enable_chunked_prefill and (
-            vllm_config.model_config.runner_type == "generate"
-        ):
-            raise ConfigError(
-                "enable_chunked_prefill: objectives need it; remove --no-enable-chunked-prefill"
+        self.can_promise = (
+            vllm_config.scheduler_config.enable_chunked_prefill
+            or vllm_config.model_config.runner_type != "generate"
+        )
+        if not self.can_promise:
+            logger.warning(
+                "Chunked prefill is off, so no objective can be promised: vLLM schedules all "
+                "requests by itself, and reports say %s. vLLM turns it off for some models, and "
+                "--no-enable-chunked-prefill for all.",
+                NO_CHUNKED_PREFILL,
             )
         self.config = SLOConfig.from_additional_config(vllm_config.additional_config)
         self.classes = self.config.slo_classes()
@@ -151,6 +163,7 @@ class Steering:
         self._ended: list[Request] = []
         self._refused: list[Request] = []
         self._quotes = Quotes(self)
+        self._groups = ChoiceGroups()
         self._unordered = False
         self._ways = _Ways(-INFINITY, INFINITY, [])
         self.seen = 0
@@ -160,7 +173,7 @@ class Steering:
         self.speculation: Callable[[float], WayToDecode | None]
         self.bearable: Bearable
         self.without_trees()
-        ordered = self.config.best_effort.order != "fcfs"
+        ordered = self.config.best_effort.order != "fcfs" and self.can_promise
         self.best_effort = BestEffort(self, self.config) if ordered else None
         self.waiting = Waiting(
             self.config.ageing_s, self.config.best_effort_token_share, elders=not ordered
@@ -169,7 +182,8 @@ class Steering:
         self.tenants = TenantShares(self) if fair else None
         self.sessions = SessionRounds(self)
         self.quotas = Quotas(self, self.config) if self.config.quotas.on else None
-        self._seal = None if self.config.access is None else Seal.of_checked()
+        self._checks_access = self.config.access is not None
+        self._seal = seal or (Seal.of_checked() if self._checks_access else Seal.from_environment())
         self._spans = RequestSpans.from_config(vllm_config.observability_config)
         self._publisher = StatePublisher.from_environment()
         admission.warm_up()
@@ -201,20 +215,22 @@ class Steering:
         if params is None:
             return
         try:
-            if self._seal is not None:
+            if self._checks_access and self._seal is not None:
                 self._seal.check(params.extra_args)
+            check_internal(params.extra_args, self._seal)
             ticket, before_s = views.ticket(request), views.age_before_s(request)
             self.seen = max(self.seen, ticket)
             slo = self._slo_of(request, request.arrival_time - before_s)
         except InvalidSLOError as error:
             logger.warning("request %s refused: %s", request.request_id, error)
-            request.stop_reason = f"slo_invalid:{error}"
+            request.stop_reason = Invalid(str(error)).pack()
             self._refused.append(request)
             return
         now_s = self.clock.monotonic_s()
         arrival_s = now_s - views.age_s(request, self.clock.epoch_s()) - before_s
         if quote:
-            self._quotes.add(request, slo, arrival_s)
+            self.scheduler.set_aside(request)
+            self._quotes.add(request, slo, arrival_s, now_s)
         elif slo is not None:
             self._track(request, slo, arrival_s, ticket, now_s)
 
@@ -224,6 +240,11 @@ class Steering:
         tracked = Tracked(request, slo, arrival_s, self.config.tpot_window_tokens, ticket)
         for _ in range(self._marks.first_stage(request, slo)):
             tracked.next_stage()
+        if (declined := self._groups.begin(tracked)) is not None:
+            request.stop_reason = declined.pack()
+            self._refused.append(request)
+            return
+        self.keep_end_to_end(tracked)
         self.sessions.begin(tracked)
         self.tracked[request.request_id] = tracked
         self._arrived = True
@@ -233,6 +254,18 @@ class Steering:
             stands_back = tracked.reason is not None
             outcome = "best_effort" if stands_back else "best_effort_asked"
             self.metrics.admission(tracked.slo_class, outcome, tracked.reason or "")
+
+    def keep_end_to_end(self, tracked: Tracked) -> None:
+        """Derive from a request's end-to-end objective what it may take to its first token, and for
+        each token after."""
+        if tracked.slo.e2e_ms is None:
+            return
+        self.look_up_prefix(tracked)
+        model = self.steps.expected_model
+        work = admission.work_tokens(model, tracked.remaining_tokens)
+        tokens = float(self.predicted_length(tracked).tokens)
+        prefill_s, token_s = model.predict_s(work), model.predict_s(1)
+        tracked.keep_pace(*end_to_end_pace(tracked.slo.e2e_ms / 1e3, prefill_s, token_s, tokens))
 
     def _slo_of(self, request: Request, arrival_epoch_s: float) -> SLO | None:
         """What a request asks for. Where access is checked, who did that has named the default
@@ -245,9 +278,13 @@ class Steering:
             if request.resumable and slo.has_objective:
                 raise InvalidSLOError("slo", "the prompt comes in parts", "leave objectives out")
             self._marks.check(slo)
-        elif self.config.default_class and self._seal is None and not request.resumable:
+        elif self.config.default_class and self._takes_default(request):
             return self.classes[self.config.default_class]
         return slo
+
+    def _takes_default(self, request: Request) -> bool:
+        """Whether a request without an SLO is one of the default class."""
+        return not (self._checks_access or request.resumable or views.is_exempt(request))
 
     def on_tokens(self, request: Request, count: int) -> None:
         """Record tokens of the step whose output is being processed."""
@@ -290,16 +327,19 @@ class Steering:
             RequestStatus.FINISHED_REPETITION,
         ) or self._marks.has_stopped(request)
         self.waiting.gone(request.request_id)
+        self._quotes.forget(request.request_id)
         if request in self._refused:  # its client left before it was told
             self._refused.remove(request)
         if self.best_effort is not None:
             self.best_effort.on_end(request, by_itself=by_itself)
         tracked = self.tracked.pop(request.request_id, None)
-        if by_itself and self.best_effort is None:
+        if by_itself and self.best_effort is None and not views.yields_one_token(request):
             label = UNLABELLED if tracked is None else tracked.slo_class
-            self.lengths.observe(label, request.num_output_tokens)
+            cut_off = views.is_cut_off(request)
+            self.lengths.observe(label, request.num_output_tokens, cut_off=cut_off)
         if tracked is None:
             return None
+        self._groups.end(tracked)
         if tracked.promised:
             if self.quotas is not None:
                 self.quotas.ended(tracked, self.now_s, refunded=by_itself)
@@ -407,6 +447,18 @@ class Steering:
             **self.sessions.gauges(),
         }
 
+    @property
+    def quotes_waiting(self) -> int:
+        """How many requests wait for nothing but an answer."""
+        return len(self._quotes)
+
+    def requests_to_serve(self) -> list[Request]:
+        """The live requests, without those that only ask."""
+        requests = self.scheduler.requests
+        if not self._quotes:
+            return list(requests.values())
+        return [request for name, request in requests.items() if name not in self._quotes]
+
     def state(self) -> ReplicaState:
         """What somebody else needs to know to plan with this engine as it does itself."""
         return state_of(self)
@@ -427,7 +479,7 @@ class Steering:
         model = self.steps.promise_model
         if self._should_admit():
             self._admit(start_s, model)
-        if not self.tracked and not self._orders_who_waits():
+        if not self.can_promise or not (self.tracked or self._orders_who_waits()):
             return None
         return StepPlanner(self, start_s, model).nudge()
 
@@ -488,7 +540,9 @@ class Steering:
         self._arrived = False
         self._last_plan_s = self.now_s
         self._ended_since_plan = 0
-        self._turn_away_expired(start_s)
+        self._turn_away(start_s)
+        if not self.can_promise:
+            return
         if self.quotas is not None:
             wanting = [t for t in self.tracked.values() if t.wants_promise(start_s)]
             waits = self.quotas.sift(wanting, self.now_s, model)
@@ -634,17 +688,19 @@ class Steering:
         )
         return Pace(tracked.reserved_tpot_s, request.num_prompt_tokens / length.tokens)
 
-    def _turn_away_expired(self, start_s: float) -> None:
-        """New requests whose deadline passed before anything could be planned for them."""
-        expired = {
-            t.request.request_id: "expired"
+    def _turn_away(self, start_s: float) -> None:
+        """New requests for which nothing can be planned: their deadline has passed already, or
+        there are no plans at all."""
+        reason = "expired" if self.can_promise else NO_CHUNKED_PREFILL
+        hopeless = {
+            t.request.request_id: reason
             for t in self.tracked.values()
             if not t.planned
             and t.slo.effective_tier == "guaranteed"
-            and not t.wants_promise(start_s)
+            and not (self.can_promise and t.wants_promise(start_s))
         }
-        if expired:
-            self._settle((), expired, dict.fromkeys(expired, self.finish_interval_s), {})
+        if hopeless:
+            self._settle((), hopeless, dict.fromkeys(hopeless, self.finish_interval_s), {})
 
     def _settle(
         self,
@@ -653,6 +709,13 @@ class Steering:
         retry_after_s: dict[str, float],
         due_s: dict[str, float],
     ) -> None:
+        beside = self._groups.refused_with(refused, self.tracked)
+        admitted = tuple(name for name in admitted if name not in beside)
+        refused = {**refused, **{name: refused[cause] for name, cause in beside.items()}}
+        retry_after_s = {
+            **retry_after_s,
+            **{name: retry_after_s[cause] for name, cause in beside.items()},
+        }
         for request_id in admitted:
             tracked = self.tracked[request_id]
             tracked.promise(due_s[request_id])
@@ -672,10 +735,13 @@ class Steering:
                 tracked.reason = reason
                 self._note_refusal(tracked, reason)
             if tracked.slo.on_unattainable == "decline" and tracked.first_token_s is None:
-                if tracked.request.num_computed_tokens == 0 or first:
+                waits = tracked.request.num_computed_tokens == 0
+                if waits or first or request_id in beside:
                     self.metrics.admission(tracked.slo_class, "declined", reason)
                     wait_ms = max(round(retry_after_s[request_id] * 1e3), 1)
-                    self._end(tracked.request, f"slo_declined:{wait_ms}")
+                    answer = Declined(wait_ms, tracked.reason or reason)
+                    self._groups.declined(tracked, answer)
+                    self._end(tracked.request, answer.pack())
             elif first:
                 self.metrics.admission(tracked.slo_class, "best_effort", reason)
 
@@ -699,6 +765,8 @@ class Steering:
 
     def seats(self, promised: int) -> int:
         """Places for promises beside so many."""
+        if not self.can_promise:
+            return 0
         return self.scheduler.max_num_active_reqs - promised - self.waiting.kept_seats
 
     def demand(

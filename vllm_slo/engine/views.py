@@ -14,10 +14,13 @@ from vllm_slo.core.output_length import LengthPrediction
 from vllm_slo.core.sessions import Session
 from vllm_slo.core.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
-from vllm_slo.slo import AGE_KEY, QUOTE_KEY, SLO, STREAM_KEY, TICKET_KEY
+from vllm_slo.slo import AGE_KEY, EACH_KEY, EXEMPT_KEY, GROUP_KEY, QUOTE_KEY, SLO, TICKET_KEY
 
 UNCLASSED = "custom"
 """Metric label of a request whose objectives name no class."""
+
+NO_CHUNKED_PREFILL = "no_chunked_prefill"
+"""Reason why an engine that cannot cut prompts promises nothing."""
 
 _MAX_AGE_S = 86_400.0
 
@@ -40,7 +43,9 @@ class Tracked:
         begin_by_s: the same once it is promised; without a TTFT, when its prefill is to have ended
             for the promises that follow it.
         tpot_s: its TPOT in the stage that goes on; infinite without one.
-        reserved_tpot_s: the tightest TPOT from here on, by which it is promised.
+        asked_tpot_s: the tightest TPOT from here on.
+        reserved_tpot_s: the same, as far as steps have to keep it: that by which it is promised.
+            Infinite for an answer of one token, which no step decodes.
         tpot: how it keeps them.
         promised: whether its objectives are guaranteed now.
         was_promised: whether they ever were.
@@ -48,20 +53,25 @@ class Tracked:
         planned: whether a dynamic program has ruled on it yet.
         reason: what stood in the way of a promise when it was first ruled on, or None.
         first_token_s: when its first token came out, or None.
+        last_token_s: when its newest token came out; before, its arrival.
         cached_tokens: prompt tokens found in the prefix cache when last asked; they count until
             it starts.
         ticket: mark by which a front knows the request; 0: there is none.
         session: the job of which it is a round, or None.
+        group: name of the HTTP request of which it is one choice of several, or None.
     """
 
     __slots__ = (
         "_asked_deadline_s",
         "_pace_s",
         "arrival_s",
+        "asked_tpot_s",
         "begin_by_s",
         "cached_tokens",
         "deadline_s",
         "first_token_s",
+        "group",
+        "last_token_s",
         "let_in",
         "planned",
         "promised",
@@ -83,6 +93,7 @@ class Tracked:
     ) -> None:
         self.request = request
         self.ticket = ticket
+        self.group = group_of(request)
         self.slo = slo
         self.slo_class = slo.slo_class or UNCLASSED
         self.arrival_s = arrival_s
@@ -100,12 +111,14 @@ class Tracked:
         self.reason: str | None = None
         self.cached_tokens = 0
         self.first_token_s: float | None = None
+        self.last_token_s = arrival_s
         self.window = window
 
     def on_tokens(self, count: int, now_s: float) -> None:
         """Record that ``count`` tokens came out at ``now_s``."""
         if self.first_token_s is None:
             self.first_token_s = now_s
+        self.last_token_s = now_s
         self.tpot.add(now_s, count)
 
     def note_beginning(self) -> bool:
@@ -123,19 +136,21 @@ class Tracked:
 
     def _set_tpot(self) -> None:
         self.tpot_s = min(self.tpot.tpot_s, self._pace_s)
-        self.reserved_tpot_s = min(self.tpot.tightest_s, self._pace_s)
+        self.asked_tpot_s = self.reserved_tpot_s = min(self.tpot.tightest_s, self._pace_s)
+        if yields_one_token(self.request):
+            self.tpot_s = self.reserved_tpot_s = INFINITY
 
     def keep_pace(self, ttft_s: float, tpot_s: float) -> None:
-        """Its session needs it to be no slower than this; it is promised by that, too, but attains
-        by what it asked for itself."""
+        """Its session, or its end-to-end objective, needs it to be no slower than this; it is
+        promised by that, too, but attains by what it asked for itself."""
         self.deadline_s = min(self.deadline_s, self.arrival_s + ttft_s)
         self.begin_by_s = self.deadline_s
-        self._pace_s = tpot_s
+        self._pace_s = min(self._pace_s, tpot_s)
         self._set_tpot()
 
     def due_s(self, now_s: float, prefill_s: float) -> float:
         """When its prefill, which takes ``prefill_s`` by itself, is to end in a plan made now."""
-        if self.promised or self.deadline_s < INFINITY or self.reserved_tpot_s == INFINITY:
+        if self.promised or self.deadline_s < INFINITY or self.asked_tpot_s == INFINITY:
             return self.begin_by_s
         if self.slo.on_unattainable == "decline":
             return INFINITY  # it would rather wait than be told to come back
@@ -185,6 +200,9 @@ class Tracked:
             return None
         if self.first_token_s is None or self.first_token_s > self._asked_deadline_s:
             return False
+        e2e_ms, last_s = self.slo.e2e_ms, self.last_token_s
+        if e2e_ms is not None and last_s > self.arrival_s + e2e_ms / 1e3:
+            return False
         return self.tpot.attained
 
     def report(self, attained: bool | None) -> dict[str, Any]:
@@ -199,6 +217,9 @@ class Tracked:
             "tpot_ms": None if worst_s is None else round(worst_s * 1e3, 3),
             "attained": attained,
         }
+        if self.slo.e2e_ms is not None:
+            ended_ms = round((self.last_token_s - self.arrival_s) * 1e3, 3)
+            report["e2e_ms"] = None if first is None else ended_ms
         if self.tpot.stages > 1:
             report["stages"] = [_stage_report(one) for one in self.tpot.results()]
         return report
@@ -230,9 +251,20 @@ def ticket(request: Request) -> int:
     return mark if isinstance(mark, int) and mark > 0 else 0
 
 
+def group_of(request: Request) -> str | None:
+    """Name of the HTTP request of which it is one choice of several, or None."""
+    name = _internal(request, GROUP_KEY)
+    return name if isinstance(name, str) else None
+
+
 def wants_quote(request: Request) -> bool:
     """Whether the request only asks what it would be promised."""
     return _internal(request, QUOTE_KEY) is not None
+
+
+def is_exempt(request: Request) -> bool:
+    """Whether the request is a part of another one, such as a step of a beam search."""
+    return _internal(request, EXEMPT_KEY) is not None
 
 
 def _internal(request: Request, key: str) -> Any:
@@ -251,12 +283,12 @@ def is_decoding(request: Request) -> bool:
     return not request.is_prefill_chunk and request.num_computed_tokens > 0
 
 
-def wants_streamed_report(request: Request) -> bool:
-    """Whether a finished request's report is to travel in its stop reason, for the HTTP stream.
+def wants_report_in_stop_reason(request: Request) -> bool:
+    """Whether a finished request's report is to travel in its stop reason, too.
 
     An aborted one has nobody to report to, or is declined and says so in its stop reason.
     """
-    if _internal(request, STREAM_KEY) is None:
+    if _internal(request, EACH_KEY) is None:
         return False
     return request.status != RequestStatus.FINISHED_ABORTED
 
@@ -265,6 +297,17 @@ def may_stop(request: Request) -> bool:
     """Whether text may end it: a stop string, which vLLM's API server finds, not its engine."""
     params = request.sampling_params
     return params is not None and bool(params.stop)
+
+
+def yields_one_token(request: Request) -> bool:
+    """Whether the first token is the last: of a classification, of a prompt whose answer another
+    engine decodes. No step decodes for it, and its length says nothing of others'."""
+    return request.max_tokens <= 1
+
+
+def is_cut_off(request: Request) -> bool:
+    """Whether its cap, or that of the model, ended the answer."""
+    return request.status == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 def is_blocked(request: Request) -> bool:

@@ -30,6 +30,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_slo.access import Seal
 from vllm_slo.core.clock import VirtualClock
 from vllm_slo.core.step_time import (
     BatchShape,
@@ -187,10 +188,12 @@ class VirtualEngine:
         estimator = StepTimeEstimator(believed)
         estimator.correction = OnlineCorrection(margin)
         options = dict(options or {})
+        self.seal = Seal.from_environment() or Seal("virtual")
         self.stages = KnownEnds()
         if issubclass(scheduler_cls, Scheduler):
             options["step_time"] = estimator
             options.setdefault("stage_marks", self.stages)
+            options.setdefault("seal", self.seal)
         if issubclass(scheduler_cls, Scheduler | ShedEDF):
             options["clock"] = self.clock
         self.config = config
@@ -225,11 +228,11 @@ class VirtualEngine:
         """Send a request now: a prompt (or its length), and the output length and the ends of its
         stages (see ``KnownEnds``) that only we know. A ``quote`` only asks."""
         ids = self._prompt(request_id, prompt) if isinstance(prompt, int) else list(prompt)
-        asked = slo.to_extra_args() if slo else None
+        asked: dict[str, Any] | None = slo.to_extra_args() if slo else None
         if asked and ticket:
-            asked[TICKET_KEY] = ticket
+            asked = self.seal.sealed({**asked, TICKET_KEY: ticket})
         if quote:
-            asked = {**(asked or {}), QUOTE_KEY: 1}
+            asked = self.seal.sealed({**(asked or {}), QUOTE_KEY: 1})
         params = SamplingParams(
             max_tokens=max_tokens or output_tokens,
             stop_token_ids=[STOP_TOKEN],

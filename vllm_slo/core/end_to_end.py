@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one answer may take to its first token and for each token after, so that all of it is in
+time."""
+
+from __future__ import annotations
+
+from vllm_slo.core.sessions import RoundPace
+from vllm_slo.core.types import INFINITY
+
+__all__ = ["end_to_end_pace"]
+
+
+def end_to_end_pace(
+    budget_s: float, lone_prefill_s: float, lone_token_s: float, tokens: float
+) -> RoundPace:
+    """Divide a time for a whole answer between its prompt and its tokens.
+
+    Both are stretched by the same factor over what they take an engine without other work, so
+    neither is squeezed for the other.
+
+    Args:
+        budget_s: from arrival to the last token, seconds, above 0.
+        lone_prefill_s: to the first token on an engine without other work, seconds, above 0.
+        lone_token_s: for each further token there, seconds, above 0.
+        tokens: how long the answer will be, at least 1.
+    """
+    further = max(tokens - 1.0, 0.0)
+    if further == 0.0:
+        return RoundPace(budget_s, INFINITY)
+    stretch = budget_s / (lone_prefill_s + further * lone_token_s)
+    return RoundPace(stretch * lone_prefill_s, stretch * lone_token_s)
