@@ -19,6 +19,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
+from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
@@ -30,9 +31,9 @@ from pydantic.fields import FieldInfo
 import vllm_slo
 from vllm_slo import cli, errors, http_slo, slo
 from vllm_slo.config import SLOConfig
-from vllm_slo.engine import metrics
-from vllm_slo.engine.http import SLOMiddleware
-from vllm_slo.router import front_metrics
+from vllm_slo.engine import http_routes, metrics
+from vllm_slo.router import front, front_metrics, front_page
+from vllm_slo.verdicts import Declined, Verdict
 
 PACKAGE: Final = Path(vllm_slo.__file__).parent
 
@@ -92,6 +93,8 @@ def type_name(kind: Any) -> str:
         return ", ".join(code(one) for one in get_args(kind))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "mapping, see below"
+    if kind is slo.Stage:
+        return "objects with `until` and `tpot_ms`"
     origin = get_origin(kind)
     if origin is not None and issubclass(origin, dict | Mapping):
         return "mapping of names"
@@ -187,48 +190,161 @@ def request_fields() -> list[list[str]]:
     return rows
 
 
+TIER: Final = (
+    f"{', '.join(map(code, slo.SERVICE_TIERS))}, or a name of your own; `service_tiers` of the "
+    "configuration maps it to a class. `flex` is best effort, mapped or not. A tier that is not "
+    "mapped asks for nothing"
+)
+
+CARRIERS: Final = (
+    ("JSON body", 'the field `slo`: `{"ttft_ms": 500, "tpot_ms": 50}`', "1"),
+    ("`vllm_xargs`, `SamplingParams.extra_args`", "keys that begin with `slo_`; below", "1"),
+    ("SLO headers", "the table below; names in any case", "1"),
+    ("class", "`slo.class` or `x-slo-class` names it; the configuration has its fields", "2"),
+    ("`service_tier`", TIER, "3"),
+    ("hints", "what gateways and vLLM say in their own words; below", "4"),
+)
+"""Carrier, how it is written, and its rank: a lower one is asked first."""
+
+HINTS: Final[Mapping[str, str]] = {
+    "header `x-llm-d-inference-objective`": "names a class. A class that is not configured is "
+    "ignored",
+    "header `x-llm-d-inference-fairness-id`": "`tenant`. Ignored where `access` is configured: "
+    "there the API key says who is asking",
+    "header `x-llm-d-inference-ttl`": "a time as Go writes it, such as `1500ms` or `1m30s`: "
+    "`ttft_ms`, with `on_unattainable: decline`. `0s` says nothing",
+    "header `x-vllm-priority`, body `priority`, body `nvext.agent_hints.priority` (Dynamo)": "a "
+    "whole number, which `priorities` of the configuration maps to a class; of several the first "
+    "in this list counts. A class that is named goes before it. vLLM's own use of it is unchanged",
+    "body `nvext.agent_hints.osl` (Dynamo)": "`expected_output_tokens`",
+    "header `x-session-id`, body `session_id`": "`session_id`, if the configuration says "
+    "`sessions.read_session_id: true`; the header goes first",
+}
+"""Hint -> what it stands for."""
+
+
+def hints() -> list[list[str]]:
+    """(hint, what it stands for).
+
+    Raises:
+        ValueError: the code reads a header that ``HINTS`` does not tell of, or no more.
+    """
+    told = set(re.findall(r"header `([\w-]+)`", " ".join(HINTS)))
+    if told ^ set(http_slo._HINT_HEADERS):
+        raise ValueError(f"reference.HINTS: {sorted(told ^ set(http_slo._HINT_HEADERS))} differ")
+    return [[hint, meaning] for hint, meaning in HINTS.items()]
+
+
 def requests() -> str:
     """What a request may ask for, and how it says so."""
     rows = request_fields()
     headers = [[code(h), code(n.removeprefix("slo_"))] for h, n in slo.HEADER_FIELDS.items()]
-    tiers = ", ".join(map(code, slo.SERVICE_TIERS))
+    keys = ", ".join(code("slo_" + row[0].strip("`")) for row in rows)
     return "\n\n".join(
         [
             "# Requests",
-            "What one request asks for, whichever way it says so. Times are milliseconds.",
+            flow(
+                """What one request can ask for. The way in which it is sent makes no difference.
+                Times are in milliseconds."""
+            ),
             table(["field", "type", "default", "meaning"], rows),
+            flow(
+                """`e2e_ms` is divided between prompt and tokens. Both get the same multiple of
+                what they take on an idle engine, and the request is promised by the TTFT and the
+                TPOT that follow. Its length must be known for that: `expected_output_tokens`, else
+                what answers of its class had, else `max_tokens`. If a request has `ttft_ms` or
+                `tpot_ms` as well, it has to keep all of them."""
+            ),
             "## Carriers",
             flow(
-                """Several carriers may be used in one request; two that disagree are a 400 that
-                names both. What a field leaves unsaid is taken from the request's class, and
-                from its `service_tier` after that."""
+                """A request can use several carriers. They are united field by field, and a field
+                has the value of the carrier with the lowest rank. Two carriers of rank 1 that give
+                one field two values are a 400 that names both."""
             ),
             table(
-                ["carrier", "how"],
-                [
-                    ["JSON body", 'the field `slo`: `{"ttft_ms": 500, "tpot_ms": 50}`'],
-                    [
-                        "`vllm_xargs`, `SamplingParams.extra_args`",
-                        "each field with `slo_` before its name: "
-                        + ", ".join(code("slo_" + row[0].strip("`")) for row in rows)
-                        + "; also SLOs-Serve's `prefill_ddl` (epoch seconds) and `slo_tpot` "
-                        "(seconds)",
-                    ],
-                    ["headers", "the table below, in any case"],
-                    ["`service_tier`", f"{tiers}; `service_tiers` of the configuration maps them"],
-                ],
+                ["carrier", "how it is written", "rank"],
+                CARRIERS,
             ),
+            flow(
+                """If rank 1 names no class, a class that `service_tier` or a hint names fills the
+                fields that nobody else gives. A request in which no carrier asks for anything
+                belongs to `default_class`, if there is one."""
+            ),
+            flow(
+                """All of them work on every route that generates; the [routes](http.md#routes) say
+                which ones do. The body may have any size and any encoding that vLLM takes (UTF-8,
+                UTF-16 or UTF-32, escapes like `\\u0073lo`), and it goes to vLLM byte for byte."""
+            ),
+            "### Headers",
             table(["header", "field"], headers),
+            flow(
+                """Times in headers follow llm-d. A time of 0 or below has expired, so it is never
+                promised. A time that is too large counts as the largest that is allowed. An empty
+                header counts as absent. If both names of a field are sent, `x-llm-d-*` is used.
+                Text that is no number is a 400."""
+            ),
+            "### Keys of `vllm_xargs` and `extra_args`",
+            flow(
+                f"""{keys}. Values are numbers and text, so `slo_stages` is written as JSON and
+                `slo_session_last` as 0 or 1. SLOs-Serve's keys are read, too: `prefill_ddl` (when
+                the first token is due, epoch seconds) and `slo_tpot` (seconds per token). Any other
+                key that begins with `slo_` is a 400, the server's internal keys included:
+                {", ".join(map(code, slo.INTERNAL_KEYS))}."""
+            ),
+            "### Hints",
+            flow(
+                """These words were made by others, so a hint is never an error: one that is not
+                valid or not configured is ignored. A hint of `tenant`, `session_id` or
+                `expected_output_tokens` alone asks for nothing. It is used if the request asks for
+                something by another carrier."""
+            ),
+            table(["hint", "stands for"], hints()),
+            "## Without HTTP",
+            flow(
+                """`vllm run-batch`, Ray Serve LLM and programs that embed `AsyncLLM` have no HTTP
+                middleware. There the body field `slo`, `vllm_xargs` and `extra_args` work; headers,
+                `service_tier` and hints do not. The report stands in `kv_transfer_params`, under
+                `vllm_slo`."""
+            ),
+            flow(
+                """A declined line of a batch is an error with code 429 in the output file, and the
+                batch goes on. A program gets `vllm_slo.engine.gate.RequestDeclinedError`, whose
+                `declined` has `retry_after_ms` and `reason`. `vllm_slo.LLM` raises nothing: a
+                declined prompt comes back without tokens, and its `stop_reason` is
+                `slo_declined:<milliseconds>:<reason>`."""
+            ),
+            "## Several choices",
+            flow(
+                """`n`, several prompts, and the conversations of a batch are choices of one
+                request. If one of them is declined, all are. Once a choice has begun, none is
+                declined any more: those that cannot be promised are served without a promise.
+                Whole answers show the report of the first choice, streams one report for each."""
+            ),
+            flow(
+                """A beam search takes no objectives: with one it is a 400, and the default class
+                does not apply to it."""
+            ),
             "## What comes back",
-            "`service_tier` of the response is the tier that was served:",
+            flow(
+                """`slo` is the request's own report: `tier`, `promised`, `reason` (what stood in
+                the way where nothing was promised at first), `ttft_ms`, `tpot_ms` (the worst
+                window) and `attained` (`null` without an objective); `e2e_ms`, `stages` and
+                `session` where the request has such an objective. It stands in the answer of every
+                API. In a stream it stands in the event that ends a choice: the last chunk of a
+                choice (completions, chat), inside `response` of `response.completed` (Responses),
+                or `message_delta` (Messages)."""
+            ),
+            flow(
+                """`service_tier` is sent back if the request named one. It is the tier that was
+                served:"""
+            ),
             prose(
                 import_module("vllm_slo.engine.http_outcome").served_service_tier.__doc__,
                 "served_service_tier",
             ).partition("\n\n")[2],
             flow(
-                """`slo` is the request's own report: `tier`, `promised`, `reason` (what stood in
-                the way where nothing was promised at first), `ttft_ms`, `tpot_ms` (the worst
-                window) and `attained` (`null` without an objective)."""
+                """`GET /v1/models` lists the configured classes beside each model, in
+                `slo_classes`, with the fields that they set."""
             ),
         ]
     )
@@ -298,10 +414,12 @@ def metrics_page() -> str:
 # --- HTTP ----------------------------------------------------------------------------------------
 
 MEANING: Final[Mapping[tuple[str, int | str], str]] = {
-    ("server", 400): "the objective is not one; `param` names the field, the text has the fix",
+    ("server", 400): "an objective is not valid, or the request cannot have one; `param` names the "
+    "field, the text has the fix",
     ("server", 403): "the API key may not ask for this; `param` names the field (`access:`)",
     ("server", 413): "a quote is asked for with a body larger than 32 MiB",
-    ("server", 429): "no promise can be made, and the request prefers a refusal (`decline`)",
+    ("server", "slo_unattainable"): "no promise can be made, and the request prefers a refusal "
+    "(`decline`). `decline_status` of the configuration sets another status",
     ("server", "RateLimitError"): "too many quotes are asked for at once",
     ("server", 500): "the configuration broke after the start; the log says how",
     ("server", 501): "a quote is asked of a server with another scheduler",
@@ -311,17 +429,36 @@ MEANING: Final[Mapping[tuple[str, int | str], str]] = {
     ("front", 405): "the method is not allowed here",
     ("front", 408): "the body did not come in time",
     ("front", 413): "the body is larger than 32 MiB",
-    ("front", 429): "as above, predicted by the doubles of all replicas that were asked",
+    ("front", "slo_unattainable"): "as above, predicted by the doubles of all replicas that were "
+    "asked",
     ("front", 431): "the headers are too large",
     ("front", 500): "a mistake in the front; the log has it",
     ("front", 501): "a path whose effect would reach one replica only",
     ("front", 502): "the replicas that were tried failed",
-    ("front", 503): "no replica is ready, or the front is stopping",
+    ("front", 503): "no replica is ready, or the front has too much to do, or it is stopping",
 }
+"""(Who answers, status or type) -> when."""
 
 
-ANSWERING: Final = ("_refuse", "error_messages", "error_response", "json_response", "error_event")
+ANSWERING: Final = ("_refuse", "error_body", "error_messages", "error_response")
 """The functions that answer with an error."""
+
+DECLINE_STATUS: Final = SLOConfig.model_fields["decline_status"].default
+
+KINDS: Final[Mapping[str, str]] = {
+    "generates": "honoured",
+    "renders": "rendered",
+    "pools": "a 400",
+    "other": "none",
+}
+"""Kind of a route in the code -> what the table says of objectives there."""
+
+KIND_NOTES: Final = """\
+- *honoured*: every carrier works. Reports, refusals and mistakes have the API's shape.
+- *rendered*: nothing is generated. The field `slo` becomes `slo_*` keys in the sampling parameters
+  of the rendered request. They act where that is sent to.
+- *a 400*: pooling takes no objectives. The default class does not apply to it.
+- *none*: the route sends no request to the engine."""
 
 
 FRONT_PATHS: Final[Mapping[str, str]] = {
@@ -331,6 +468,8 @@ FRONT_PATHS: Final[Mapping[str, str]] = {
     "/metrics/targets": "Prometheus's HTTP service discovery: each replica's page",
     "/metrics/replicas/NAME": "a replica's own page",
     "/replicas": "the replicas, and how each is, as JSON",
+    "/slo": "the [live page](../howto/live-page.md) of all replicas",
+    "/slo/data": "its data",
 }
 
 
@@ -348,10 +487,17 @@ def front_paths(source: str) -> list[list[str]]:
             found |= {str(one.value) for one in keys if isinstance(one, ast.Constant)}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "removeprefix":
             found |= {f"{one.value}NAME" for one in node.args if isinstance(one, ast.Constant)}
-    paths = {path for path in found if path.startswith("/")}
+    paths = {path for path in found if path.startswith("/")} | {*front_page.PATHS}
     if paths ^ set(FRONT_PATHS):
         raise ValueError(f"reference.FRONT_PATHS: {sorted(paths ^ set(FRONT_PATHS))} differ")
     return [[code(path), told] for path, told in FRONT_PATHS.items()]
+
+
+def constant(node: ast.expr) -> object:
+    """What an argument is, if the source says so: a constant, or ``HTTPStatus.NAME``."""
+    if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "HTTPStatus":
+        return HTTPStatus[node.attr].value
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def statuses(where: str, paths: Iterable[Path]) -> list[list[str]]:
@@ -366,11 +512,14 @@ def statuses(where: str, paths: Iterable[Path]) -> list[list[str]]:
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            numbers = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            status = next((n for n in numbers if isinstance(n, int) and 400 <= n < 600), None)
+            said = [value for one in node.args if (value := constant(one)) is not None]
+            kinds = [one for one in said if isinstance(one, str) and re.fullmatch(r"\w+", one)]
+            kind = kinds[0] if kinds else ""
+            status = next((n for n in said if isinstance(n, int) and 400 <= n < 600), None)
+            if kind == "slo_unattainable":
+                status = DECLINE_STATUS
             if status and name in ANSWERING:
-                kinds = [n for n in numbers if isinstance(n, str) and re.fullmatch(r"\w+", n)]
-                found.add((status, kinds[0] if kinds else ""))
+                found.add((int(status), kind))
     rows = []
     for status, kind in sorted(found):
         if not kind and any(other == status and named for other, named in found):
@@ -382,16 +531,20 @@ def statuses(where: str, paths: Iterable[Path]) -> list[list[str]]:
     return rows
 
 
-async def exchange(body: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
-    """What a client sees of a request to the middleware, before an engine that says ``answer``."""
+async def exchange(path: str, body: Mapping[str, Any], verdict: Verdict | None) -> str:
+    """What a client sees of a request to the middleware, before an engine that says ``verdict``."""
+    # Imports vLLM, which takes seconds; other pages do without.
+    from vllm_slo.engine.gate import CALLER
+    from vllm_slo.engine.http import SLOMiddleware
+
     messages: list[dict[str, Any]] = []
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        head = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        said = json.dumps(answer).encode()
-        await send({"type": "http.response.body", "body": said, "more_body": False})
+        caller = CALLER.get()
+        assert caller is not None
+        if verdict is not None:
+            await caller.settle(verdict)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
@@ -402,7 +555,7 @@ async def exchange(body: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/completions",
+        "path": path,
         "headers": [(b"content-type", b"application/json")],
     }
     await SLOMiddleware(engine)(scope, receive, send)
@@ -417,66 +570,127 @@ async def exchange(body: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", json.dumps(said, indent=2)])
 
 
-def example(title: str, body: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
+def example(
+    title: str,
+    body: Mapping[str, Any],
+    verdict: Verdict | None = None,
+    path: str = "/v1/completions",
+) -> str:
     """A request and its answer."""
-    said = asyncio.run(exchange(body, answer))
+    said = asyncio.run(exchange(path, body, verdict))
     asked = json.dumps(body["slo"])
-    return f"### {title}\n\n`slo`: `{asked}`\n\n``` {{ .text .wrapped }}\n{said}\n```"
+    return f"### {title}\n\n`{path}`, `slo`: `{asked}`\n\n``` {{ .text .wrapped }}\n{said}\n```"
+
+
+def routes() -> list[list[str]]:
+    """(path, what becomes of objectives, whether it streams, note) of vLLM's POST routes."""
+    return [
+        [code(path), KINDS[info.kind], "yes" if info.stream else "", info.note]
+        for path, info in http_routes.ROUTES.items()
+    ]
+
+
+def at_the_front() -> list[list[str]]:
+    """(paths, what the front does with them)."""
+    routed = ", ".join(map(code, sorted(http_slo.ROUTES)))
+    proxied = ", ".join(map(code, sorted(front.PROXIED)))
+    refused = ", ".join(map(code, sorted(front._NOT_HERE)))
+    return [
+        [routed, "to the replica that can keep the promise"],
+        [code(http_slo.QUOTE_ROUTE), "replicas are asked in turn; the first yes is the answer"],
+        [
+            f"any other path below `/v1/`, {proxied}",
+            flow(
+                """to the replicas in turn. Objectives are honoured as by one server. If the replica
+                declines, that is the answer: no other one is asked"""
+            ),
+        ],
+        [
+            f"{refused}, anything below `/v1/responses/`",
+            flow(
+                """501: one replica alone would know of it. So a stored response cannot be fetched
+                or cancelled through a front"""
+            ),
+        ],
+        ["any other path but those below", "404, whatever the table above says"],
+    ]
 
 
 def http() -> str:
     """Routes, errors, and what they look like."""
-    routes = ", ".join(code(route) for route in sorted(http_slo.ROUTES))
     engine, router = PACKAGE / "engine", PACKAGE / "router"
-    declined = {"finish_reason": "abort", "stop_reason": "slo_declined:1200", "text": ""}
+    bad = {"prompt": "x", "slo": {"ttft_ms": -5}}
+    unknown = {"prompt": "x", "slo": {"tpot": 50}}
+    declining = {"prompt": "x", "slo": {"ttft_ms": 50, "on_unattainable": "decline"}}
+    declined = Declined(1200, "prefill")
     head = ["status", "`type`", "when"]
-    return "\n\n".join(
-        [
-            "# HTTP",
-            flow(
-                f"""The SLO of a request is read on {routes}; bodies of more than
-                {http_slo.MAX_BODY_BYTES >> 20} MiB and bodies that are not JSON go to vLLM
-                unchanged. Everything else of vLLM's OpenAI server is as it was.
-                [Requests](requests.md) has the fields and the carriers."""
-            ),
-            "## Errors of a server",
-            "In OpenAI's shape; those of vLLM itself are its own.",
-            table(head, statuses("server", [engine / "http.py", engine / "http_quote.py"])),
-            example(
-                "An objective that is none",
-                {"prompt": "x", "slo": {"ttft_ms": -5}},
-                {},
-            ),
-            example(
-                "A key that is none",
-                {"prompt": "x", "slo": {"tpot": 50}},
-                {},
-            ),
-            example(
-                "Refused rather than served late",
-                {"prompt": "x", "slo": {"ttft_ms": 50, "on_unattainable": "decline"}},
-                {"choices": [declined]},
-            ),
-            "## The front of several replicas",
-            flow(
-                """Generation requests, and a few others of vLLM's, go to a replica. These are the
-                front's own:"""
-            ),
-            table(
-                ["path", "answer"],
-                front_paths((router / "front.py").read_text(encoding="utf-8")),
-            ),
-            "### Its errors",
-            table(
-                head,
-                statuses("front", sorted(router.glob("*.py"))),
-            ),
-            flow(
-                """Once a stream has begun an error comes as its last event, in the same shape,
-                before `data: [DONE]`."""
-            ),
-        ]
-    )
+    parts = [
+        "# HTTP",
+        flow(
+            """vLLM's API server answers as it does without vllm-slo, but for what this page says.
+            Bodies pass byte for byte. [Requests](requests.md) has the fields and the carriers."""
+        ),
+        "## Routes",
+        flow(
+            """What becomes of an objective on each of vLLM's POST routes. Which of them a server
+            has depends on its model and its flags: `/inference` and `/render` need
+            `--enable-scale-out`."""
+        ),
+        table(["path", "objectives", "streams", "note"], routes()),
+        KIND_NOTES,
+        flow(
+            """A route that is not in the table, such as one of a plugin, honours objectives, too.
+            There a mistake is answered when the route asks the engine to generate, and not as soon
+            as the body is read."""
+        ),
+        "Of this package are:",
+        table(
+            ["path", "answer"],
+            [
+                [code(f"POST {http_slo.QUOTE_ROUTE}"), "a [quote](../howto/quotes.md)"],
+                ["`GET /slo`, `GET /slo/data`", "the [live page](../howto/live-page.md)"],
+                ["`GET /v1/models`", "vLLM's list; `slo_classes` has the configured classes"],
+            ],
+        ),
+        "## Errors of a server",
+        flow(
+            """On `/v1/messages` errors have Anthropic's shape, and its types: a status of 429 is
+            `rate_limit_error`, 503 and 529 are `overloaded_error`. On Cohere's routes they are
+            `{"message": ...}`. On all others they have OpenAI's shape. Errors of vLLM itself are
+            its own."""
+        ),
+        table(
+            head,
+            statuses("server", [engine / f"http_{name}.py" for name in ("exchange", "quote")]),
+        ),
+        flow(
+            """A decline has three headers: `Retry-After` (seconds) and `retry-after-ms` say when it
+            is worth asking again, `x-slo-reason` says what stood in the way: `prefill`, `decode`,
+            `memory`, `seats`, `expired`, `quota`, `session` or `no_chunked_prefill`, as in
+            reports."""
+        ),
+        flow(
+            """A decline comes instead of a stream. Only if vLLM has sent a comment by then to keep
+            the connection alive (`--sse-keep-alive-interval`), it is an error within the stream. A
+            background response has been answered by then, so its status becomes `failed`."""
+        ),
+        example("An objective that is not valid", bad),
+        example("A field that does not exist", unknown),
+        example("Declined", declining, declined),
+        example("Declined, in Anthropic's shape", declining, declined, "/v1/messages"),
+        "## The front of several replicas",
+        "`vllm-slo serve --replicas` has one front with one port. What it does with a path:",
+        table(["path", "what the front does"], at_the_front()),
+        "These pages are the front's own:",
+        table(["path", "answer"], front_paths((router / "front.py").read_text(encoding="utf-8"))),
+        "### Its errors",
+        table(head, statuses("front", sorted(router.glob("*.py")))),
+        flow(
+            """Once a stream has begun, an error is its last event, in the shape of the API, before
+            `data: [DONE]` where the API has that."""
+        ),
+    ]
+    return "\n\n".join(parts)
 
 
 # --- commands ------------------------------------------------------------------------------------
