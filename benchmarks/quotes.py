@@ -12,7 +12,8 @@ its objectives, or if a promise that admission did give is missed while it may r
 its objectives have passed. How often such a promise is missed beside a "no" that is not forced in,
 the first part tells. Last, one such request at a time, nobody else being forced.
 
-What a quote costs the engine: vLLM's scheduler, loaded, without a model.
+What a quote costs the engine: vLLM's scheduler, loaded, without a model. And how long the steps are
+held up when 1,000 clients ask at the same moment.
 """
 
 from __future__ import annotations
@@ -332,9 +333,9 @@ async def _measure(url: str, load: Load, zero: ZeroLoad, console: Console) -> Me
 # --- the engine's own cost ------------------------------------------------------------------------
 
 
-def cost(running: int, quotes: int) -> list[float]:
-    """Milliseconds of the engine's thread for each of so many quotes, beside ``running`` promises
-    that decode and 16 requests that wait for one in vain."""
+def loaded(running: int, rng: random.Random) -> Any:
+    """A virtual engine with ``running`` promises that decode and 16 requests that wait for one in
+    vain. What it costs is the engine's thread alone: steps have no model."""
     from vllm_slo import SLO, tiny
     from vllm_slo.core.step_time import StepTimeModel
     from vllm_slo.engine.scheduler import Scheduler
@@ -349,7 +350,7 @@ def cost(running: int, quotes: int) -> list[float]:
         believed=model,
     )
     tiers = [SLO(ttft_ms=ms, tpot_ms=tpot) for ms, tpot in ((2e3, 30), (4e3, 50), (8e3, 100))]
-    steering, rng = engine.scheduler._steering, random.Random(3)
+    steering = engine.scheduler._steering
     for length in range(20, 3500, 50):
         steering.lengths.observe("custom", length)
     for i in range(running):
@@ -359,18 +360,79 @@ def cost(running: int, quotes: int) -> list[float]:
     for i in range(16):
         engine.add(f"w{i}", rng.randint(50, 3000), 50, SLO(ttft_ms=5e4, tpot_ms=14.5))
     engine.step()
-    took_ms = []
     gc.collect()
     gc.freeze()
+    return engine
+
+
+def ask(engine: Any, name: str, rng: random.Random) -> None:
+    """Add a quote of drawn objectives."""
+    from vllm_slo import SLO
+
+    slo = SLO(ttft_ms=rng.choice((60, 300, 2000)), tpot_ms=rng.choice((14.9, 16, 25, 60, 200)))
+    engine.add(name, rng.randint(20, 2000), 100, slo, quote=True)
+
+
+def cost(running: int, quotes: int) -> list[float]:
+    """Milliseconds of the engine's thread for each of so many quotes, one at a time."""
+    rng = random.Random(3)
+    engine = loaded(running, rng)
+    steering, took_ms = engine.scheduler._steering, []
     for i in range(quotes):
-        slo = SLO(ttft_ms=rng.choice((60, 300, 2000)), tpot_ms=rng.choice((14.9, 16, 25, 60, 200)))
-        engine.add(f"q{i}", rng.randint(20, 2000), 100, slo, quote=True)
+        ask(engine, f"q{i}", rng)
         start_s = steering.steps.next_start_s(steering.begin_step())
         begun_s = time.thread_time()
         ((request, _),) = steering._quotes.take(start_s)
         took_ms.append((time.thread_time() - begun_s) * 1e3)
         engine.abort(request.request_id)
     return took_ms
+
+
+class Flood(NamedTuple):
+    """What ``schedule()`` takes of the engine's thread.
+
+    Attributes:
+        before_ms: for each step before anybody asks.
+        during_ms: for each step while some quotes wait for their answer.
+        answered: quotes that each of these steps answered.
+    """
+
+    before_ms: list[float]
+    during_ms: list[float]
+    answered: list[int]
+
+
+def flood(running: int, quotes: int) -> Flood:
+    """So many quotes at the same moment. What a quote takes here passes on the engine's clock,
+    by which the scheduler bounds them."""
+    rng = random.Random(3)
+    engine = loaded(running, rng)
+    asking = engine.scheduler._steering._quotes
+    schedule, answer, found = engine.scheduler.schedule, asking.answer, Flood([], [], [])
+
+    def timed_answer(*arguments: Any) -> Any:
+        begun_s = time.thread_time()
+        said = answer(*arguments)
+        engine.clock.advance(time.thread_time() - begun_s)
+        return said
+
+    def timed_schedule(*arguments: Any) -> Any:
+        waiting, begun_s = len(asking), time.thread_time()
+        output = schedule(*arguments)
+        took_ms = (time.thread_time() - begun_s) * 1e3
+        (found.during_ms if waiting else found.before_ms).append(took_ms)
+        if waiting:
+            found.answered.append(waiting - len(asking))
+        return output
+
+    asking.answer, engine.scheduler.schedule = timed_answer, timed_schedule
+    for _ in range(200):
+        engine.step()
+    for i in range(quotes):
+        ask(engine, f"q{i}", rng)
+    while asking:
+        engine.step()
+    return found
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -442,6 +504,19 @@ def cost_table(found: Measured, quotes: int) -> str:
     return markdown(["one quote", "median ms", "p99 ms", "asked for"], rows)
 
 
+def flood_table(quotes: int) -> str:
+    """How long the scheduler holds up a step before and while so many quotes wait."""
+    rows = []
+    for running in (64, 256):
+        found = flood(running, quotes)
+        asking = f"they ask, at most {max(found.answered)} a step answered"
+        for what, took_ms in (("nobody asks", found.before_ms), (asking, found.during_ms)):
+            median, longest = f"{np.median(took_ms):.2f}", f"{max(took_ms):.2f}"
+            rows.append([f"{running} promises run, {what}", len(took_ms), median, longest])
+    head = [f"schedule(), {quotes:,} quotes at once", "steps", "median ms", "longest ms"]
+    return markdown(head, rows)
+
+
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -451,6 +526,7 @@ def main() -> None:
     load = Load(60, again=60, alone_s=10.0) if args.quick else Load()
     found = measure(load)
     tables = [agreement_table(found), reasons_table(found), cost_table(found, 500)]
+    tables.append(flood_table(1_000))
     zero = found.zero
     text = (
         f"A lone request: TTFT {zero.ttft_s(PROMPTS[0]) * 1e3:.0f} to "
