@@ -186,8 +186,8 @@ def test_decline(llm: LLM) -> None:
         assert output.finished
         assert output.outputs[0].text == ""
         assert output.outputs[0].finish_reason == "abort"
-        prefix, _, wait_ms = str(output.outputs[0].stop_reason).partition(":")
-        assert prefix == "slo_declined"
+        prefix, wait_ms, reason = str(output.outputs[0].stop_reason).split(":")
+        assert (prefix, reason) == ("slo_declined", "expired")
         assert int(wait_ms) >= 1
     assert all(output.outputs[0].text for output in outputs[1:3])
 
