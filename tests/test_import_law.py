@@ -34,7 +34,12 @@ LOCAL_LAW: dict[str, set[str]] = {
         "vllm_slo.slo",
         "vllm_slo.yaml_nodes",
     },
-    "vllm_slo.http_slo": {"vllm_slo.config", "vllm_slo.slo", "vllm_slo.slo_fields"},
+    "vllm_slo.http_slo": {
+        "vllm_slo.config",
+        "vllm_slo.errors",
+        "vllm_slo.slo",
+        "vllm_slo.slo_fields",
+    },
     "vllm_slo.api_errors": set(),
     "vllm_slo.verdicts": {"vllm_slo.slo"},
     "vllm_slo.live": set(),
