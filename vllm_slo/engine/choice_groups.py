@@ -12,7 +12,7 @@ from vllm_slo.engine.views import Tracked
 from vllm_slo.verdicts import Declined
 
 REMEMBERED: Final = 1_024
-"""Declined groups that are remembered for members still on their way."""
+"""Groups whose answer is remembered for members still on their way."""
 
 
 class ChoiceGroups:
@@ -20,19 +20,22 @@ class ChoiceGroups:
 
     def __init__(self) -> None:
         self._members: dict[str, list[Tracked]] = {}
-        self._declined: OrderedDict[str, Declined] = OrderedDict()
+        # None: a choice has had a token and ended, so no other one is declined.
+        self._answers: OrderedDict[str, Declined | None] = OrderedDict()
 
     def begin(self, tracked: Tracked) -> Declined | None:
         """A member has come; the answer of its group if that has been declined already."""
         if tracked.group is None:
             return None
-        if (declined := self._declined.get(tracked.group)) is not None:
+        if (declined := self._answers.get(tracked.group)) is not None:
             return declined
         self._members.setdefault(tracked.group, []).append(tracked)
         return None
 
     def end(self, tracked: Tracked) -> None:
         """A request has ended."""
+        if tracked.first_token_s is not None:
+            self._remember(tracked, None)
         members = self._members.get(tracked.group or "", [])
         if tracked in members:
             members.remove(tracked)
@@ -54,7 +57,8 @@ class ChoiceGroups:
             if one.group is None or one.slo.on_unattainable != "decline":
                 continue
             members = self._members[one.group]
-            if any(member.first_token_s is not None for member in members):
+            begun = one.group in self._answers
+            if begun or any(member.first_token_s is not None for member in members):
                 one.slo = replace(one.slo, on_unattainable="best_effort")
                 continue
             ids = (member.request.request_id for member in members)
@@ -63,7 +67,10 @@ class ChoiceGroups:
 
     def declined(self, tracked: Tracked, answer: Declined) -> None:
         """A choice has been declined, so those that are still to come are."""
+        self._remember(tracked, answer)
+
+    def _remember(self, tracked: Tracked, answer: Declined | None) -> None:
         if tracked.group is not None:
-            self._declined[tracked.group] = answer
-            while len(self._declined) > REMEMBERED:
-                self._declined.popitem(last=False)
+            self._answers[tracked.group] = answer
+            while len(self._answers) > REMEMBERED:
+                self._answers.popitem(last=False)

@@ -241,6 +241,7 @@ class Steering:
         for _ in range(self._marks.first_stage(request, slo)):
             tracked.next_stage()
         if (declined := self._groups.begin(tracked)) is not None:
+            self.metrics.admission(tracked.slo_class, "declined", declined.reason)
             request.stop_reason = declined.pack()
             self._refused.append(request)
             return
@@ -741,6 +742,8 @@ class Steering:
                     wait_ms = max(round(retry_after_s[request_id] * 1e3), 1)
                     answer = Declined(wait_ms, tracked.reason or reason)
                     self._groups.declined(tracked, answer)
+                    if self.quotas is not None:  # a promise that is taken back costs nothing
+                        self.quotas.ended(tracked, self.now_s, refunded=True)
                     self._end(tracked.request, answer.pack())
             elif first:
                 self.metrics.admission(tracked.slo_class, "best_effort", reason)
