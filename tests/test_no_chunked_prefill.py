@@ -71,10 +71,13 @@ def warnings() -> Iterator[list[str]]:
                 said.append(record.getMessage())
 
     handler, log = Keep(), logging.getLogger("vllm_slo")
+    level = log.level
     log.addHandler(handler)
+    log.setLevel(logging.WARNING)
     try:
         yield said
     finally:
+        log.setLevel(level)
         log.removeHandler(handler)
 
 
