@@ -69,7 +69,8 @@ LOCAL_LAW: dict[str, set[str]] = {
     },
     # What an HTTP request asks for, and what becomes of it, is nothing to the scheduler.
     "vllm_slo.engine.choice_groups": {"vllm_slo.engine.views", "vllm_slo.verdicts"},
-    "vllm_slo.engine.gate": POLICY | {"vllm_slo.access", "vllm_slo.verdicts"},
+    "vllm_slo.engine.gate": POLICY
+    | {"vllm_slo.access", "vllm_slo.engine.plugin", "vllm_slo.verdicts"},
     "vllm_slo.engine.http_exchange": POLICY
     | {
         "vllm_slo.access",
@@ -94,6 +95,7 @@ LOCAL_LAW: dict[str, set[str]] = {
         "vllm_slo.http_slo",
         "vllm_slo.live",
         "vllm_slo.serve_args",
+        "vllm_slo.verdicts",
     },
     "vllm_slo.router.draft_fleet": {
         "vllm_slo.draft_socket",

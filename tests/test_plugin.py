@@ -318,6 +318,6 @@ def test_amx_on_this_machine() -> None:
 
 def test_the_middleware_and_the_scheduler_are_where_their_names_say() -> None:
     pytest.importorskip("vllm")
-    for name in (MIDDLEWARE, *plugin._SCHEDULER_NAMES):
+    for name in (MIDDLEWARE, *plugin.SCHEDULER_NAMES):
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute)

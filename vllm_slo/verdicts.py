@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 from vllm_slo.slo import unpack_quote
 
 __all__ = [
+    "DECLINED_HEADER",
     "REPORT_KEY",
     "Declined",
     "Invalid",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 REPORT_KEY: Final = "vllm_slo"
+DECLINED_HEADER: Final = "x-vllm-slo-declined"
+"""Header by which a server tells the front ahead of it, whatever the status, that it declined. The
+value: after how many milliseconds a retry is worth it. Clients do not get it."""
 
 _REPORTED: Final = "slo_report:"
 _DECLINED: Final = "slo_declined:"
@@ -44,6 +48,14 @@ class Declined:
 
     retry_after_ms: int
     reason: str
+
+    @property
+    def text(self) -> str:
+        """What the client is told, one line."""
+        return (
+            f"the SLO cannot be kept now ({self.reason}); retry after {self.retry_after_ms} ms, or "
+            "drop on_unattainable"
+        )
 
     def pack(self) -> str:
         """The stop reason."""

@@ -10,21 +10,15 @@ the middleware it does nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import wrapt
 from vllm.exceptions import VLLMValidationError
 
 from vllm_slo.engine.gate import CALLER
+from vllm_slo.engine.plugin import REQUESTS
 
-__all__ = ["REQUESTS", "install"]
-
-REQUESTS: Final = {
-    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
-    "vllm.entrypoints.openai.completion.protocol": "CompletionRequest",
-    "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
-}
-"""vLLM's module -> its request class."""
+__all__ = ["install"]
 
 
 def install(module: Any) -> None:

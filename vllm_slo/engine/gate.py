@@ -29,13 +29,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_slo.access import check_internal
+from vllm_slo.engine.plugin import SCHEDULER_NAMES
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo import is_slo_key
 from vllm_slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack, unpack_report
 
 __all__ = ["CALLER", "Caller", "RequestDeclinedError", "install"]
 
-SCHEDULER_NAMES: Final = ("vllm_slo.Scheduler", "vllm_slo.engine.scheduler.Scheduler")
 CANCEL_S: Final = 5.0
 """How long a call waits to be cancelled once its client has been answered, before it raises."""
 
@@ -48,12 +48,7 @@ class RequestDeclinedError(GracefulHTTPError):
     """
 
     def __init__(self, declined: Declined) -> None:
-        wait_ms = declined.retry_after_ms
-        super().__init__(
-            f"the SLO cannot be kept now ({declined.reason}); retry after {wait_ms} ms, or drop "
-            "on_unattainable",
-            HTTPStatus.TOO_MANY_REQUESTS,
-        )
+        super().__init__(declined.text, HTTPStatus.TOO_MANY_REQUESTS)
         self.declined = declined
 
 

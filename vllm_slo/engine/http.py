@@ -87,7 +87,7 @@ class SLOMiddleware:
                 eager=_is(scope, "POST", EAGER),
                 arrival_s=self._clock(),
             )
-            await exchange.run(self.app, scope)
+            await exchange.run(self.app)
 
     def rules(self, scope: Scope) -> Rules:
         """What the server's requests are read with; its configuration is read at the first call.

@@ -36,7 +36,7 @@ from vllm_slo.slo import (
     TICKET_KEY,
     OnUnattainable,
 )
-from vllm_slo.verdicts import Declined, Invalid, Quoted, Verdict
+from vllm_slo.verdicts import DECLINED_HEADER, Declined, Invalid, Quoted, Verdict
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -49,9 +49,6 @@ MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 """Of a response that is to get a report; a longer one goes out as it comes."""
 FORWARDED: Final = "vllm_slo.forwarded"
 """Key of the ASGI scope that holds what a trusted front says of the request it sends."""
-DECLINED_HEADER: Final = b"x-vllm-slo-declined"
-"""Tells a front that the request was declined; its value: milliseconds until a retry is worth it.
-Fronts remove it from what clients get."""
 
 _DISCONNECT: Final = {"type": "http.disconnect"}
 
@@ -121,7 +118,7 @@ def read_request(
         slo = access.ruled(slo, raw_headers, policy.classes, own=own)
     if forwarded is not None and slo is not None:
         slo = _as_forwarded(slo, forwarded["on_unattainable"])
-    return Asked(slo, carriers.service_tier, own)
+    return Asked(slo, carriers.service_tier)
 
 
 def _as_forwarded(slo: SLO, wish: OnUnattainable | None) -> SLO:
@@ -179,11 +176,11 @@ class Exchange:
         self._streams = False
         self._stored_id: str | None = None
 
-    async def run(self, app: ASGIApp, scope: Scope) -> None:
+    async def run(self, app: ASGIApp) -> None:
         """Let the application serve the request."""
         token = CALLER.set(self)
         try:
-            await app(scope, self.receive, self.send)
+            await app(self._scope, self.receive, self.send)
         except Exception:
             if not self.refused:
                 raise
@@ -448,12 +445,8 @@ class Exchange:
             (b"x-slo-reason", declined.reason.encode()),
         ]
         if FORWARDED in self._scope:
-            headers.append((DECLINED_HEADER, b"%d" % wait_ms))
-        text = (
-            f"the SLO cannot be kept now ({declined.reason}); retry after {wait_ms} ms, or drop "
-            "on_unattainable"
-        )
-        await self._refuse(status, "slo_unattainable", text, "slo", headers)
+            headers.append((DECLINED_HEADER.encode(), b"%d" % wait_ms))
+        await self._refuse(status, "slo_unattainable", declined.text, "slo", headers)
 
     async def _refuse_error(self, error: InvalidSLOError | ConfigError) -> None:
         if isinstance(error, ConfigError):

@@ -36,12 +36,10 @@ class Asked:
     Attributes:
         slo: None: nothing.
         service_tier: as sent; None: it named none.
-        own: whether the request itself asked; otherwise its SLO is the default class.
     """
 
     slo: SLO | None = None
     service_tier: object = None
-    own: bool = False
 
     @property
     def may_be_declined(self) -> bool:

@@ -46,7 +46,7 @@ async def answer_quote(
     it; only then it is known which route has to read it.
     """
     asking = _Asking(rules, scope, COMPLETIONS, receive, send, arrival_s)
-    await asking.run(app, asking.scope)
+    await asking.run(app)
     if asking.of_chat is not None:
         body, is_read = asking.of_chat, False
 
@@ -58,7 +58,7 @@ async def answer_quote(
             return {"type": "http.request", "body": body, "more_body": False}
 
         asking = _Asking(rules, scope, CHAT, again, send, arrival_s)
-        await asking.run(app, asking.scope)
+        await asking.run(app)
     await asking.finish()
 
 
@@ -81,16 +81,16 @@ class _Asking(Exchange):
         root = scope.get("root_path", "").rstrip("/")
         prefix = root if scope["path"].startswith(f"{root}/") else ""
         path = f"{prefix}{route}"
-        self.scope = {**scope, "path": path, "raw_path": path.encode()}
         self.of_chat: bytes | None = None
         self._route = route
         self._sent: list[Message] = []
-        super().__init__(rules, self.scope, receive, send, eager=True, arrival_s=arrival_s)
+        inner = {**scope, "path": path, "raw_path": path.encode()}
+        super().__init__(rules, inner, receive, send, eager=True, arrival_s=arrival_s)
 
-    async def run(self, app: ASGIApp, scope: Scope) -> None:
+    async def run(self, app: ASGIApp) -> None:
         """Let vLLM answer."""
         try:
-            await super().run(app, scope)
+            await super().run(app)
         finally:
             _asking.discard(self)
 
@@ -138,7 +138,7 @@ class _Asking(Exchange):
             await self._answer(self._sent)
             return
         text = "the scheduler of this server gives no quotes: use vllm_slo.Scheduler"
-        path = self.scope["path"]
+        path = self._scope["path"]
         await self._answer(error_messages(path, 501, "NotImplementedError", text, None))
 
 

@@ -27,7 +27,13 @@ from vllm_slo.errors import IncompatibleVLLMError, VllmSLOError
 SUPPORTED_VLLM = "0.32"
 MIDDLEWARE = "vllm_slo.engine.http.SLOMiddleware"
 SCHEDULER = "vllm_slo.Scheduler"
-_SCHEDULER_NAMES = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
+SCHEDULER_NAMES = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
+REQUESTS = {
+    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
+    "vllm.entrypoints.openai.completion.protocol": "CompletionRequest",
+    "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+}
+"""vLLM's module -> the class of its requests, whose field ``slo`` is read (`engine.body_slo`)."""
 
 
 def vllm_version() -> str:
@@ -86,11 +92,7 @@ def wrap_engine() -> None:
     """Put the gate before the engine of API servers, and read bodies where no middleware does, as
     soon as vLLM imports what is wrapped: processes without an API server never do."""
     wrapt.register_post_import_hook("vllm_slo.engine.gate:install", "vllm.v1.engine.async_llm")
-    for module in (
-        "vllm.entrypoints.openai.chat_completion.protocol",
-        "vllm.entrypoints.openai.completion.protocol",
-        "vllm.entrypoints.openai.responses.protocol",
-    ):
+    for module in REQUESTS:
         wrapt.register_post_import_hook("vllm_slo.engine.body_slo:install", module)
 
 
@@ -160,7 +162,7 @@ def _asks_for_us(argv: list[str]) -> bool:
     if "serve" not in argv[1:2] and Path(argv[0]).name != "api_server.py":
         return False
     text = " ".join(argv)
-    return any(name in text for name in _SCHEDULER_NAMES)
+    return any(name in text for name in SCHEDULER_NAMES)
 
 
 def with_config_file(argv: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Final
 from aiohttp import web
 
 from vllm_slo.api_errors import error_body, is_anthropic
+from vllm_slo.verdicts import Declined
 
 __all__ = [
     "ErrorResponse",
@@ -93,11 +94,10 @@ def busy_response(text: str) -> ErrorResponse:
 def decline_response(retry_after_s: float, status: int, reason: str) -> ErrorResponse:
     """No promise can be made. As one server's own middleware words it."""
     retry_ms = retry_after_ms(retry_after_s)
-    text = (
-        f"the SLO cannot be kept now ({reason}); retry after {retry_ms} ms, or drop on_unattainable"
-    )
     headers = {**retry_headers(retry_ms), REASON_HEADER: reason}
-    return error_response(status, "slo_unattainable", text, "slo", headers)
+    return error_response(
+        status, "slo_unattainable", Declined(retry_ms, reason).text, "slo", headers
+    )
 
 
 def retry_after_ms(retry_after_s: float) -> int:

@@ -12,6 +12,3 @@ TOKEN_HEADER: Final = "x-vllm-slo-token"
 AGE_HEADER: Final = "x-vllm-slo-age-ms"
 TICKET_HEADER: Final = "x-vllm-slo-ticket"
 UNATTAINABLE_HEADER: Final = "x-vllm-slo-unattainable"
-DECLINED_HEADER: Final = "x-vllm-slo-declined"
-"""On a replica's answer, whatever its status: no promise was made. The value: after how many
-milliseconds a retry is worth it."""

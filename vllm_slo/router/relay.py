@@ -39,13 +39,13 @@ from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.prompts import Prompt, TokenRatio
 from vllm_slo.router.protocol import (
     AGE_HEADER,
-    DECLINED_HEADER,
     OWN_PREFIX,
     TICKET_HEADER,
     TOKEN_HEADER,
     UNATTAINABLE_HEADER,
 )
 from vllm_slo.router.upstream import Upstream
+from vllm_slo.verdicts import DECLINED_HEADER
 
 __all__ = ["Exchange", "Failed", "Refused", "Relay", "Wire"]
 
