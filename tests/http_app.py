@@ -29,7 +29,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
 
 from vllm_slo.engine import gate
-from vllm_slo.engine.http import FORWARDED, SLOMiddleware
+from vllm_slo.engine.http import SLOMiddleware
+from vllm_slo.http_slo import FORWARDED
 from vllm_slo.verdicts import REPORT_KEY
 
 CONFIG = {

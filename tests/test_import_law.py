@@ -107,10 +107,10 @@ LOCAL_LAW: dict[str, set[str]] = {
     | {
         "vllm_slo.router",
         "vllm_slo.engine.cpu_alias",
-        "vllm_slo.engine.http",
         "vllm_slo.engine.lifeline",
         "vllm_slo.engine.plugin",
         "vllm_slo.engine.state",
+        "vllm_slo.http_slo",
     },
     "vllm_slo.router.draft_server": POLICY
     | DRAFT_LINK

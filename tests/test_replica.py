@@ -35,8 +35,8 @@ from vllm_slo import tiny
 from vllm_slo.core.replica_state import ReplicaState
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.engine import lifeline
-from vllm_slo.engine.http import FORWARDED
 from vllm_slo.engine.state import StatePublisher
+from vllm_slo.http_slo import FORWARDED
 from vllm_slo.router import replica
 from vllm_slo.router.protocol import STATE_PATH
 from vllm_slo.router.replica import Guard, StateFeed

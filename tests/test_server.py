@@ -241,13 +241,20 @@ def test_mistakes_are_400(server: LiveServer, api: str, stream: bool, case: Any)
         assert fix in answer.error["message"]
 
 
-def test_a_key_gets_what_it_is_granted_up_to_its_quota(server: LiveServer, ask: Ask) -> None:
+def test_a_key_gets_what_it_is_granted_up_to_its_quota(server: LiveServer) -> None:
     held = {"authorization": f"Bearer {KEY}"}
-    asked = {"slo": {"class": "chat"}, "max_tokens": 60}
-    reports = [ask(server, "completions", False, asked, held).reports[0] for _ in range(3)]
-    # Another client may have had the first of them: this test runs once for each.
-    assert [report["promised"] for report in reports[1:]] == [False, False]
-    assert reports[1]["reason"] == reports[2]["reason"] == "quota"
+    asked = {"slo": {"class": "chat"}, "max_tokens": 30, "ignore_eos": True}
+    asks = [ask_openai, ask_curl] if shutil.which("curl") else [ask_openai]
+    taken = server.total("vllm_slo:tenant_promised_tokens_total", tenant="acme")
+    first, *later = (
+        ask(server, "completions", False, asked, held).reports[0] for ask in (*asks, *asks)
+    )
+    assert (first["promised"], first["reason"]) == (True, None)
+    # Of these one may be promised its last few tokens, when what is left in the bucket pays them.
+    assert {report["reason"] for report in later} == {"quota"}
+    total = server.settled_total("vllm_slo:tenant_promised_tokens_total", tenant="acme") - taken
+    assert 30 < total <= 40
+    ask = asks[-1]
     others = ask(server, "completions", False, asked)
     assert others.reports[0]["promised"]
     forbidden = [({"class": "code"}, "class"), ({"ttft_ms": 5}, "ttft_ms"), ({"value": 9}, "value")]

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import msgspec
 
@@ -19,6 +19,7 @@ from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo import (
     HEADER_FIELDS,
     SLO,
+    OnUnattainable,
     check_thinking,
     has_slo_key,
     is_slo_key,
@@ -27,10 +28,12 @@ from vllm_slo.slo import (
 from vllm_slo.slo_fields import MAX_OUTPUT_TOKENS, MAX_TTFT_MS, NAME, SHORTEST_MS
 
 __all__ = [
+    "FORWARDED",
     "MAX_BODY_BYTES",
     "QUOTE_ROUTE",
     "ROUTES",
     "Carriers",
+    "Forwarded",
     "Policy",
     "asked_by",
     "carriers_of",
@@ -53,6 +56,8 @@ ROUTES: Final = frozenset(
 )
 """Routes below /v1 that generate from a JSON body, each in the words of its own API."""
 QUOTE_ROUTE: Final = "/v1/slo/quote"
+FORWARDED: Final = "vllm_slo.forwarded"
+"""Key of the ASGI scope that holds what a trusted front says of the request it sends."""
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 """Longest body that the front and quotes take."""
 
@@ -76,6 +81,21 @@ _GO_UNITS_MS: Final[Mapping[str, float]] = {
     "m": 60e3,
     "h": 3600e3,
 }
+
+
+class Forwarded(TypedDict):
+    """What the front of several replicas says of one request.
+
+    Attributes:
+        age_ms: for how long the front has had it already.
+        ticket: its mark at this replica, from 1.
+        on_unattainable: what to do if it cannot be promised, whatever it says itself: refuse it
+            (the front goes on elsewhere) or serve it; None: as it says.
+    """
+
+    age_ms: float
+    ticket: int
+    on_unattainable: OnUnattainable | None
 
 
 @dataclass(frozen=True, slots=True)

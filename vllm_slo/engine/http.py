@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from vllm_slo.access import Access, Seal
 from vllm_slo.config import SLOConfig
 from vllm_slo.engine import gate
-from vllm_slo.engine.http_exchange import FORWARDED, Exchange, Forwarded, Rules
+from vllm_slo.engine.http_exchange import Exchange, Rules
 from vllm_slo.engine.http_models import MODELS_ROUTE, with_classes
 from vllm_slo.engine.http_quote import answer_quote
 from vllm_slo.engine.http_routes import ROUTES
@@ -28,7 +28,7 @@ from vllm_slo.http_slo import QUOTE_ROUTE, Policy
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["FORWARDED", "Forwarded", "SLOMiddleware"]
+__all__ = ["SLOMiddleware"]
 
 EAGER: Final = frozenset(path for path, info in ROUTES.items() if info.kind == "generates")
 """Routes on which every request generates, so mistakes can be answered at once."""

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.access import Access, Seal
 from vllm_slo.engine.gate import CALLER
@@ -16,6 +16,8 @@ from vllm_slo.engine.http_messages import error_messages, json_messages, resized
 from vllm_slo.engine.http_outcome import Asked, rewrite_event, rewrite_json
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.http_slo import (
+    FORWARDED,
+    Forwarded,
     Policy,
     asked_by,
     carriers_of,
@@ -41,31 +43,13 @@ from vllm_slo.verdicts import DECLINED_HEADER, Declined, Invalid, Quoted, Verdic
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["FORWARDED", "Exchange", "Forwarded", "Rules", "read_request", "sealed"]
+__all__ = ["Exchange", "Rules", "read_request", "sealed"]
 
 logger = logging.getLogger("vllm_slo.http")
 
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 """Of a response that is to get a report; a longer one goes out as it comes."""
-FORWARDED: Final = "vllm_slo.forwarded"
-"""Key of the ASGI scope that holds what a trusted front says of the request it sends."""
-
 _DISCONNECT: Final = {"type": "http.disconnect"}
-
-
-class Forwarded(TypedDict):
-    """What the front of several replicas says of one request.
-
-    Attributes:
-        age_ms: for how long the front has had it already.
-        ticket: its mark at this replica, from 1.
-        on_unattainable: what to do if it cannot be promised, whatever it says itself: refuse it
-            (the front goes on elsewhere) or serve it; None: as it says.
-    """
-
-    age_ms: float
-    ticket: int
-    on_unattainable: OnUnattainable | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from vllm_slo.engine import cpu_alias, lifeline
-from vllm_slo.engine.http import FORWARDED, Forwarded
 from vllm_slo.engine.plugin import check_vllm
 from vllm_slo.engine.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE, unpack
 from vllm_slo.errors import VllmSLOError
+from vllm_slo.http_slo import FORWARDED, Forwarded
 from vllm_slo.router.protocol import (
     AGE_HEADER,
     OWN_PREFIX,
