@@ -211,6 +211,51 @@ def test_the_tenant_is_who_the_key_says_whatever_a_gateway_hints() -> None:
     assert seen["slo_tenant"] == "silver"
 
 
+CHAT = {"slo_class": "chat", "slo_ttft_ms": 500.0, "slo_tpot_ms": 50.0}
+HINTED: list[tuple[str, dict[str, Any], dict[str, str], dict[str, Any] | None]] = [
+    # key, body, hints, what the scheduler is told of it (None: nothing)
+    (SILVER, {}, {"x-llm-d-inference-objective": "chat"}, CHAT),
+    (SILVER, {}, {"x-llm-d-inference-objective": "strict"}, None),
+    (SILVER, {}, {"x-vllm-priority": "1"}, None),
+    (SILVER, {"priority": 1}, {}, None),
+    (SILVER, {}, {"x-llm-d-inference-ttl": "2s"}, None),
+    (
+        SILVER,
+        {},
+        {"x-llm-d-inference-objective": "chat", "x-llm-d-inference-ttl": "2s"},
+        CHAT,
+    ),
+    (
+        SILVER,
+        {"slo": {"class": "chat"}, "nvext": {"agent_hints": {"osl": 7}}},
+        {"x-session-id": "j"},
+        {**CHAT, "slo_session_id": "j"},
+    ),
+    (GOLD, {}, {"x-llm-d-inference-ttl": "2s"}, {"slo_ttft_ms": 2000.0}),
+    (GOLD, {}, {"x-llm-d-inference-ttl": "299ms"}, None),
+    (GOLD, {"slo": {"tpot_ms": 50}}, {"x-llm-d-inference-ttl": "299ms"}, {"slo_tpot_ms": 50.0}),
+    (OPS, {}, {"x-llm-d-inference-ttl": "2s", "x-llm-d-inference-objective": "chat"}, None),
+    ("no key of ours", {}, {"x-llm-d-inference-ttl": "2s", "x-vllm-priority": "1"}, None),
+]
+
+
+@pytest.mark.parametrize("case", HINTED, ids=map(str, range(len(HINTED))))
+def test_a_hint_that_a_key_may_not_have_is_ignored(case: Any) -> None:
+    key, body, hints, expected = case
+    config = {**GUARDED, "priorities": {1: "strict"}, "sessions": {"read_session_id": True}}
+    seen = Server(config=config).reached({"prompt": "x", **body}, headers={**bearer(key), **hints})
+    if expected is None:
+        assert not any(name.startswith("slo_") for name in seen or {})
+    else:
+        assert expected.items() <= seen.items()
+
+
+def test_what_a_request_says_itself_is_refused_whatever_is_hinted() -> None:
+    hints = {"x-llm-d-inference-objective": "chat", "x-llm-d-inference-ttl": "2s"}
+    answer = server().post(json={"slo": {"class": "strict"}}, headers={**bearer(SILVER), **hints})
+    refused(answer, "class", 403)
+
+
 def test_answers_are_as_without_access() -> None:
     one = server()
     one.engine.script = saying(output(choice("a", "stop"), carried=reported()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypedDict
 
@@ -69,6 +69,13 @@ _HINT_HEADERS: Final[Mapping[str, str]] = {
     "x-session-id": "session_id",
 }
 """Header of a gateway, or of vLLM -> what it hints at. None of them is ever an error."""
+_HINTS_OF: Final[Mapping[str, frozenset[str]]] = {
+    "class": frozenset({"slo_class", "priority"}),
+    "tier": frozenset({"slo_class", "priority", "ttft_ms"}),
+    "ttft_ms": frozenset({"ttft_ms"}),
+    "expected_output_tokens": frozenset({"osl"}),
+}
+"""Field that a key may not have -> the hints that may have set it."""
 
 _GO_DURATION: Final = re.compile(r"(?:\d{1,12}(?:\.\d{0,9})?(?:ns|us|µs|ms|s|m|h))+")
 _GO_PART: Final = re.compile(r"([\d.]+)(ns|us|µs|ms|s|m|h)")
@@ -169,6 +176,16 @@ class Carriers:
     def with_xargs(self, xargs: Mapping[str, Any]) -> Carriers:
         """The same with other ``vllm_xargs``."""
         return replace(self, xargs=xargs, in_xargs=has_slo_key(xargs))
+
+    def without_hints(self, names: Collection[str]) -> Carriers:
+        """The same without these hints."""
+        left = {name: value for name, value in self.hints.items() if name not in names}
+        return replace(self, hints=left)
+
+    def without_hints_of(self, field: str) -> Carriers | None:
+        """The same without the hints that may have set this field of the SLO; None: it has none."""
+        names = _HINTS_OF.get(field, frozenset()) & self.hints.keys()
+        return self.without_hints(names) if names else None
 
     def resolve(self, policy: Policy, arrival_s: float) -> SLO | None:
         """What the carriers ask for together; None when they ask for nothing.

@@ -17,6 +17,7 @@ from vllm_slo.engine.http_outcome import Asked, rewrite_event, rewrite_json
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.http_slo import (
     FORWARDED,
+    Carriers,
     Forwarded,
     Policy,
     asked_by,
@@ -89,20 +90,37 @@ def read_request(
         InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
         ForbiddenSLOError: the key may not ask for that.
     """
-    policy, access = rules.policy, rules.access
     carriers = carriers_of(request, slo_headers(raw_headers))
     if xargs is not None:
         carriers = carriers.with_xargs(xargs)
-    if access is not None and "tenant" in carriers.hints:  # the key says who is asking
-        hints = {name: value for name, value in carriers.hints.items() if name != "tenant"}
-        carriers = replace(carriers, hints=hints)
+    if rules.access is not None:  # the key says who is asking
+        carriers = carriers.without_hints({"tenant"})
     before_s = 0.0 if forwarded is None else forwarded["age_ms"] / 1e3
-    slo, own = asked_by(request, carriers, policy, arrival_s - before_s)
-    if access is not None and slo is not None:
-        slo = access.ruled(slo, raw_headers, policy.classes, own=own)
+    slo = _allowed(request, carriers, raw_headers, rules, arrival_s - before_s)
     if forwarded is not None and slo is not None:
         slo = _as_forwarded(slo, forwarded["on_unattainable"])
     return Asked(slo, carriers.service_tier)
+
+
+def _allowed(
+    request: Mapping[str, Any],
+    carriers: Carriers,
+    raw_headers: Sequence[tuple[bytes, bytes]],
+    rules: Rules,
+    arrival_s: float,
+) -> SLO | None:
+    """The SLO of a request, as far as its key may have it. A hint that it may not have is ignored,
+    as any hint is that means nothing here."""
+    slo, own = asked_by(request, carriers, rules.policy, arrival_s)
+    if rules.access is None or slo is None:
+        return slo
+    try:
+        return rules.access.ruled(slo, raw_headers, rules.policy.classes, own=own)
+    except ForbiddenSLOError as error:
+        fewer = carriers.without_hints_of(error.field)
+        if fewer is None:
+            raise
+    return _allowed(request, fewer, raw_headers, rules, arrival_s)
 
 
 def _as_forwarded(slo: SLO, wish: OnUnattainable | None) -> SLO:
