@@ -113,6 +113,24 @@ def test_a_step_answers_so_many_and_takes_no_longer(
     assert None not in one.answers(names)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_long_steps_leave_time_for_more_quotes(engine: Make, overlap: bool) -> None:
+    """One request runs, but each step has 2,048 tokens of its prompt."""
+    long_step_s = ROOFLINE.predict_s(2048)
+    one = engine(quote_s=TIME_SHARE * long_step_s / 4.5, overlap=overlap)
+    one.add("prompts", 3900, 1)
+    one.add("more", 3900, 1)
+    one.step()
+    one.step()
+    names = one.ask(20)
+    first = len(one.per_step)
+    one.step()
+    one.step()
+    assert one.per_step[first : first + 2] == [4, 4]
+    one.run()
+    assert None not in one.answers(names)
+
+
 @pytest.mark.parametrize("order", ["fcfs", "laps_sd"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_quotes_that_wait_are_never_served_and_hold_up_nobody(

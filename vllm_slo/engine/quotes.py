@@ -30,8 +30,8 @@ MOST_IN_STEP: Final = 8
 """Quotes that one step answers at most: as many as one API server lets in at once
 (`http_quote.MOST`), so that one server's clients wait for one step where the time allows it."""
 TIME_SHARE: Final = 0.1
-"""Share of a step's time for which quotes may hold it up. One of them is answered all the same, so
-that none waits for ever: a quote takes about 1 ms beside 256 promises
+"""Share of the engine's time that quotes may take, step by step. One of them is answered all the
+same, so that none waits for ever: a quote takes about 1 ms beside 256 promises
 (benchmarks/results/quotes.md), and a step of so many rarely less than 10 ms."""
 
 
@@ -83,14 +83,14 @@ class Quotes:
         """The answers for the first of those that wait; at least one where any do.
 
         There are as many as one step may be held up for: `MOST_IN_STEP`, or fewer where one more
-        would exceed `TIME_SHARE` of what a step of the running requests takes. Those that were left
+        would exceed `TIME_SHARE` of what steps take at the moment. Those that were left
         to this step are answered as if they came now: a request that is to be served would not have
         waited for other quotes.
         """
         steering = self.steering
         begun_s = steering.clock.monotonic_s()
         running = max(len(steering.scheduler.running), 1)
-        limit_s = TIME_SHARE * steering.steps.expected_model.predict_s(running)
+        usual_s = max(steering.steps.mean_s, steering.steps.expected_model.predict_s(running))
         standing = steering.commitments(start_s, steering.steps.promise_model)
         answers: list[tuple[Request, str]] = []
         for request, slo, came_s, age_s in list(islice(self._asking.values(), MOST_IN_STEP)):
@@ -99,7 +99,7 @@ class Quotes:
             answers.append((request, pack_quote(answer)))
             self.forget(request.request_id)
             each_s = (steering.clock.monotonic_s() - begun_s) / len(answers)
-            if each_s * (len(answers) + 1) > limit_s:
+            if each_s * (len(answers) + 1) > TIME_SHARE * usual_s:
                 break
         self._last_s = steering.now_s
         return answers

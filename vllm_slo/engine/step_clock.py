@@ -20,6 +20,8 @@ MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""
 TYPICAL_TOKENS = 64
 """Models are compared by a step of so many."""
+MEAN_STEPS = 32
+"""Steps over which `StepClock.mean_s` is taken, exponentially: about a second of them."""
 
 
 class _Step(NamedTuple):
@@ -45,6 +47,7 @@ class StepClock:
         promise_model: step times to promise by, drafting included.
         verifying_model, plain_promise_model: the same without drafting.
         verified_s: what the last step took, drafting left out.
+        mean_s: what steps take at the moment, on average; 0 before the first.
         fastest_model: the shortest of the plain promise models that came of enough steps, or None.
         strength: share of a TPOT to work towards, at most 1 (see ``views.decode_view``).
     """
@@ -54,6 +57,7 @@ class StepClock:
     ) -> None:
         self.estimator = estimator
         self.verified_s = 0.0
+        self.mean_s = 0.0
         self.fastest_model: StepTimeModel | None = None
         self._quantile = quantile
         self._window = window
@@ -112,6 +116,7 @@ class StepClock:
         self._last_done_s = now_s
         self._busy_until_s = now_s + sum(s.predicted_s for s in self._flight)
         self.verified_s = actual_s - drafting_s
+        self.mean_s += (actual_s - self.mean_s) / (MEAN_STEPS if self._learnt else 1)
         if self._doubted:
             self.estimator.begin_anew()
         self.estimator.observe(step.shape, self.verified_s)
