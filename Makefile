@@ -48,8 +48,8 @@ test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them
 test-quick: setup ## the fast tests, without an engine: two minutes
 	$(PYTEST) -m "not engine and not slow and not alone" $(PYTEST_ARGS)
 
-test-deep: setup ## all tests; random ones with ten times as many cases
-	VLLMSLO_TEST_DEPTH=10 $(PYTEST) $(PYTEST_ARGS)
+test-deep: setup ## all tests; random ones with ten times as many cases: an hour and more
+	VLLMSLO_TEST_DEPTH=10 $(PYTEST) --session-timeout=14400 $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy and bandit
 	$(BIN)/ruff check .

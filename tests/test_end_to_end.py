@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from depth import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from vllm_slo.core.end_to_end import end_to_end_pace
+from vllm_slo.core.end_to_end import end_to_end_pace, pace_of_rest
 from vllm_slo.core.step_time import StepTimeModel
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler
@@ -39,6 +39,34 @@ def test_the_parts_add_up_and_are_stretched_alike(
     assert ttft_s / prefill_s == pytest.approx(tpot_s / token_s)
 
 
+@given(
+    st.lists(st.floats(0.0, 2.0), min_size=1, max_size=9),
+    st.integers(1, 30),
+    st.floats(-5.0, 60.0),
+)
+def test_who_keeps_the_pace_of_the_rest_is_in_time(
+    gaps_s: list[float], left: int, ahead_s: float
+) -> None:
+    """However the open window went so far: what it allows its last token is looked at, too."""
+    last_s, in_window = sum(gaps_s), len(gaps_s)
+    end_s = last_s + ahead_s
+    pace_s = pace_of_rest(end_s, last_s, 0.0, in_window, left)
+    assert pace_s > 0.0
+    if ahead_s > 1e-4 * left:
+        slowest_s = max(last_s + left * pace_s, (in_window + left) * pace_s)
+        assert slowest_s <= end_s + 1e-9
+        assert slowest_s == pytest.approx(end_s)  # and it is asked for no more than that
+
+
+def test_an_end_that_has_passed_is_promised_to_nobody(config_folder: Path) -> None:
+    one = engine(config_folder)
+    slo = SLO(e2e_ms=200.0, expected_output_tokens=40)
+    one.add("late", 50, 40, slo, max_tokens=40)
+    one.run()
+    report = one.outcomes["late"].report
+    assert (report["promised"], report["attained"]) == (False, False)
+
+
 @pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None)
 @given(
@@ -48,6 +76,7 @@ def test_the_parts_add_up_and_are_stretched_alike(
         max_size=6,
     )
 )
+@example(asked=[(200.0, 5, 2), (721.0, 13, 18)])  # promised late, when half a millisecond is lost
 def test_what_is_promised_is_kept(config_folder: Path, asked: list[tuple[float, int, int]]) -> None:
     one = engine(config_folder)
     for number, (e2e_ms, prompt, output) in enumerate(asked):

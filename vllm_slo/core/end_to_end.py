@@ -7,7 +7,10 @@ from __future__ import annotations
 from vllm_slo.core.sessions import RoundPace
 from vllm_slo.core.types import INFINITY
 
-__all__ = ["end_to_end_pace"]
+__all__ = ["end_to_end_pace", "pace_of_rest"]
+
+SHORTEST_S = 1e-6
+"""A time per token that no engine keeps, seconds."""
 
 
 def end_to_end_pace(
@@ -29,3 +32,22 @@ def end_to_end_pace(
         return RoundPace(budget_s, INFINITY)
     stretch = budget_s / (lone_prefill_s + further * lone_token_s)
     return RoundPace(stretch * lone_prefill_s, stretch * lone_token_s)
+
+
+def pace_of_rest(
+    end_s: float, last_token_s: float, window_s: float, in_window: int, left: int
+) -> float:
+    """What each further token of an answer that has begun may take, so that all of it is in time;
+    seconds, at least `SHORTEST_S`.
+
+    Args:
+        end_s: when the whole answer is to have come.
+        last_token_s: when its last token came.
+        window_s: when the open window of its TPOT began.
+        in_window: tokens in that window so far. A pace holds for the window as a whole, so tokens
+            that were faster must not let those to come be slower.
+        left: tokens to come, at least 1.
+    """
+    by_last = (end_s - last_token_s) / left
+    by_window = (end_s - window_s) / (in_window + left)
+    return max(min(by_last, by_window), SHORTEST_S)

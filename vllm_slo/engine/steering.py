@@ -544,6 +544,10 @@ class Steering:
         self._turn_away(start_s)
         if not self.can_promise:
             return
+        for tracked in self.tracked.values():
+            if tracked.end_s < INFINITY and tracked.decodes and not tracked.promised:
+                left = self.predicted_length(tracked).tokens - tracked.request.num_output_tokens
+                tracked.keep_end(max(left, 1))
         if self.quotas is not None:
             wanting = [t for t in self.tracked.values() if t.wants_promise(start_s)]
             waits = self.quotas.sift(wanting, self.now_s, model)

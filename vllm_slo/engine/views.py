@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_slo.core.end_to_end import pace_of_rest
 from vllm_slo.core.output_length import LengthPrediction
 from vllm_slo.core.sessions import Session
 from vllm_slo.core.stages import StagedTPOT, StageResult
@@ -54,6 +55,7 @@ class Tracked:
         reason: what stood in the way of a promise when it was first ruled on, or None.
         first_token_s: when its first token came out, or None.
         last_token_s: when its newest token came out; before, its arrival.
+        end_s: when its last token is due; infinite without an end-to-end objective.
         cached_tokens: prompt tokens found in the prefix cache when last asked; they count until
             it starts.
         ticket: mark by which a front knows the request; 0: there is none.
@@ -69,6 +71,7 @@ class Tracked:
         "begin_by_s",
         "cached_tokens",
         "deadline_s",
+        "end_s",
         "first_token_s",
         "group",
         "last_token_s",
@@ -99,6 +102,7 @@ class Tracked:
         self.arrival_s = arrival_s
         self.deadline_s = INFINITY if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1e3
         self.begin_by_s = self._asked_deadline_s = self.deadline_s
+        self.end_s = INFINITY if slo.e2e_ms is None else arrival_s + slo.e2e_ms / 1e3
         self.session: Session | None = None
         self._pace_s = INFINITY
         asked = (stage.tpot_ms for stage in slo.answer_stages)
@@ -148,6 +152,16 @@ class Tracked:
         self._pace_s = min(self._pace_s, tpot_s)
         self._set_tpot()
 
+    def keep_end(self, tokens: int) -> None:
+        """What has been late so far must be made up by the ``tokens`` to come, if its end-to-end
+        objective is to be promised now that its answer has begun."""
+        window_s, in_window = self.tpot.measure.open_window
+        self._pace_s = min(
+            self._pace_s,
+            pace_of_rest(self.end_s, self.last_token_s, window_s, in_window, tokens),
+        )
+        self._set_tpot()
+
     def due_s(self, now_s: float, prefill_s: float) -> float:
         """When its prefill, which takes ``prefill_s`` by itself, is to end in a plan made now."""
         if self.promised or self.deadline_s < INFINITY or self.asked_tpot_s == INFINITY:
@@ -179,6 +193,8 @@ class Tracked:
         """Whether an objective has already been missed for good."""
         if self.first_token_s is not None and self.first_token_s > self._asked_deadline_s:
             return True
+        if self.last_token_s > self.end_s:
+            return True
         return self.tpot.missed  # an open window may still recover
 
     @property
@@ -200,8 +216,7 @@ class Tracked:
             return None
         if self.first_token_s is None or self.first_token_s > self._asked_deadline_s:
             return False
-        e2e_ms, last_s = self.slo.e2e_ms, self.last_token_s
-        if e2e_ms is not None and last_s > self.arrival_s + e2e_ms / 1e3:
+        if self.last_token_s > self.end_s:
             return False
         return self.tpot.attained
 
