@@ -37,15 +37,17 @@ def end_to_end_pace(
 def pace_of_rest(
     end_s: float, last_token_s: float, window_s: float, in_window: int, left: int
 ) -> float:
-    """What each further token of an answer that has begun may take, so that all of it is in time;
-    seconds, at least `SHORTEST_S`.
+    """The time per token, in seconds, that ends an answer in time once it has begun; at least
+    `SHORTEST_S`.
+
+    A TPOT holds for its window as a whole. Tokens that came fast would let the rest of the window
+    be slower, so the pace is also taken from the start of the window.
 
     Args:
         end_s: when the whole answer is to have come.
         last_token_s: when its last token came.
         window_s: when the open window of its TPOT began.
-        in_window: tokens in that window so far. A pace holds for the window as a whole, so tokens
-            that were faster must not let those to come be slower.
+        in_window: tokens in that window so far.
         left: tokens to come, at least 1.
     """
     by_last = (end_s - last_token_s) / left

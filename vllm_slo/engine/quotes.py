@@ -83,9 +83,9 @@ class Quotes:
         """The answers for the first of those that wait; at least one where any do.
 
         There are as many as one step may be held up for: `MOST_IN_STEP`, or fewer where one more
-        would exceed `TIME_SHARE` of what steps take at the moment. Those that were left
-        to this step are answered as if they came now: a request that is to be served would not have
-        waited for other quotes.
+        would exceed `TIME_SHARE` of a step: of the mean of the last steps, or of what the running
+        requests alone take if that is more. Those that were left to this step are answered as if
+        they came now: a request that is to be served would not have waited for other quotes.
         """
         steering = self.steering
         begun_s = steering.clock.monotonic_s()

@@ -21,7 +21,7 @@ MODEL_REFRESH_STEPS = 8
 TYPICAL_TOKENS = 64
 """Models are compared by a step of so many."""
 MEAN_STEPS = 32
-"""Steps over which `StepClock.mean_s` is taken, exponentially: about a second of them."""
+"""`StepClock.mean_s` is an exponential mean with this many steps as its time constant."""
 
 
 class _Step(NamedTuple):
@@ -47,7 +47,7 @@ class StepClock:
         promise_model: step times to promise by, drafting included.
         verifying_model, plain_promise_model: the same without drafting.
         verified_s: what the last step took, drafting left out.
-        mean_s: what steps take at the moment, on average; 0 before the first.
+        mean_s: mean of the last steps (`MEAN_STEPS`), drafting included; 0 before the first.
         fastest_model: the shortest of the plain promise models that came of enough steps, or None.
         strength: share of a TPOT to work towards, at most 1 (see ``views.decode_view``).
     """

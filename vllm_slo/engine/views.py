@@ -153,8 +153,8 @@ class Tracked:
         self._set_tpot()
 
     def keep_end(self, tokens: int) -> None:
-        """What has been late so far must be made up by the ``tokens`` to come, if its end-to-end
-        objective is to be promised now that its answer has begun."""
+        """Tighten its pace so that ``tokens`` more tokens end in time. Its answer has begun without
+        a promise, and may have lost time."""
         window_s, in_window = self.tpot.measure.open_window
         self._pace_s = min(
             self._pace_s,
