@@ -52,7 +52,7 @@ from adaserve_systems import (
 from adaserve_workload import Lengths, Point, Request, Row, load_trace, tokenised, workload
 from quiet import Limits, Machine
 
-from vllm_slo import profiles
+from vllm_slo.config import profiles
 
 SYSTEMS: Final = (
     *("stock", "priority", "sarathi", "chain-1", "chain-2", "chain-3", "chain-4", "dynamic"),

@@ -112,42 +112,42 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def _without_slo() -> None:
     """No node is chosen because an objective needs it."""
-    from vllm_slo.core.grove import Grove
+    from vllm_slo.core.speculation.candidate_trees import CandidateTrees
 
-    require = Grove.require
+    require = CandidateTrees.require
 
     def changed(self: Any, place: int, needs: Any, *, promised: bool) -> None:
         require(self, place, needs._replace(owed=float("-inf")), promised=promised)
 
-    _replace(Grove, "require", changed)
+    _replace(CandidateTrees, "require", changed)
 
 
 def _without_throughput() -> None:
     """No node is chosen because there is room for it."""
-    from vllm_slo.core import grove
+    from vllm_slo.core.speculation import candidate_trees
 
-    _replace(grove, "worthwhile_nodes", lambda *_: 0)
+    _replace(candidate_trees, "worthwhile_nodes", lambda *_: 0)
 
 
 def _without_adaptation() -> None:
     """Every tree has the same depth and width, whatever the load."""
-    from vllm_slo.core.model_chain import ModelChains, Plan
-    from vllm_slo.engine import speculation
+    from vllm_slo.core.speculation.model_chain import ModelChains, Plan
+    from vllm_slo.engine.speculation import trees
 
-    _replace(speculation, "depth_and_width", lambda *_: FIXED)
+    _replace(trees, "depth_and_width", lambda *_: FIXED)
     _replace(ModelChains, "choose", lambda *_: Plan((0,), *FIXED))
 
 
 def _without_calibration() -> None:
     """The draft's probabilities are taken at their word."""
-    from vllm_slo.core.draft_calibration import DraftCalibration
+    from vllm_slo.core.speculation.calibration import DraftCalibration
 
     _replace(DraftCalibration, "observe", lambda *_: None)
 
 
 def _without_waiting() -> None:
     """Requests begin when they arrive, promised or not."""
-    from vllm_slo.engine.steering import Steering
+    from vllm_slo.engine.scheduling.controller import Steering
 
     _replace(Steering, "can_wait", lambda *_: False)
 
@@ -386,8 +386,8 @@ def answer(server: Server, ask: Ask) -> dict[str, Any]:
 
 def profile(ask: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the engine's step times; ``ask``: ``engine``, ``profile`` (a path), ``limit_s``."""
-    from vllm_slo import profiles
-    from vllm_slo.engine.profile import profile as measure
+    from vllm_slo.config import profiles
+    from vllm_slo.engine.serving.profile import profile as measure
 
     own = ("model", "async_scheduling")
     engine = {key: value for key, value in ask["engine"].items() if key not in own}

@@ -16,8 +16,7 @@ import numpy as np
 from adaserve_systems import CHUNK, KV_GB, MAX_SEQS, Kitchen
 from adaserve_workload import CATEGORIES, Point, Request
 
-from vllm_slo import house_style
-from vllm_slo.bench import traces
+from vllm_slo.bench import style, traces
 from vllm_slo.core.attainment import RequestRecord, summarise, summarise_class
 
 if TYPE_CHECKING:
@@ -290,7 +289,7 @@ def draw(found: Mapping[tuple[Point, str], Sequence[Numbers]], axis: str, path: 
         ("goodput", 1.0, "Goodput, tokens/s\n(higher is better)"),
         ("accepted", 1.0, "Draft tokens accepted\nper request and step"),
     )
-    with rc_context(house_style.PICTURE):
+    with rc_context(style.PICTURE):
         figure = Figure(figsize=(13.5, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
         every = figure.subplots(1, len(panels))

@@ -13,8 +13,8 @@ import time
 
 from common import markdown, write_result
 
-from vllm_slo.core.admission import Capacity, plan_admission, warm_up
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.admission.program import Capacity, plan_admission, warm_up
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
 MODEL = StepTimeModel(

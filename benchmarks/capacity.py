@@ -384,10 +384,10 @@ INTRODUCTION = """\
 The highest rate, in jobs per second and GPU, at which 90% of the jobs keep every objective they
 have (TTFT of every round, worst window of 10 tokens of every stage), by bisection on windows with
 seeds {seeds}; the first fifth of each window warms up. The schedulers are vLLM 0.32's own objects
-(light twin) and ours over them, under a virtual clock; nobody is told output lengths. Baselines
-were given their best setting on other seeds. Step times are roofline models of data sheets
-(vllm_slo/sim/profiles_data), not measurements: it is the ratios that are to be read. Arrivals:
-{arrivals}, rescaled. Took {minutes:.0f} minutes.
+(light scheduler) and ours over them, under a virtual clock; nobody is told output lengths.
+Baselines were given their best setting on other seeds. Step times are roofline models of data
+sheets (vllm_slo/sim/profiles_data), not measurements: it is the ratios that are to be read.
+Arrivals: {arrivals}, rescaled. Took {minutes:.0f} minutes.
 
 Ratios are geometric means over the windows, compared pairwise: their intervals are narrower than
 those of the capacities, which differ between windows of a bursty trace by a factor of ten. In

@@ -23,9 +23,10 @@ import numpy as np
 import zmq
 from common import markdown, write_result
 
-from vllm_slo.core.draft_sessions import DraftAsk, DraftTokens
-from vllm_slo.draft_socket import derive_keys, drafter_socket, verifier_socket
-from vllm_slo.draft_wire import (
+from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
+from vllm_slo.engine.speculation.draft_link import DraftLink
+from vllm_slo.router.draft_server import VerifierLink, serve
+from vllm_slo.wire.draft_messages import (
     WIRE,
     Answer,
     Ask,
@@ -36,8 +37,7 @@ from vllm_slo.draft_wire import (
     from_drafter,
     from_verifier,
 )
-from vllm_slo.engine.draft_link import DraftLink
-from vllm_slo.router.draft_server import VerifierLink, serve
+from vllm_slo.wire.draft_socket import derive_keys, drafter_socket, verifier_socket
 
 VOCAB, PROMPT, GRANT, GROWS = 32_000, 500, 5, 4
 SHAPES = ((1, 1), (1, 8), (1, 64), (4, 2), (4, 16))

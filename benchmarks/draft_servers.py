@@ -32,11 +32,12 @@ import numpy as np
 from adaserve_systems import in_own_process, say, twin
 from common import RESULTS, markdown, write_result
 
-from vllm_slo import profiles, tiny
+from vllm_slo import tiny
 from vllm_slo.bench import traces
-from vllm_slo.draft_socket import TOKEN_VARIABLE
-from vllm_slo.house_style import INK, PICTURE
-from vllm_slo.ports import free_port
+from vllm_slo.bench.style import INK, PICTURE
+from vllm_slo.config import profiles
+from vllm_slo.wire.draft_socket import TOKEN_VARIABLE
+from vllm_slo.wire.ports import free_port
 
 
 class Client(NamedTuple):
@@ -142,13 +143,13 @@ class Grants:
     """Who drafts how much: as shipped, or the same budget in every step."""
 
     def __init__(self, scheduler: Any, budget: int) -> None:
-        from vllm_slo.core import grove
-        from vllm_slo.core.model_chain import Plan
+        from vllm_slo.core.speculation import candidate_trees
+        from vllm_slo.core.speculation.model_chain import Plan
 
         self.drafting = scheduler._speculation.drafting
         self._steering = scheduler._steering
         self._budget, self._plan = budget, Plan
-        self._grove: Any = grove
+        self._grove: Any = candidate_trees
         self._paying = self._grove.worthwhile_nodes
         self._shipped = self.drafting.decide, self.drafting.grants
         self._rng = np.random.default_rng(0)
@@ -191,7 +192,7 @@ class Grants:
         return self._divided(requests, drawn)
 
     def _divided(self, requests: Sequence[Any], divide: Callable[[int], Any]) -> Any:
-        from vllm_slo.engine.trees import Grant
+        from vllm_slo.engine.speculation.messages import Grant
 
         drafting = self.drafting
         found = drafting._at_home(requests) if drafting.plan.depth else []

@@ -22,7 +22,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from vllm_slo.engine import gate
-from vllm_slo.engine.http import SLOMiddleware
+from vllm_slo.engine.http.middleware import SLOMiddleware
 
 SIZES = {"4 KB": 4_096, "64 KB": 65_536, "1 MB": 1_048_576}
 CARRIERS: dict[str, dict[str, Any]] = {

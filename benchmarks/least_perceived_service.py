@@ -29,11 +29,11 @@ import numpy as np
 from common import RESULTS, markdown, write_result
 
 from vllm_slo import SLO
-from vllm_slo.core.speculation_length import expected_tokens
-from vllm_slo.house_style import INK, PICTURE
+from vllm_slo.bench.style import INK, PICTURE
+from vllm_slo.core.speculation.draft_lengths import expected_tokens
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.sim.twin import LightSLOScheduler
+from vllm_slo.sim.light_scheduler import LightSLOScheduler
 
 DRAFTS: Final = 4
 NOISE: Final = 0.25

@@ -40,9 +40,10 @@ from least_perceived_service import (
     jobs_of,
 )
 
-from vllm_slo import profiles, tiny
+from vllm_slo import tiny
 from vllm_slo.bench import traces
-from vllm_slo.serve_args import SCHEDULER
+from vllm_slo.config import profiles
+from vllm_slo.config.serve_args import SCHEDULER
 
 SCALE: Final = 0.2
 """Of answers."""
@@ -129,8 +130,8 @@ class Server(adaserve_engine.Server):
 
     def use(self, order: str, **options: Any) -> None:
         """Serve in this order from now on."""
-        from vllm_slo.config import BestEffortConfig
-        from vllm_slo.engine.best_effort import BestEffort
+        from vllm_slo.config.model import BestEffortConfig
+        from vllm_slo.engine.scheduling.best_effort import BestEffort
 
         chosen: Any = {**OPTIONS[order], **options}
         steering = self.steps.scheduler._steering

@@ -35,9 +35,9 @@ from tokenizers import Tokenizer
 
 import vllm_slo.tiny
 from vllm_slo.bench.traces import TraceRow, data_folder, read_adaserve, read_azure, standin_azure
-from vllm_slo.core.length_forecast import LengthForecaster, LengthQuery, QuantileForecaster
-from vllm_slo.core.output_length import OutputLengthPredictor
-from vllm_slo.engine.length_regressor import BATCH, LengthRegressor
+from vllm_slo.core.lengths.forecast import LengthForecaster, LengthQuery, QuantileForecaster
+from vllm_slo.core.lengths.output_length import OutputLengthPredictor
+from vllm_slo.engine.scheduling.length_regressor import BATCH, LengthRegressor
 
 MAX_TOKENS = 4_096
 IN_FLIGHT = 50

@@ -21,7 +21,7 @@ from pathlib import Path
 from common import markdown, write_result
 
 from vllm_slo import SLO, tiny
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import AsyncScheduler, EngineShape, VirtualEngine
 

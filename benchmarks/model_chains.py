@@ -27,9 +27,10 @@ import adaserve_engine
 from adaserve_systems import in_own_process, say, twin
 from common import markdown, write_result
 
-from vllm_slo import profiles, tiny
+from vllm_slo import tiny
 from vllm_slo.bench import traces
-from vllm_slo.serve_args import SCHEDULER, TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config import profiles
+from vllm_slo.config.serve_args import SCHEDULER, TREE_PROPOSER, TREE_WORKER
 
 OURS: Final = "chooser"
 PLAIN: Final = "plain"
@@ -89,13 +90,13 @@ class Chosen:
     """
 
     def __init__(self, server: adaserve_engine.Server) -> None:
-        from vllm_slo.core import grove
-        from vllm_slo.core.model_chain import ModelChains, Plan
+        from vllm_slo.core.speculation import candidate_trees
+        from vllm_slo.core.speculation.model_chain import ModelChains, Plan
 
         self.plans: list[tuple[tuple[int, ...], int, int]] = []
         self.decisions_s: list[float] = []
         self._drafting = server.steps.scheduler._speculation.drafting
-        self._grove: Any = grove
+        self._grove: Any = candidate_trees
         self._paying = self._grove.worthwhile_nodes
         self._plan, self._ours = Plan, self._drafting.chains
         self._aside: Any = ModelChains(self._drafting.pool, MAX_DEPTH, 1)

@@ -26,8 +26,8 @@ from routing_decision import timed
 from scipy import sparse
 from scipy.optimize import linprog
 
-from vllm_slo import house_style
-from vllm_slo.core.proportional_fairness import (
+from vllm_slo.bench import style
+from vllm_slo.core.speculation.proportional_fairness import (
     BETA,
     ETA,
     GradientScheduler,
@@ -35,8 +35,8 @@ from vllm_slo.core.proportional_fairness import (
     jain_index,
     verify_budget,
 )
-from vllm_slo.core.step_time import StepTimeModel, chunk_pairs
-from vllm_slo.core.tree_budget import node_floor
+from vllm_slo.core.speculation.tree_budget import node_floor
+from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.sim.hardware import load_hardware
 
 if TYPE_CHECKING:
@@ -509,7 +509,7 @@ def draw_estimates(found: Sequence[Comparison], path: Path) -> None:
     """Estimated and measured goodput of all clients over time (the paper's figure 2)."""
     from matplotlib import rc_context
 
-    with rc_context(house_style.PICTURE):
+    with rc_context(style.PICTURE):
         figure, every = panels(len(found), 3.8)
         for axes, one in zip(every, found, strict=True):
             run = one.runs["GoodSpeed"][0]
@@ -535,7 +535,7 @@ def draw_utility(found: Sequence[Comparison], path: Path) -> None:
     """Utility of the running average, three systems and the optimum (the paper's figure 4)."""
     from matplotlib import rc_context
 
-    with rc_context(house_style.PICTURE):
+    with rc_context(style.PICTURE):
         figure, every = panels(len(found), 6.6)
         for axes, one in zip(every, found, strict=True):
             lowest = math.inf
@@ -544,9 +544,7 @@ def draw_utility(found: Sequence[Comparison], path: Path) -> None:
                 axes.plot(np.arange(1, ROUNDS + 1), mean, label=system, **LOOKS[system])
                 lowest = min(lowest, float(mean[PAST:].min()))
             best = [one.optimum[horizon] for horizon in DRAWN]
-            axes.plot(
-                DRAWN, best, label="optimum", color=house_style.INK, linestyle="--", linewidth=1.2
-            )
+            axes.plot(DRAWN, best, label="optimum", color=style.INK, linestyle="--", linewidth=1.2)
             axes.set_ylim(lowest - 0.5 * (max(best) - lowest), max(best) + 0.15)
             axes.set_xlim(0, ROUNDS)
             axes.set_title(one.name)

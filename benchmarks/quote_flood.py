@@ -41,7 +41,7 @@ def flood(running: int, quotes: int) -> Flood:
     """So many quotes at the same moment. What a quote takes here passes on the engine's clock,
     by which the scheduler bounds them. A whole step is what ``schedule()`` took here, and then the
     time of the model."""
-    from vllm_slo.engine.recording import shape_of
+    from vllm_slo.engine.telemetry.recording import shape_of
 
     rng = random.Random(3)
     engine = loaded(running, rng)

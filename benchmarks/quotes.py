@@ -344,7 +344,7 @@ def loaded(running: int, rng: random.Random) -> Any:
     """A virtual engine with ``running`` promises that decode and 16 requests that wait for one in
     vain. What it costs is the engine's thread alone: steps have no model."""
     from vllm_slo import SLO, tiny
-    from vllm_slo.core.step_time import StepTimeModel
+    from vllm_slo.core.step_time.model import StepTimeModel
     from vllm_slo.engine.scheduler import Scheduler
     from vllm_slo.sim.harness import EngineShape, VirtualEngine
 

@@ -3,8 +3,8 @@
 
 Every number of replicas gets windows of equal length: as many jobs for each replica. Arrivals are
 Azure's timestamps, rescaled, or Poisson's where the name of the scenario ends so. Routing is the
-front's own code (`core.routing`), which knows of a replica what it said after its last step and
-what was sent there since.
+front's own code (`core.routing.policy`), which knows of a replica what it said after its last step
+and what was sent there since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import get_args
 
 from common import RESULTS, markdown, write_result
 
-from vllm_slo import house_style
+from vllm_slo.bench import style
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.capacity import Capacity, Case, Question, Setting, Workers, find_capacities
@@ -118,7 +118,7 @@ def draw(found: Mapping[str, Mapping[int, Capacity]], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(house_style.PICTURE):
+    with rc_context(style.PICTURE):
         figure = Figure(figsize=(4.6 * len(found), 3.4), layout="constrained")
         for place, (scenario, sizes) in enumerate(found.items()):
             axes = figure.add_subplot(1, len(found), place + 1)
@@ -127,7 +127,7 @@ def draw(found: Mapping[str, Mapping[int, Capacity]], path: Path) -> None:
             # An interval from two windows says nothing.
             error = [(sizes[n].half_width or 0.0) * (len(sizes[n].windows) > 2) for n in numbers]
             axes.errorbar(numbers, rates, error, marker="o", capsize=3)
-            axes.axhline(rates[0], linestyle=":", linewidth=0.9, color=house_style.MUTED)
+            axes.axhline(rates[0], linestyle=":", linewidth=0.9, color=style.MUTED)
             axes.set_xscale("log", base=2)
             axes.set_xticks(numbers, [str(n) for n in numbers])
             axes.set_ylim(0, 1.25 * max(rates))

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import numpy as np
 from common import markdown, write_result
 
-from vllm_slo.core.replica_state import ReplicaState
-from vllm_slo.core.routing import Route, RoutedRequest, VirtualReplica, route
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.routing.policy import Route, RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
 REACH = {8: "0.2", 64: "1.5"}
@@ -104,14 +104,14 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     rows = [row for count in REACH for row in decisions(count, repeats)]
     line = state(0).to_json()
-    double = VirtualReplica("one")
+    shadow = VirtualReplica("one")
 
     def take_in() -> None:
-        double.update(ReplicaState.from_json(line), 0.0)
+        shadow.update(ReplicaState.from_json(line), 0.0)
 
     take_in()
     for tpot_s in TIERS:
-        double.judge(RoutedRequest(60, 300, 0.6, tpot_s, True), 0.0)
+        shadow.judge(RoutedRequest(60, 300, 0.6, tpot_s, True), 0.0)
     rows.append([f"one state taken in ({len(line)} bytes)", *timed(take_in, repeats), ""])
     head = ["what", "median ms", "p99 ms", "reach"]
     write_result("routing_decision", __doc__, markdown(head, rows))

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler under random events, for long.
 
-`tests/test_scheduler_machine.py` again and again, each time with another seed: hypothesis drives
-vLLM's scheduler and ours through runs of random events (arrivals of every kind, garbage, clients
-that leave, steps that take no time or far too long, a clock that jumps, pauses, sessions, resets of
-the prefix cache), and books kept beside it are compared after every event and every step: KV blocks
-are conserved, no promise is dropped silently, nobody starves, budgets are kept, every request ends
-once and with the tokens it should have. A failure names its seed.
-"""
+`tests/engine/scheduling/test_scheduler_machine.py` again and again, each time with another seed:
+hypothesis drives vLLM's scheduler and ours through runs of random events (arrivals of every kind,
+garbage, clients that leave, steps that take no time or far too long, a clock that jumps, pauses,
+sessions, resets of the prefix cache), and books kept beside it are compared after every event and
+every step: KV blocks are conserved, no promise is dropped silently, nobody starves, budgets are
+kept, every request ends once and with the tokens it should have. A failure names its seed."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from typing import Final, NamedTuple
 from common import markdown, write_result
 
 ROOT: Final = Path(__file__).parents[1]
-TEST: Final = "tests/test_scheduler_machine.py"
+TEST: Final = "tests/engine/scheduling/test_scheduler_machine.py"
 
 
 class Played(NamedTuple):

@@ -37,7 +37,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_slo import SLO, tiny
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import AsyncScheduler, EngineShape, VirtualEngine
 

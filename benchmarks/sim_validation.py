@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vllm_slo import profiles
 from vllm_slo.bench.demo_load import CLASSES as DEMO_CLASSES
 from vllm_slo.bench.demo_load import twin
 from vllm_slo.bench.workload import SyntheticOptions, synthetic
 from vllm_slo.bench.zero_load import ZeroLoad
-from vllm_slo.core.step_time import BatchShape, Sample, StepTimeModel
+from vllm_slo.config import profiles
+from vllm_slo.core.step_time.model import BatchShape, Sample, StepTimeModel
 from vllm_slo.sim.cluster import Conditions, simulate, slo_of
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
@@ -147,7 +147,7 @@ def read_jobs(path: Path) -> list[Job]:
 class Recorder:
     """Over a scheduler class: ends answers at their length, notes shape and time of each step.
 
-    Times as in ``vllm_slo.engine.recording``, so that they compare with a profile's.
+    Times as in ``vllm_slo.engine.telemetry.recording``, so that they compare with a profile's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ class Recorder:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """As the scheduler's; the step's time ends here."""
-        from vllm_slo.engine.recording import shape_of
+        from vllm_slo.engine.telemetry.recording import shape_of
 
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
@@ -190,7 +190,7 @@ def measure_profile(model: str, out: Path, time_limit_s: float) -> None:
 
     The coarser grid leaves more of the time to batches of decodes with contexts.
     """
-    from vllm_slo.engine.profile import profile
+    from vllm_slo.engine.serving.profile import profile
 
     profiles.save(profile(model, quick=True, time_limit_s=time_limit_s, **ENGINE), out)
 

@@ -51,8 +51,8 @@ from soak_report import (
 )
 
 from vllm_slo import tiny
-from vllm_slo.ports import free_port
 from vllm_slo.tiny.twin import write_costlier_twin
+from vllm_slo.wire.ports import free_port
 
 START_S: Final = 300.0
 STOP_S: Final = 60.0

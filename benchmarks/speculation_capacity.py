@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from common import markdown, write_result
 
-from vllm_slo.core.speculation_length import Tier, plan_lengths
+from vllm_slo.core.speculation.draft_lengths import Tier, plan_lengths
 from vllm_slo.sim.capacity import (
     Capacity,
     Case,
@@ -276,7 +276,7 @@ the KV tokens). The passes are those that vLLM's worker runs: after each step as
 scheduler asks for, whether the drafts are verified or not. OPT-125M is SLOs-Serve's draft; it runs
 toolllm and reasoning without one, so those drafts are chosen. Ratios are geometric means over the
 windows, compared pairwise; a dash: no rate is too high for a window of so few jobs. vLLM 0.32's
-scheduler object (light twin) and ours over it, in virtual time; step times are rooflines of
+scheduler object (light scheduler) and ours over it, in virtual time; step times are rooflines of
 data sheets. Took {minutes:.0f} minutes in {processes}."""
 
 

@@ -27,7 +27,8 @@ from adaserve_systems import Kitchen, Models, System, in_own_process, say, twin
 from adaserve_workload import load_trace
 from common import markdown, write_result
 
-from vllm_slo import profiles, tiny
+from vllm_slo import tiny
+from vllm_slo.config import profiles
 
 NODES: Final = 4
 SHAPES: Final = {"chain": (NODES, 1), "tree": (NODES, 4), "star": (1, NODES)}
@@ -46,19 +47,19 @@ class Forced:
     def __init__(self) -> None:
         import numpy as np
 
-        from vllm_slo.core.grove import StepNodes
-        from vllm_slo.core.model_chain import ModelChains, Plan
-        from vllm_slo.engine import speculation
+        from vllm_slo.core.speculation.candidate_trees import StepNodes
+        from vllm_slo.core.speculation.model_chain import ModelChains, Plan
+        from vllm_slo.engine.speculation import trees
 
         self.shape = SHAPES["tree"]
         replace = adaserve_engine._replace
-        replace(speculation, "depth_and_width", lambda *_: self.shape)
+        replace(trees, "depth_and_width", lambda *_: self.shape)
         replace(ModelChains, "choose", lambda *_: Plan((0,), *self.shape))
         replace(
-            speculation,
+            trees,
             "nodes_of_step",
-            lambda grove, *_: StepNodes(
-                grove.select(NODES * int(np.count_nonzero(grove.limits)), 0.0, 0.0), 1.0
+            lambda candidates, *_: StepNodes(
+                candidates.select(NODES * int(np.count_nonzero(candidates.limits)), 0.0, 0.0), 1.0
             ),
         )
 

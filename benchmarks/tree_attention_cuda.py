@@ -24,7 +24,7 @@ from common import markdown, write_result
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from vllm_slo.engine.tree_attention.cuda_kernel import Tiling, choose_tiling, tree_attention
+from vllm_slo.engine.worker.tree_attention.cuda_kernel import Tiling, choose_tiling, tree_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 BATCHES = (1, 16, 64)

@@ -16,9 +16,9 @@ from common import markdown, write_result
 from numpy.typing import NDArray
 from routing_decision import timed
 
-from vllm_slo.core.draft_calibration import DraftCalibration
-from vllm_slo.core.token_tree import path_rows, walk
-from vllm_slo.core.tree_selection import arrange_trees, select_trees
+from vllm_slo.core.speculation.calibration import DraftCalibration
+from vllm_slo.core.speculation.token_tree import path_rows, walk
+from vllm_slo.core.speculation.tree_selection import arrange_trees, select_trees
 
 WIDTH = 8
 SIZES = ((64, 64), (256, 32))

@@ -29,11 +29,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import vllm_slo
-from vllm_slo import cli, errors, http_slo, slo
-from vllm_slo.config import SLOConfig
-from vllm_slo.engine import http_routes, metrics
+from vllm_slo import cli, errors
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.engine.http import routes as http_routes
+from vllm_slo.engine.telemetry import metrics
 from vllm_slo.router import front, front_metrics, front_page
-from vllm_slo.verdicts import Declined, Verdict
+from vllm_slo.slo import carriers
+from vllm_slo.slo import model as slo
+from vllm_slo.slo.verdicts import Declined, Verdict
 
 PACKAGE: Final = Path(vllm_slo.__file__).parent
 
@@ -230,8 +233,8 @@ def hints() -> list[list[str]]:
         ValueError: the code reads a header that ``HINTS`` does not tell of, or no more.
     """
     told = set(re.findall(r"header `([\w-]+)`", " ".join(HINTS)))
-    if told ^ set(http_slo._HINT_HEADERS):
-        raise ValueError(f"reference.HINTS: {sorted(told ^ set(http_slo._HINT_HEADERS))} differ")
+    if told ^ set(carriers._HINT_HEADERS):
+        raise ValueError(f"reference.HINTS: {sorted(told ^ set(carriers._HINT_HEADERS))} differ")
     return [[hint, meaning] for hint, meaning in HINTS.items()]
 
 
@@ -339,7 +342,7 @@ def requests() -> str:
                 served:"""
             ),
             prose(
-                import_module("vllm_slo.engine.http_outcome").served_service_tier.__doc__,
+                import_module("vllm_slo.engine.http.outcome").served_service_tier.__doc__,
                 "served_service_tier",
             ).partition("\n\n")[2],
             flow(
@@ -535,7 +538,7 @@ async def exchange(path: str, body: Mapping[str, Any], verdict: Verdict | None) 
     """What a client sees of a request to the middleware, before an engine that says ``verdict``."""
     # Imports vLLM, which takes seconds; other pages do without.
     from vllm_slo.engine.gate import CALLER
-    from vllm_slo.engine.http import SLOMiddleware
+    from vllm_slo.engine.http.middleware import SLOMiddleware
 
     messages: list[dict[str, Any]] = []
 
@@ -592,12 +595,12 @@ def routes() -> list[list[str]]:
 
 def at_the_front() -> list[list[str]]:
     """(paths, what the front does with them)."""
-    routed = ", ".join(map(code, sorted(http_slo.ROUTES)))
+    routed = ", ".join(map(code, sorted(carriers.ROUTES)))
     proxied = ", ".join(map(code, sorted(front.PROXIED)))
     refused = ", ".join(map(code, sorted(front._NOT_HERE)))
     return [
         [routed, "to the replica that can keep the promise"],
-        [code(http_slo.QUOTE_ROUTE), "replicas are asked in turn; the first yes is the answer"],
+        [code(carriers.QUOTE_ROUTE), "replicas are asked in turn; the first yes is the answer"],
         [
             f"any other path below `/v1/`, {proxied}",
             flow(
@@ -647,7 +650,7 @@ def http() -> str:
         table(
             ["path", "answer"],
             [
-                [code(f"POST {http_slo.QUOTE_ROUTE}"), "a [quote](../howto/quotes.md)"],
+                [code(f"POST {carriers.QUOTE_ROUTE}"), "a [quote](../howto/quotes.md)"],
                 ["`GET /slo`, `GET /slo/data`", "the [live page](../howto/live-page.md)"],
                 ["`GET /v1/models`", "vLLM's list; `slo_classes` has the configured classes"],
             ],
@@ -661,7 +664,7 @@ def http() -> str:
         ),
         table(
             head,
-            statuses("server", [engine / f"http_{name}.py" for name in ("exchange", "quote")]),
+            statuses("server", [engine / "http" / f"{name}.py" for name in ("exchange", "quote")]),
         ),
         flow(
             """A decline has three headers: `Retry-After` (seconds) and `retry-after-ms` say when it
@@ -767,9 +770,9 @@ def python() -> str:
             continue
         path = PACKAGE.joinpath(*home.split(".")[1:]).with_suffix(".py")
         parts.append(class_page(path, name))
-    llm = ast.parse((PACKAGE / "engine" / "llm.py").read_text(encoding="utf-8")).body
+    llm = ast.parse((PACKAGE / "engine" / "serving" / "llm.py").read_text(encoding="utf-8")).body
     (report,) = (n for n in llm if isinstance(n, ast.FunctionDef) and n.name == "report_of")
-    parts += ["## vllm_slo.engine.llm.report_of", f"```text\n{signature(report)}\n```"]
+    parts += ["## vllm_slo.engine.serving.llm.report_of", f"```text\n{signature(report)}\n```"]
     parts.append(prose(ast.get_docstring(report), "report_of"))
     parts += ["## vllm_slo.errors", "See [Exceptions](exceptions.md)."]
     parts += ["## vllm_slo.tiny", prose(import_module("vllm_slo.tiny").__doc__, "vllm_slo.tiny")]

@@ -9,7 +9,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 from vllm import SamplingParams
 
 from vllm_slo import LLM, SLO
-from vllm_slo.engine.llm import report_of
+from vllm_slo.engine.serving.llm import report_of
 
 
 def main() -> None:

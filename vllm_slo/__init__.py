@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_slo import errors, tiny
-    from vllm_slo.config import SLOConfig
-    from vllm_slo.engine.llm import LLM
+    from vllm_slo.config.model import SLOConfig
     from vllm_slo.engine.scheduler import Scheduler
-    from vllm_slo.slo import SLO
+    from vllm_slo.engine.serving.llm import LLM
+    from vllm_slo.slo.model import SLO
 
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "SLO", "SLOConfig", "Scheduler", "__version__", "errors", "tiny"]
 
 _HOME_OF = {
-    "LLM": "vllm_slo.engine.llm",
-    "SLO": "vllm_slo.slo",
-    "SLOConfig": "vllm_slo.config",
+    "LLM": "vllm_slo.engine.serving.llm",
+    "SLO": "vllm_slo.slo.model",
+    "SLOConfig": "vllm_slo.config.model",
     "Scheduler": "vllm_slo.engine.scheduler",
 }
 _SUBMODULES = frozenset({"errors", "tiny"})

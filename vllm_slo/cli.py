@@ -12,10 +12,10 @@ from vllm_slo import __version__
 from vllm_slo.errors import VllmSLOError
 
 COMMANDS = {
-    "serve": ("vllm_slo.engine.serve", "serve a model with multi-SLO scheduling"),
+    "serve": ("vllm_slo.engine.serving.serve", "serve a model with multi-SLO scheduling"),
     "demo": ("vllm_slo.bench.demo", "stock vLLM and vllm-slo side by side on a built-in model"),
     "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
-    "profile": ("vllm_slo.engine.profile", "measure a model's step times on this machine"),
+    "profile": ("vllm_slo.engine.serving.profile", "measure a model's step times on this machine"),
     "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),

@@ -8,8 +8,8 @@ from typing import Final
 
 from style import BLUE, GREY, ORANGE, TEXT, canvas, svg
 
-from vllm_slo.core.batch_plan import StepLimits, plan_step
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.batching.step import StepLimits, plan_step
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import BestEffortView, DecodeView, PrefillView, StepPlan
 
 MODEL: Final = StepTimeModel(((0.0, 0.0, 0.020), (3e-4, 0.0, 0.018)))

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from style import BLUE, GREEN, GREY, ORANGE, RED, TEXT, VIOLET, canvas, svg
 
-from vllm_slo.core.admission import (
+from vllm_slo.core.admission.program import (
     Capacity,
     Floats,
     _processed_by,
@@ -19,7 +19,7 @@ from vllm_slo.core.admission import (
     engine_array,
     plan_admission,
 )
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
 MODEL: Final = StepTimeModel(((0.0, 0.0, 0.035), (4.5e-4, 0.0, 0.035)))

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 from style import BLUE, GREEN, GREY, ORANGE, canvas, svg
 
-from vllm_slo.core.speculation_length import expected_tokens
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.speculation.draft_lengths import expected_tokens
+from vllm_slo.core.step_time.model import StepTimeModel
 
 MODEL: Final = StepTimeModel(((0.0, 0.0, 0.035), (4.5e-4, 0.0, 0.028)))
 DRAFT_PASS_S: Final = 0.002

@@ -7,8 +7,8 @@ from typing import Final
 
 from style import BLUE, GREY, ORANGE, canvas, svg
 
-from vllm_slo.config import BestEffortConfig
-from vllm_slo.core.least_perceived_service import ServiceQueues, execution_s
+from vllm_slo.config.model import BestEffortConfig
+from vllm_slo.core.ordering.least_perceived_service import ServiceQueues, execution_s
 
 CONFIG: Final = BestEffortConfig()
 STEP_S: Final = 0.030

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from style import BLUE, GREY, ORANGE, TEXT, canvas, svg
 
-from vllm_slo.core.tree_selection import (
+from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
     NOT_CHOSEN,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vllm_slo import profiles, tiny
+from vllm_slo import tiny
 from vllm_slo.bench.client import ClientOptions, measure_step, measure_zero_load
 from vllm_slo.bench.demo_servers import KV_BYTES, MAX_CONTEXT, MAX_SEQS, STEP_TOKENS
 from vllm_slo.bench.endpoint import ServerTarget
@@ -35,7 +35,8 @@ from vllm_slo.bench.workload import (
     synthetic,
 )
 from vllm_slo.bench.zero_load import ZeroLoad
-from vllm_slo.serve_args import runs_on_cpu
+from vllm_slo.config import profiles
+from vllm_slo.config.serve_args import runs_on_cpu
 
 if TYPE_CHECKING:
     from rich.console import Console

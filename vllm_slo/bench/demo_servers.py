@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from vllm_slo.bench.endpoint import opener
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.core.types import RoutingPolicy
-from vllm_slo.ports import free_port
+from vllm_slo.wire.ports import free_port
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,8 +17,8 @@ import numpy as np
 
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.report import TOTAL, BenchReport, batch_tokens_per_s, in_flight
+from vllm_slo.bench.style import INK, MUTED, PICTURE
 from vllm_slo.core.attainment import Attainment, RequestRecord, measure
-from vllm_slo.house_style import INK, MUTED, PICTURE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

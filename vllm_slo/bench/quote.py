@@ -21,7 +21,7 @@ from vllm_slo.bench.credentials import (
 )
 from vllm_slo.bench.endpoint import api_root, opener, refused
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.slo import SLO
+from vllm_slo.slo.model import SLO
 
 ROUTE: Final = "/v1/slo/quote"
 TIMEOUT_S: Final = 60.0

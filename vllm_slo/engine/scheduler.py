@@ -26,20 +26,26 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_slo.access import Seal
 from vllm_slo.core.clock import Clock, SystemClock
-from vllm_slo.core.replica_state import ReplicaState
-from vllm_slo.core.step_time import BatchShape, StepTimeEstimator
-from vllm_slo.engine import draft_lengths, views
-from vllm_slo.engine.draft_lengths import DraftLengths
-from vllm_slo.engine.recording import shape_of
-from vllm_slo.engine.speculation import Speculation
-from vllm_slo.engine.stage_marks import StageMarks
-from vllm_slo.engine.steering import Steering
-from vllm_slo.engine.step_planner import Nudge
-from vllm_slo.engine.trees import DraftTrees, drafting_of, speculation_of, without_scratch
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.step_time.model import BatchShape, StepTimeEstimator
+from vllm_slo.engine.scheduling import request_views
+from vllm_slo.engine.scheduling.controller import Steering
+from vllm_slo.engine.scheduling.stage_marks import StageMarks
+from vllm_slo.engine.scheduling.step_planner import Nudge
+from vllm_slo.engine.speculation import chains as draft_lengths
+from vllm_slo.engine.speculation.chains import DraftLengths
+from vllm_slo.engine.speculation.messages import (
+    DraftTrees,
+    drafting_of,
+    speculation_of,
+    without_scratch,
+)
+from vllm_slo.engine.speculation.trees import Speculation
+from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.errors import VllmSLOError
-from vllm_slo.verdicts import REPORT_KEY, pack_report
+from vllm_slo.slo.access import Seal
+from vllm_slo.slo.verdicts import REPORT_KEY, pack_report
 
 logger = init_logger(__name__)
 
@@ -280,7 +286,11 @@ class Scheduler(AsyncScheduler):
         """
         for output in (one for group in outputs.values() for one in group.outputs):
             request = self.requests.get(output.request_id)
-            if request is not None and output.finish_reason is None and views.may_stop(request):
+            if (
+                request is not None
+                and output.finish_reason is None
+                and request_views.may_stop(request)
+            ):
                 report = self._steering.report_now(request.request_id)
                 if report is not None:
                     output.kv_transfer_params = {REPORT_KEY: report}
@@ -309,7 +319,7 @@ class Scheduler(AsyncScheduler):
             self._steering.on_empty()
         if report is not None:
             kv_params = {**(kv_params or {}), REPORT_KEY: report}
-        if views.wants_report_in_stop_reason(request):
+        if request_views.wants_report_in_stop_reason(request):
             request.stop_reason = pack_report(report, request.stop_reason)
         return kv_params, ec_params
 

@@ -27,6 +27,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.errors import ConfigError
 from vllm_slo.router.arguments import (
     API_KEY_ENV,
@@ -39,7 +40,6 @@ from vllm_slo.router.arguments import (
 )
 from vllm_slo.router.child import Child
 from vllm_slo.router.protocol import TOKEN_HEADER
-from vllm_slo.serve_args import serve_arguments
 
 if TYPE_CHECKING:
     from ray.serve import Application

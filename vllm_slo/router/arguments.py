@@ -20,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_slo.config import CONFIG_KEY, DRAFT_KEY, SLOConfig, pool_value
+from vllm_slo.config.model import CONFIG_KEY, DRAFT_KEY, SLOConfig, pool_value
+from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, Flags, flag_of, tree_arguments
 from vllm_slo.errors import ConfigError
-from vllm_slo.serve_args import BUILT_IN_DRAFTS, Flags, flag_of, tree_arguments
 
 __all__ = ["AppArgs", "Flags", "api_key_digest", "api_keys_in", "embedded_config", "resources"]
 

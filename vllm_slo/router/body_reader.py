@@ -36,9 +36,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_slo.http_slo import Policy, asked_by, carriers_of, read_body
 from vllm_slo.router.prompts import Prompt, read_max_tokens, read_prompt
-from vllm_slo.slo import SLO
+from vllm_slo.slo.carriers import Policy, asked_by, carriers_of, read_body
+from vllm_slo.slo.model import SLO
 
 __all__ = ["Asked", "BodyReader", "UnreadError", "read"]
 

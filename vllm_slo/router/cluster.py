@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-from vllm_slo.config import RoutingConfig
-from vllm_slo.core.routing import DemandMeter, Route, RoutedRequest, route
+from vllm_slo.config.model import RoutingConfig
+from vllm_slo.core.routing.policy import DemandMeter, Route, RoutedRequest, route
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
-from vllm_slo.slo import OnUnattainable
+from vllm_slo.slo.model import OnUnattainable
 
 __all__ = ["Choice", "Cluster", "Placement"]
 
@@ -157,17 +157,17 @@ class Placement:
 
     def _route(self, routed: RoutedRequest, able: list[Upstream], now_s: float) -> Route:
         routing = self.cluster.routing
-        doubles = [one.virtual for one in able]
+        shadows = [one.virtual for one in able]
         asked, turn = self._asked, self._turn
         if self._order is not None:
-            by_name = {one.name: one for one in doubles}
+            by_name = {one.name: one for one in shadows}
             going_on = [by_name[name] for name in self._order if name in by_name]
             # With nobody left to ask, the backup acts among all of them.
-            doubles, turn = (going_on, 0) if going_on else (doubles, turn)
+            shadows, turn = (going_on, 0) if going_on else (shadows, turn)
             asked = asked if going_on else routing.max_hops
         return route(
             routed,
-            doubles,
+            shadows,
             now_s,
             policy=routing.policy,
             turn=turn,

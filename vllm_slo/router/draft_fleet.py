@@ -21,11 +21,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, TypedDict
 
-from vllm_slo.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
 from vllm_slo.errors import ConfigError
-from vllm_slo.ports import free_port
 from vllm_slo.router import ray_session
 from vllm_slo.router.child import Child, keep_group_until_exit
+from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
+from vllm_slo.wire.ports import free_port
 
 __all__ = ["asked_for", "beside", "run"]
 

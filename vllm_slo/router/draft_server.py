@@ -2,8 +2,8 @@
 """``vllm-slo draft-server``: a small model that drafts for a verifier on another machine.
 
 It connects to the verifier, says hello and then drafts what it is asked for (GoodSpeed, section
-III-A), in the format of `vllm_slo.draft_wire`. It waits for a verifier that is not there, and looks
-for it again when it is gone, for ever. SIGTERM and SIGINT end it after the step at hand.
+III-A), in the format of `vllm_slo.wire.draft_messages`. It waits for a verifier that is not there,
+and looks for it again when it is gone, for ever. SIGTERM and SIGINT end it after the step at hand.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_slo.core.clock import Clock, SystemClock
-from vllm_slo.core.draft_sessions import DraftAsk, DraftTokens, HeldPrefixes
-from vllm_slo.draft_socket import (
-    TOKEN_VARIABLE,
-    check_address,
-    derive_keys,
-    drafter_socket,
-    read_token,
-)
-from vllm_slo.draft_wire import (
+from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens, HeldPrefixes
+from vllm_slo.errors import ConfigError
+from vllm_slo.router import draft_fleet
+from vllm_slo.wire.draft_messages import (
     MAX_NAME,
     MAX_SESSIONS,
     NAME_PATTERN,
@@ -52,8 +47,13 @@ from vllm_slo.draft_wire import (
     encode,
     from_verifier,
 )
-from vllm_slo.errors import ConfigError
-from vllm_slo.router import draft_fleet
+from vllm_slo.wire.draft_socket import (
+    TOKEN_VARIABLE,
+    check_address,
+    derive_keys,
+    drafter_socket,
+    read_token,
+)
 
 __all__ = ["Drafter", "VerifierLink", "add_arguments", "run", "serve"]
 
@@ -74,7 +74,8 @@ _EVENTS: Final = (
 
 
 class Drafter(Protocol):
-    """What drafts: `engine.draft_engine.DraftEngine`, or what a test has in its place."""
+    """What drafts: `engine.speculation.draft_engine.DraftEngine`, or what a test has in its
+    place."""
 
     def draft(
         self, asks: Sequence[DraftAsk], deadline_s: float, interrupted: Callable[[], bool]
@@ -393,7 +394,7 @@ def _run_one(args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     )
     logger.setLevel(logging.INFO)
     # Nothing else of this package needs vLLM, and `--help` should not wait for it.
-    engine = import_module("vllm_slo.engine.draft_engine").DraftEngine(
+    engine = import_module("vllm_slo.engine.speculation.draft_engine").DraftEngine(
         args.model, rest, max_sessions=args.max_sessions
     )
     hello = Hello(

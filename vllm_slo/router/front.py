@@ -35,20 +35,12 @@ from typing import Any, Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from vllm_slo.config import CONFIG_KEY, SLOConfig
-from vllm_slo.core.replica_state import ReplicaState
-from vllm_slo.core.routing import RoutedRequest, VirtualReplica, route
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig
+from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.errors import ConfigError, InvalidSLOError
-from vllm_slo.http_slo import (
-    MAX_BODY_BYTES,
-    QUOTE_ROUTE,
-    ROUTES,
-    Policy,
-    is_json_type,
-    slo_headers,
-)
 from vllm_slo.router.body_reader import Asked, BodyReader, UnreadError
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.front_errors import (
@@ -67,6 +59,13 @@ from vllm_slo.router.front_quote import answer_quote
 from vllm_slo.router.prompts import Prompt, TokenRatio
 from vllm_slo.router.relay import REQUEST_ID, Exchange, Relay, Wire, forwarded_headers
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
+from vllm_slo.slo.carriers import (
+    MAX_BODY_BYTES,
+    QUOTE_ROUTE,
+    ROUTES,
+    is_json_type,
+    slo_headers,
+)
 
 __all__ = ["Front", "FrontConfig", "main"]
 
@@ -142,7 +141,7 @@ class Front:
         self.draining = False
         self.stop = asyncio.Event()
         self._config = config
-        self._policy = Policy.from_config(config.slo)
+        self._policy = config.slo.http_policy()
         self._epoch = epoch
         self._report = report
         self._relay = Relay(self.cluster, self.metrics, TokenRatio(), config.slo.decline_status)
@@ -474,11 +473,11 @@ def warm_up() -> None:
         max_step_tokens=512,
         max_model_len=1024,
     )
-    double = VirtualReplica("")
-    double.update(state, 0.0)
+    shadow = VirtualReplica("")
+    shadow.update(state, 0.0)
     for ttft_s in (1e-6, 10.0):
         asked = RoutedRequest(64, 16, ttft_s, 0.1, wants_promise=True)
-        route(asked, [double], 0.0, rng=Random(0))
+        route(asked, [shadow], 0.0, rng=Random(0))
 
 
 def _report_line(message: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 
 from aiohttp import web
 
-from vllm_slo.api_errors import error_body, is_anthropic
-from vllm_slo.verdicts import Declined
+from vllm_slo.slo.verdicts import Declined
+from vllm_slo.wire.api_errors import error_body, is_anthropic
 
 __all__ = [
     "ErrorResponse",

@@ -12,12 +12,12 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from vllm_slo.http_slo import MAX_BODY_BYTES
 from vllm_slo.router.front_errors import (
     ErrorResponse,
     busy_response,
     error_response,
 )
+from vllm_slo.slo.carriers import MAX_BODY_BYTES
 
 __all__ = ["Body", "HeldBytes", "Refusal", "Server", "allow_files", "too_large"]
 

@@ -32,7 +32,7 @@ class FrontMetrics:
             self.requests.labels(result)
         self.declined = Counter(
             "vllm_slo:front_declined",
-            "Requests declined here that no replica has counted as declined: no double promised.",
+            "Requests declined here that no replica has counted as declined: no shadow promised.",
             ["slo_class"],
             registry=registry,
         )
@@ -45,7 +45,7 @@ class FrontMetrics:
         )
         self.refused_after_promise = Counter(
             "vllm_slo:front_refused_after_promise",
-            "Refusals by replicas whose double had promised: the picture was wrong.",
+            "Refusals by replicas whose shadow had promised: the picture was wrong.",
             registry=registry,
         )
         self.in_band_errors = Counter(

@@ -22,8 +22,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from vllm_slo.api_errors import is_anthropic
-from vllm_slo.core.routing import Route, RoutedRequest
+from vllm_slo.core.routing.policy import Route, RoutedRequest
 from vllm_slo.router.cluster import Choice, Cluster, Placement
 from vllm_slo.router.front_errors import (
     REASON_HEADER,
@@ -45,7 +44,8 @@ from vllm_slo.router.protocol import (
     UNATTAINABLE_HEADER,
 )
 from vllm_slo.router.upstream import Upstream
-from vllm_slo.verdicts import DECLINED_HEADER
+from vllm_slo.slo.verdicts import DECLINED_HEADER
+from vllm_slo.wire.api_errors import is_anthropic
 
 __all__ = ["Exchange", "Failed", "Refused", "Relay", "Wire"]
 
@@ -240,7 +240,7 @@ class Exchange:
             if self._routed is not None and not self._placement.refusals:
                 # A replica that refused it has counted it.
                 self._metrics.declined.labels(self._routed.slo_class).inc()
-            # A prediction is one only where a double was asked.
+            # A prediction is one only where a shadow was asked.
             predicted_s = math.inf if route.reason is None else route.retry_after_s
             retry_after_s = min(predicted_s, self._placement.retry_after_s)
             reason = reason or route.reason or UNATTAINABLE
@@ -270,8 +270,8 @@ class Exchange:
         cluster = self._relay.cluster
         promised = result == "promised" or cluster.routing.policy != "slo"
         named = cluster.listed.get(route.target) if route.target else None
-        doubles = [one.virtual for one in ([named] if named else cluster.listed.values())]
-        work_s = next((double.work_s(self._routed) for double in doubles if double.state), None)
+        shadows = [one.virtual for one in ([named] if named else cluster.listed.values())]
+        work_s = next((shadow.work_s(self._routed) for shadow in shadows if shadow.state), None)
         if work_s is not None:
             final = replace(route, promised=promised)
             cluster.demand.routed(self._routed, final, time.monotonic(), work_s)

@@ -30,11 +30,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from vllm_slo.engine import cpu_alias, lifeline
-from vllm_slo.engine.plugin import check_vllm
-from vllm_slo.engine.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE, unpack
+from vllm_slo.engine.serving import cpu_alias, lifeline
+from vllm_slo.engine.serving.plugin import check_vllm
+from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE, unpack
 from vllm_slo.errors import VllmSLOError
-from vllm_slo.http_slo import FORWARDED, Forwarded
 from vllm_slo.router.protocol import (
     AGE_HEADER,
     OWN_PREFIX,
@@ -43,7 +42,8 @@ from vllm_slo.router.protocol import (
     TOKEN_HEADER,
     UNATTAINABLE_HEADER,
 )
-from vllm_slo.slo import OnUnattainable
+from vllm_slo.slo.carriers import FORWARDED, Forwarded
+from vllm_slo.slo.model import OnUnattainable
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica as the front sees it: its connections, its word of itself, its virtual double."""
+"""One replica as the front sees it: its connections, its word of itself, its virtual shadow."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, Final
 import aiohttp
 from yarl import URL
 
-from vllm_slo.core.replica_state import ReplicaState
-from vllm_slo.core.routing import VirtualReplica
+from vllm_slo.core.routing.policy import VirtualReplica
+from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.router.once import KEPT_S, Once
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that one would patch into vLLM, here over its light twin.
+"""Policies that one would patch into vLLM, here over its light scheduler.
 
 Each is what an operator could write in an afternoon; that is what makes them worth beating.
 """
@@ -12,8 +12,8 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.clock import Clock
-from vllm_slo.core.step_time import StepTimeModel
-from vllm_slo.sim.twin import LightScheduler
+from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.sim.light_scheduler import LightScheduler
 
 
 class PrefillFirst(LightScheduler):

@@ -19,8 +19,8 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from vllm_slo.core.replica_state import ReplicaState
-from vllm_slo.core.step_time import BatchShape
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.front import Front
@@ -28,7 +28,7 @@ from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, JobResult, RoundResult
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.text import own_text
-from vllm_slo.slo import SLO, Stage
+from vllm_slo.slo.model import SLO, Stage
 
 Overhead = Literal["modelled", "measured", "none"]
 Watch = Callable[[JobResult], bool]
@@ -43,9 +43,9 @@ class Conditions:
         bias: true step time over the believed one.
         noise: relative standard deviation of a step's true time (lognormal, mean 1).
         seed: of that noise, and of which drafts are accepted.
-        exact: vLLM's whole scheduler object instead of the light twin.
+        exact: vLLM's whole scheduler object instead of the light scheduler.
         hops: replicas that are asked for a promise before a request settles for best effort.
-        routing: which replica a request goes to, as ``core.routing`` names it.
+        routing: which replica a request goes to, as ``core.routing.policy`` names it.
         acceptance: application -> probability that a drafted token is accepted.
         overhead: what scheduling is charged on top of a step: ``modelled``, what it was measured to
             take on the real objects (nothing where the step times hold it already); ``measured``,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from vllm_slo.core.step_time import chunk_pairs
+from vllm_slo.core.step_time.model import chunk_pairs
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front of simulated replicas: ``core.routing``, driven as the real front drives it.
+"""The front of simulated replicas: ``core.routing.policy``, driven as the real front drives it.
 
 Doubles learn a replica's state when it has done a step, at most every ``STATE_INTERVAL_S``. What
 they promise is confirmed by the replica itself while there are others to turn to.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from vllm_slo.core.routing import RoutedRequest, VirtualReplica, prefix_first, route
+from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, prefix_first, route
 from vllm_slo.core.types import INFINITY, RoutingPolicy
 
 if TYPE_CHECKING:
@@ -25,13 +25,14 @@ class Front:
 
     Args:
         replicas: all of them.
-        policy: as ``core.routing`` names it. Replicas that promise nothing are not asked under
+        policy: as ``core.routing.policy`` names it. Replicas that promise nothing are not asked
+        under
             ``slo``: they take turns, where a prefix is cached first.
         max_hops: replicas asked for a promise before a request goes best effort.
         seed: of the policies that draw.
 
     Attributes:
-        asked: promises asked for, of doubles; ``wrong``: those that the replica then refused.
+        asked: promises asked for, of shadows; ``wrong``: those that the replica then refused.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Front:
         self._policy = policy
         self._max_hops = max_hops
         self._rng = Random(seed)
-        self._doubles = [VirtualReplica(str(number)) for number in range(len(replicas))]
+        self._shadows = [VirtualReplica(str(number)) for number in range(len(replicas))]
         self._turn = 0
         self._tickets = 0
         self._sent: dict[str, tuple[int, int]] = {}
@@ -60,7 +61,7 @@ class Front:
         state = replica.state()
         if state is not None:
             self._told_s[number] = replica.now_s
-            self._doubles[number].update(state, replica.now_s)
+            self._shadows[number].update(state, replica.now_s)
 
     def send(self, offer: Offer, cached: dict[str, int]) -> None:
         """Route one offer; ``cached`` are the tokens of its prompt by replica that holds them."""
@@ -69,16 +70,16 @@ class Front:
             self.replicas[0].accept(offer, 0)
             return
         request = routed(offer, cached)
-        doubles = self._doubles
-        if self._policy == "slo" and all(double.state is None for double in doubles):
-            first = prefix_first(request, doubles, turn, self._rng)[0]
+        shadows = self._shadows
+        if self._policy == "slo" and all(shadow.state is None for shadow in shadows):
+            first = prefix_first(request, shadows, turn, self._rng)[0]
             self._accept(int(first.name), offer, request)
             return
         hops = 0
         while True:
             found = route(
                 request,
-                doubles,
+                shadows,
                 offer.seen_s,
                 policy=self._policy,
                 turn=turn,
@@ -94,7 +95,7 @@ class Front:
                     self._accept(number, offer, request, promised=found.promised)
                 return
             self.wrong += 1
-            doubles = [self._doubles[int(name)] for name in found.left]
+            shadows = [self._shadows[int(name)] for name in found.left]
             hops, turn = found.hops, 0
 
     def _ticket(self) -> int:
@@ -119,12 +120,12 @@ class Front:
         self, number: int, ticket: int, offer: Offer, request: RoutedRequest, *, promised: bool
     ) -> None:
         self._sent[offer.name] = number, ticket
-        self._doubles[number].sent(ticket, request, offer.seen_s, promised=promised)
+        self._shadows[number].sent(ticket, request, offer.seen_s, promised=promised)
 
     def ended(self, name: str) -> None:
         """A request was answered, or dropped."""
         number, ticket = self._sent.pop(name, (0, 0))
-        self._doubles[number].ended(ticket)
+        self._shadows[number].ended(ticket)
 
 
 def routed(offer: Offer, cached: dict[str, int]) -> RoutedRequest:

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Final
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from vllm_slo import profiles
-from vllm_slo.core.step_time import DEFAULT_MAX_TOKENS, StepTimeModel, chunk_pairs
+from vllm_slo.config import profiles
+from vllm_slo.config.yaml_nodes import line_of, refuse_duplicates
+from vllm_slo.core.step_time.model import DEFAULT_MAX_TOKENS, StepTimeModel, chunk_pairs
 from vllm_slo.errors import ProfileError
 from vllm_slo.sim.errors import SimulationError
-from vllm_slo.yaml_nodes import line_of, refuse_duplicates
 
 __all__ = ["CHUNK_TOKENS", "FRONTEND_S", "Draft", "Hardware", "built_in", "load_hardware"]
 
@@ -279,7 +279,7 @@ _Line = Annotated[list[_Seconds], Field(min_length=3, max_length=3)]
 
 
 class _StepTime(BaseModel):
-    """The keys of ``step_time``; see ``core.step_time`` for the equation. Seconds."""
+    """The keys of ``step_time``; see ``core.step_time.model`` for the equation. Seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

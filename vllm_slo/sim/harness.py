@@ -30,20 +30,20 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_slo.access import Seal
 from vllm_slo.core.clock import VirtualClock
-from vllm_slo.core.step_time import (
+from vllm_slo.core.step_time.model import (
     BatchShape,
     OnlineCorrection,
     StepTimeEstimator,
     StepTimeModel,
 )
-from vllm_slo.engine.recording import shape_of
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.sim.baselines import ShedEDF
+from vllm_slo.sim.light_scheduler import LightOutput, LightResult, LightScheduler
 from vllm_slo.sim.text import STOP_TOKEN, own_text
-from vllm_slo.sim.twin import LightOutput, LightResult, LightScheduler
-from vllm_slo.slo import QUOTE_KEY, SLO, TICKET_KEY
+from vllm_slo.slo.access import Seal
+from vllm_slo.slo.model import QUOTE_KEY, SLO, TICKET_KEY
 
 __all__ = [
     "STOP_TOKEN",
@@ -356,7 +356,7 @@ class VirtualEngine:
         )
 
     def _light_result(self, output: LightOutput) -> LightResult:
-        """What the twin's requests sample; it does not hand the tokens back."""
+        """What the light scheduler's requests sample; it does not hand the tokens back."""
         now_s, drafts = self.clock.now_s, output.scheduled_spec_decode_tokens
         sampled = []
         for request in output.sampling:

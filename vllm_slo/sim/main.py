@@ -130,7 +130,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: modelled)",
     )
     add("--exact", action="store_true",
-        help="vLLM's whole scheduler object instead of the light twin: the same steps, "
+        help="vLLM's whole scheduler object instead of the light scheduler: the same steps, "
         "slower")  # fmt: skip
     add("--processes", help="simulations side by side (default: one per core)")
 

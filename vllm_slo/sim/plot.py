@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_slo.house_style import INK, PICTURE
+from vllm_slo.bench.style import INK, PICTURE
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.report import Report, Row
 

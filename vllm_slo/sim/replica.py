@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_slo.core.replica_state import ReplicaState
-from vllm_slo.core.step_time import DEFAULT_MARGIN
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.step_time.model import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
 from vllm_slo.sim.cluster import Conditions, Offer, Replica
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
 from vllm_slo.sim.jobs import RoundResult
+from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.text import answer_text
-from vllm_slo.sim.twin import LightScheduler, LightSLOScheduler
 
 SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
     "slo": (LightSLOScheduler, Scheduler),
@@ -32,7 +32,7 @@ SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] 
     "prefill_first": (PrefillFirst, None),
     "shed_edf": (ShedEDF, None),
 }
-"""Policy -> scheduler over the light twin, and the real one where there is one."""
+"""Policy -> scheduler over the light scheduler, and the real one where there is one."""
 
 
 @functools.cache
@@ -70,7 +70,9 @@ def build_engine(
     """Engine ``number`` of a run. ``options`` go to the scheduler class."""
     light, real = SCHEDULERS[system.policy]
     if conditions.exact and real is None:
-        raise SimulationError(f"exact: {system.name} runs on the light twin alone; leave it off")
+        raise SimulationError(
+            f"exact: {system.name} runs on the light scheduler alone; leave it off"
+        )
     engine_args: dict[str, Any] = {}
     if system.policy == "priority":
         engine_args["scheduling_policy"] = "priority"

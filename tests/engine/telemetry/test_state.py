@@ -1,0 +1,452 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler says of itself, and how it is sent: vLLM's real objects, a virtual clock."""
+
+from __future__ import annotations
+
+import errno
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from patience import patience
+
+pytest.importorskip("vllm")
+
+from vllm_slo import SLO
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.types import Demand
+from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.telemetry import state
+from vllm_slo.engine.telemetry.state import StatePublisher, pack, unpack
+from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.slo.access import Seal
+from vllm_slo.slo.model import SEAL_KEY
+
+ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
+EASY = SLO(ttft_ms=5000, tpot_ms=100)
+
+
+class Listener:
+    """The other end: a bound socket, as a replica's process has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
+        self.socket.setblocking(False)
+
+    def all(self) -> list[ReplicaState]:
+        """What has come so far."""
+        states = []
+        while True:
+            try:
+                message = self.socket.recv(state.MAX_MESSAGE_BYTES)
+            except BlockingIOError:
+                return states
+            text, taken_s = unpack(message)
+            assert 0 <= time.monotonic() - taken_s < patience(60)
+            states.append(ReplicaState.from_json(text))
+
+    def last(self) -> ReplicaState:
+        return self.all()[-1]
+
+
+@pytest.fixture
+def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    listening = Listener(tmp_path / "state")
+    monkeypatch.setenv(state.SOCKET_VARIABLE, str(listening.path))
+    yield listening
+    listening.socket.close()
+
+
+@pytest.fixture
+def engine(config_folder: Path) -> Iterator[Callable[..., VirtualEngine]]:
+    made = []
+
+    def make(**options: Any) -> VirtualEngine:
+        model = options.pop("model", ROOFLINE)
+        one = VirtualEngine(
+            Scheduler, config_folder, model.predict_shape_s, believed=model, **options
+        )
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        publisher = steering(one)._publisher
+        if publisher is not None:
+            publisher.close()
+
+
+def steering(engine: VirtualEngine) -> Any:
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, Scheduler)
+    return scheduler._steering
+
+
+@dataclass
+class Said:
+    """What the scheduler is told of a request: its SLO, and what the middleware adds to it and
+    seals."""
+
+    seal: Seal
+    slo: SLO | None
+    more: dict[str, Any]
+
+    def to_extra_args(self) -> dict[str, Any]:
+        flat = {**(self.slo.to_extra_args() if self.slo else {}), **self.more}
+        return self.seal.sealed(flat) if self.more else flat
+
+
+def add(
+    engine: VirtualEngine,
+    name: str,
+    slo: SLO | None,
+    ticket: object = 0,
+    prompt: int = 100,
+    output: int = 20,
+    **more: Any,
+) -> None:
+    more |= {"slo_ticket": ticket} if ticket else {}
+    said: Any = Said(engine.seal, slo, more)
+    engine.add(name, prompt, output, said)
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def test_an_idle_engine(engine: Any) -> None:
+    one = engine(shape=EngineShape(num_blocks=501, max_num_seqs=7, max_model_len=2000))
+    assert steering(one).state() == ReplicaState(
+        model=ROOFLINE,
+        free_blocks=500,
+        total_blocks=500,
+        block_sizes=(16,),
+        seats=7,
+        max_step_tokens=2048,
+        max_model_len=2000,
+    )
+
+
+def test_a_promise_from_its_arrival_to_its_end(engine: Any) -> None:
+    one = engine()
+    add(one, "a", EASY, 3, prompt=3000)
+    waiting = steering(one).state()
+    assert (waiting.running, waiting.waiting, waiting.backlog_tokens) == (0, 1, 3000)
+    assert (waiting.tickets, waiting.seen, waiting.committed) == ((3,), 3, ())
+    one.step()
+    begun = steering(one).state()
+    # Due 5 s after its arrival, less what an indivisible step may overrun.
+    elapsed = one.clock.now_s
+    assert begun.committed == (
+        Demand("a", pytest.approx(4.98 - elapsed), 3000 - 2048, 0.1, begun.committed[0].blocks, 1.0,
+               begun.committed[0].context_tokens),
+    )  # fmt: skip
+    assert (begun.running, begun.waiting, begun.backlog_tokens) == (1, 0, 3000 - 2048)
+    assert begun.free_blocks == begun.total_blocks - begun.committed[0].blocks
+    assert begun.seats == waiting.seats - 1
+    while not one.outcomes["a"].token_times_s:
+        one.step()
+    decoding = steering(one).state()
+    assert (decoding.committed, decoding.decoding) == ((), {0.1: 1})
+    assert decoding.decoding_context >= 3000
+    assert (decoding.backlog_tokens, decoding.tickets) == (0, (3,))
+    one.run()
+    ended = steering(one).state()
+    assert (ended.decoding, ended.tickets, ended.seen) == ({}, (), 3)
+    assert (ended.running, ended.waiting) == (0, 0)
+
+
+def test_a_step_under_way_counts_as_computed_and_the_next_begins_at_its_end(engine: Any) -> None:
+    one = engine()
+    add(one, "a", EASY, prompt=3000)
+    one.scheduler.schedule()
+    said = steering(one).state()
+    assert said.start_s == pytest.approx(0.0004 * 2048 + 0.01)
+    assert said.committed[0].prefill_tokens == 3000 - 2048
+
+
+def test_what_has_no_promise_is_counted_and_not_committed(engine: Any) -> None:
+    one = engine()
+    add(one, "best", SLO(ttft_ms=5000, tier="best_effort"), 1)
+    add(one, "plain", None, 0, prompt=500)
+    add(one, "hopeless", SLO(ttft_ms=1), 2)
+    said = steering(one).state()
+    assert (said.waiting, said.backlog_tokens) == (3, 700)
+    one.scheduler.schedule()
+    said = steering(one).state()
+    assert (said.running + said.waiting, said.committed, said.decoding) == (3, (), {})
+    assert said.free_blocks == said.total_blocks
+    assert (said.tickets, said.seen) == ((1, 2), 2)
+
+
+def test_the_choices_of_a_request_share_its_mark(engine: Any) -> None:
+    one = engine()
+    for name in "abc":
+        add(one, name, EASY, 5)
+    assert steering(one).state().tickets == (5,)
+
+
+def test_a_request_that_is_refused_was_seen(engine: Any) -> None:
+    one = engine()
+    add(one, "bad", None, 9, slo_ttft_ms=-1)
+    one.run()
+    assert steering(one).state().seen == 9
+
+
+@pytest.mark.parametrize("mark", [0, -3, "4", 1.5, None, [1]])
+def test_a_mark_that_is_none_is_ignored(engine: Any, mark: object) -> None:
+    one = engine()
+    add(one, "a", EASY, slo_ticket=mark)
+    said = steering(one).state()
+    assert steering(one).tracked.keys() == {"a"}
+    assert (said.tickets, said.seen) == ((), 0)
+
+
+@pytest.mark.parametrize("seal", [None, "", "0" * 64])
+def test_a_mark_of_somebody_else_is_not_believed(engine: Any, seal: str | None) -> None:
+    one = engine()
+    said: Any = SimpleNamespace(
+        to_extra_args=lambda: (
+            {**EASY.to_extra_args(), "slo_ticket": 7} | ({} if seal is None else {SEAL_KEY: seal})
+        )
+    )
+    one.add("a", 100, 20, said)
+    assert (steering(one).tracked, steering(one).state().seen) == ({}, 0)
+    one.run()
+    assert str(one.outcomes["a"].stop_reason).startswith("slo_invalid:")
+
+
+def test_lengths_are_learnt_and_told(engine: Any) -> None:
+    one = engine()
+    for i in range(8):
+        add(one, f"r{i}", EASY, output=5)
+    one.run()
+    assert steering(one).state().lengths == {"custom": (5,) * 9 + (8,)}
+
+
+def test_much_is_cut_and_fits_one_message(engine: Any, listener: Listener) -> None:
+    shape = EngineShape(num_blocks=200_000, max_num_seqs=3000, max_num_batched_tokens=4096)
+    one = engine(shape=shape, slo_config={"max_planned_new": 63})
+    listener.all()
+    for i in range(1100):
+        add(one, f"cmpl-{i:032x}-0-{i:08x}", SLO(ttft_ms=80_000_000), 10**12 + i, prompt=30)
+        if i % 60 == 59:
+            steering(one).promise_now("none")
+    for i in range(4000):
+        add(one, f"best{i}", SLO(tier="best_effort"), 10**12 + 2000 + i, prompt=3)
+    steering(one).promise_now("none")
+    said = steering(one).state()
+    assert len(said.committed) == state.MAX_COMMITTED
+    assert len(said.tickets) == state.MAX_TICKETS
+    assert said.waiting == 5100
+    steering(one).on_empty()
+    told = listener.last()
+    assert told.tickets == said.tickets
+    assert len(told.committed) == len(said.committed)
+
+
+def test_ids_of_clients_may_be_long(engine: Any, listener: Listener) -> None:
+    one = engine(shape=EngineShape(num_blocks=20_000))
+    for i in range(60):
+        add(one, f"cmpl-{'x' * 40_000}-{i}", SLO(ttft_ms=80_000_000), i + 1, prompt=3000)
+    one.step()
+    said = steering(one).state()
+    assert len(said.committed) > 55
+    told = listener.last()
+    assert told.tickets == said.tickets
+    assert [d.request_id for d in told.committed] == [str(i) for i in range(len(said.committed))]
+
+
+# --- age -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "seconds"),
+    [(250.0, 0.25), (40, 0.04), (0, 0.0), (-5.0, 0.0), (math.inf, 86_400.0), (2**63, 86_400.0),
+     (math.nan, 0.0), ("250", 0.0), (None, 0.0)],
+)  # fmt: skip
+def test_a_request_arrived_when_it_came_to_the_front(
+    engine: Any, age_ms: object, seconds: float
+) -> None:
+    one = engine()
+    one.clock.advance(1000.0)
+    add(one, "a", SLO(ttft_ms=86_400_000), slo_age_ms=age_ms)
+    tracked = steering(one).tracked["a"]
+    assert tracked.arrival_s == pytest.approx(1000.0 - seconds)
+    assert tracked.deadline_s == pytest.approx(1000.0 - seconds + 86_400)
+    if seconds < 10:
+        one.run()
+        report = one.outcomes["a"].report
+        first_s = one.outcomes["a"].token_times_s[0] - 1000.0
+        assert report["ttft_ms"] == pytest.approx((first_s + seconds) * 1e3, abs=1e-2)
+
+
+def test_an_absolute_deadline_does_not_move(engine: Any) -> None:
+    one = engine()
+    one.clock.advance(1000.0)
+    add(one, "a", None, prefill_ddl=1002.0, slo_age_ms=500.0)
+    tracked = steering(one).tracked["a"]
+    assert tracked.arrival_s == pytest.approx(999.5)
+    assert tracked.deadline_s == pytest.approx(1002.0)
+
+
+def test_marks_alone_make_no_slo(engine: Any) -> None:
+    one = engine()
+    add(one, "a", None, 2, slo_age_ms=500.0)
+    assert steering(one).tracked == {}
+    assert steering(one).state().seen == 2
+
+
+# --- how it is sent ------------------------------------------------------------------------------
+
+
+def test_nothing_is_sent_unless_asked_for(engine: Any) -> None:
+    assert steering(engine())._publisher is None
+    assert StatePublisher.from_environment() is None
+
+
+def test_an_engine_speaks_at_its_start_while_it_works_and_when_it_is_done(
+    engine: Any, listener: Listener
+) -> None:
+    one = engine(model=StepTimeModel(((0.0, 0.0, 0.001), (0.0, 0.0, 0.001)), max_tokens=8192))
+    assert listener.last() == steering(one).state()
+    one.clock.advance(100.0)  # until now it waited
+    add(one, "a", EASY, 1, output=50)
+    add(one, "b", EASY, 2, output=100)
+    one.step()
+    assert [s.tickets for s in listener.all()] == [(1, 2)]
+    while one.scheduler.requests:
+        one.step()
+    said = listener.all()
+    # 100 steps of a millisecond, and a state every 20.
+    assert [s.running for s in said] == [2, 2, 1, 1, 0]
+    assert [s.tickets for s in said] == [(1, 2), (1, 2), (2,), (2,), ()]
+    assert said[-1].seen == 2
+
+
+def test_before_a_long_step_it_always_speaks(engine: Any, listener: Listener) -> None:
+    one = engine()
+    add(one, "a", EASY, 1, output=10)
+    one.step()
+    listener.all()
+    add(one, "b", EASY, 2, prompt=2000)
+    steering(one)._publisher._next_s = math.inf  # it has just spoken
+    one.step()
+    assert [s.tickets for s in listener.all()] == [(1, 2)]
+
+
+def test_a_client_that_leaves_an_engine_without_steps_is_told_of(
+    engine: Any, listener: Listener
+) -> None:
+    one = engine()
+    add(one, "a", EASY, 1, output=10)
+    one.step()
+    assert listener.last().tickets == (1,)
+    one.abort("a")
+    assert [s.tickets for s in listener.all()] == [()]
+
+
+def test_the_stock_path_speaks_too(engine: Any, listener: Listener) -> None:
+    one = engine()
+    listener.all()
+    add(one, "plain", None, output=5)
+    one.run()
+    said = listener.all()
+    assert [s.running for s in said[:2]] == [1, 1]
+    assert said[-1].running == 0
+
+
+def test_nobody_listens_and_then_somebody_does(tmp_path: Path) -> None:
+    publisher = StatePublisher(str(tmp_path / "state"))
+    one = ReplicaState(model=ROOFLINE, seen=1)
+    publisher.publish(one, 0.0)
+    listening = Listener(tmp_path / "state")
+    publisher.publish(one, 1.0)
+    assert listening.all() == [one]
+    listening.socket.close()
+    publisher.publish(one, 2.0)  # a socket that nobody reads any more
+    listening.path.unlink()
+    again = Listener(tmp_path / "state")
+    publisher.publish(one, 3.0)
+    assert again.all() == [one]
+    again.socket.close()
+    publisher.close()
+
+
+def test_what_cannot_be_sent_is_complained_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening = Listener(tmp_path / "state")
+    publisher = StatePublisher(str(listening.path))
+    large = ReplicaState(model=ROOFLINE, lengths={"x" * 4 * state.MAX_MESSAGE_BYTES: (1,)})
+    said: list[Any] = []
+    monkeypatch.setattr(state.logger, "error", lambda *words: said.append(words[-1]))
+    publisher.publish(large, 0.0)
+    publisher.publish(large, 1.0)
+    assert [error.errno for error in said] == [errno.EMSGSIZE]
+    one = ReplicaState(model=ROOFLINE, seen=1)
+    publisher.publish(one, 2.0)
+    assert listening.all() == [one]
+    listening.socket.close()
+    publisher.close()
+
+
+def test_who_is_slow_gets_the_last_state_later(tmp_path: Path) -> None:
+    """Nothing is read before all is published, so whoever waited for a reader would for ever."""
+    listening = Listener(tmp_path / "state")
+    publisher = StatePublisher(str(listening.path))
+    for seen in range(200):
+        publisher.publish(ReplicaState(model=ROOFLINE, seen=seen), float(seen))
+    end = time.monotonic() + patience(10.0)
+    said = [s.seen for s in listening.all()]
+    while said[-1] != 199:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        said += [s.seen for s in listening.all()]
+    assert said == [*range(len(said) - 1), 199]
+    assert 1 < len(said) < 200
+    publisher.close()
+    listening.socket.close()
+
+
+def test_it_is_due_every_twentieth_of_a_second(tmp_path: Path) -> None:
+    publisher = StatePublisher(str(tmp_path / "state"))
+    assert publisher.due(5.0)
+    publisher.publish(ReplicaState(model=ROOFLINE), 5.0)
+    assert not publisher.due(5.019)
+    assert publisher.due(5.02)
+    publisher.close()
+
+
+def test_messages_say_when_they_were_taken() -> None:
+    one = ReplicaState(model=ROOFLINE, seen=4)
+    before = time.monotonic()
+    text, taken_s = unpack(pack(one))
+    assert before <= taken_s <= time.monotonic()
+    assert ReplicaState.from_json(text) == one
+    for broken in (b"", b"{}", b"x\n{}"):
+        with pytest.raises(ValueError, match=r"message|float"):
+            unpack(broken)
+
+
+@pytest.mark.usefixtures("listener")
+def test_publishing_changes_no_decision(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timings = []
+    for asked in (True, False):
+        if not asked:
+            monkeypatch.delenv(state.SOCKET_VARIABLE)
+        one = engine(margin=1.02)
+        for i in range(30):
+            add(one, f"r{i}", SLO(ttft_ms=200 + 90 * i, tpot_ms=40 + i), i + 1, prompt=80 + 7 * i)
+        one.run()
+        timings.append({name: o.token_times_s for name, o in one.outcomes.items()})
+        assert (steering(one)._publisher is not None) == asked
+    assert timings[0] == timings[1]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would be promised to a request if it came now: asked of admission, again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+from vllm_slo.core.admission.incremental import Verdict
+from vllm_slo.core.types import INFINITY
+
+Ask: TypeAlias = Callable[[float, float], Verdict]
+"""(TTFT, TPOT) in seconds, infinite where there is none -> whether both can be promised now."""
+
+PRECISION: Final = 1.04
+"""Objectives that are found are at most so many times as long as the shortest."""
+WIDEST: Final = 1e5
+"""Objectives are looked for up to so many times a lone request's."""
+MEMORY_S: Final = 10.0
+"""How soon prompts that were promised are forgotten."""
+
+
+class Competition:
+    """How many more prompt tokens than usual are likely promised within the next moment: one
+    standard deviation, were prompts like those promised of late to come as a Poisson process.
+    What usually comes meanwhile, the engine does meanwhile."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+        self._squares = 0.0
+
+    def promised(self, tokens: int, now_s: float) -> None:
+        """Note that a prompt with so many tokens to compute was promised."""
+        self._squares = self._squares * self._faded(now_s) + tokens * tokens
+        self._at_s = max(now_s, self._at_s)
+
+    def tokens(self, within_s: float, now_s: float) -> float:
+        """Tokens within so many seconds."""
+        return math.sqrt(within_s / MEMORY_S * self._faded(now_s) * self._squares)
+
+    def _faded(self, now_s: float) -> float:
+        return math.exp(min(self._at_s - now_s, 0.0) / MEMORY_S)
+
+
+class Quote(NamedTuple):
+    """An answer to "what if". Times in seconds.
+
+    Attributes:
+        promised: whether the request would be promised what it asks.
+        reason: what stands in the way, as `AdmissionPlan.refused` says; None where nothing does.
+        retry_after_s: when the same might be promised.
+        ttft_s: shortest TTFT that would be promised beside the TPOT asked for; None: none at all.
+        tpot_s: shortest TPOT that would be promised beside the TTFT asked for; None: none at all.
+        cheapest: the objectives asked for where they are promised; else these with what binds made
+            longer until they are: (TTFT, TPOT), infinite where none was asked for; None: there are
+            none.
+    """
+
+    promised: bool
+    reason: str | None
+    retry_after_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    cheapest: tuple[float, float] | None
+
+
+def quote(ttft_s: float, tpot_s: float, ask: Ask, lone_ttft_s: float, lone_tpot_s: float) -> Quote:
+    """What a request would be promised.
+
+    Args:
+        ttft_s, tpot_s: what it asks for, infinite where it asks for none; at least one is finite.
+        ask: admission. A longer objective is never harder to promise.
+        lone_ttft_s, lone_tpot_s: what an engine without other work takes, above 0.
+    """
+    said = ask(ttft_s, tpot_s)
+    if said.reason in ("memory", "seats"):  # however long it would wait
+        return Quote(False, said.reason, said.retry_after_s, None, None, None)
+    first_s = _shortest(lambda time_s: ask(time_s, tpot_s).promised, lone_ttft_s, ttft_s, said)
+    each_s = _shortest(lambda time_s: ask(ttft_s, time_s).promised, lone_tpot_s, tpot_s, said)
+    cheapest: tuple[float, float] | None
+    if said.promised:
+        cheapest = ttft_s, tpot_s
+    elif said.reason == "decode" and each_s is not None:
+        cheapest = ttft_s, each_s
+    elif first_s is not None:
+        cheapest = first_s, tpot_s
+    elif each_s is not None:
+        cheapest = ttft_s, each_s
+    else:
+        times = _shortest(lambda n: ask(ttft_s * n, tpot_s * n).promised, 1.0, INFINITY, said)
+        cheapest = None if times is None else (ttft_s * times, tpot_s * times)
+    return Quote(said.promised, said.reason, said.retry_after_s, first_s, each_s, cheapest)
+
+
+def _shortest(
+    promised: Callable[[float], bool], lone_s: float, asked_s: float, said: Verdict
+) -> float | None:
+    """The shortest time that is promised, to within `PRECISION`; None: none is.
+
+    What is known of the time that was asked for narrows the search.
+    """
+    low, high = lone_s, lone_s * WIDEST
+    if said.promised and asked_s < INFINITY:
+        if asked_s <= low:
+            return asked_s
+        high = asked_s
+    else:
+        if not said.promised and low < asked_s < high:
+            low = asked_s
+        if not promised(high):
+            return None
+    if promised(low):
+        return low
+    while high > low * PRECISION:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if promised(middle) else (middle, high)
+    return high

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order requests without a promise are served."""

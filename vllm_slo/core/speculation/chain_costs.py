@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a chain of draft models costs: the figures behind SpecRouter's equation 7 (section 4.2).
+
+In a round of a chain the first model guesses a window of tokens; each further one looks at what the
+one before it says in a single pass, keeps what it would have said itself and adds a token of its
+own. Rounds follow until the last model has said as many tokens as are to be proposed to the target.
+
+Unlike the paper's, each level is reached in every round, because a verifier adds a token even to a
+guess that it turns down; what acceptance decides is how many rounds it takes. The rounds of a batch
+end with its slowest request, so the same chain costs more rounds in a large batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.core.jit import jit
+from vllm_slo.core.speculation.tree_budget import FIRST_GUESS
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+MAX_WINDOW = 8
+"""Most tokens that the first model of a chain guesses in a round."""
+TOKENS, SECONDS, COUNT = 0, 1, 2
+"""Rows of what is known of a model's passes, by octave: mean size, mean time, passes seen."""
+OCTAVES = 20
+RIDE_ALONG = 16.0
+"""Tokens up to which a pass, which reads all weights, is taken to last as long as a shorter one
+until it was seen: what is taken for dear would never be tried."""
+OUTLIER = 4.0
+"""A pass is taken for at most so many times what is known of its size."""
+LEANS_ON = 8.0
+"""Trials that f(SimScore) counts for in an edge's acceptance."""
+FARTHEST = 0.01
+"""Closest that acceptance and similarity come to 0 and 1."""
+
+
+# --- what passes take ---------------------------------------------------------------------------
+
+
+@jit
+def _note_pass(known: Floats, tokens: int, took_s: float, share: float) -> None:
+    """Take one pass into ``known`` (3, OCTAVES). No larger size is left to be faster than a smaller
+    one: what was just seen is believed."""
+    octave = min(int(np.log2(tokens)), known.shape[1] - 1)
+    seen = known[COUNT, octave]
+    if seen > 0.0:
+        took_s = min(took_s, OUTLIER * known[SECONDS, octave])
+    part = max(share, 1.0 / (seen + 1.0))
+    known[COUNT, octave] = seen + 1.0
+    known[TOKENS, octave] += part * (tokens - known[TOKENS, octave])
+    known[SECONDS, octave] += part * (took_s - known[SECONDS, octave])
+    for other in range(known.shape[1]):
+        if other < octave:
+            known[SECONDS, other] = min(known[SECONDS, other], known[SECONDS, octave])
+        elif known[COUNT, other] > 0.0:
+            known[SECONDS, other] = max(known[SECONDS, other], known[SECONDS, octave])
+
+
+@jit
+def _pass_s(known: Floats, tokens: float) -> float:
+    """`PassTimes.pass_s`, of ``known`` (3, OCTAVES)."""
+    last, time_s = -1, known[SECONDS, 0]
+    for octave in range(known.shape[1]):
+        if known[COUNT, octave] == 0.0:
+            continue
+        size, time_s = known[TOKENS, octave], known[SECONDS, octave]
+        if tokens <= size:
+            if last >= 0:
+                part = (size - tokens) / (size - known[TOKENS, last])
+                time_s -= part * (time_s - known[SECONDS, last])
+            return float(time_s)
+        last = octave
+    if last >= 0:
+        time_s *= max(tokens / max(known[TOKENS, last], RIDE_ALONG), 1.0)
+    return float(time_s)
+
+
+class PassTimes:
+    """T_i of one model: what a pass takes, by how many tokens are in it.
+
+    Args:
+        first_s: guess at a pass before any was measured.
+        known: (3, OCTAVES), where to keep what is known, see `TOKENS`.
+    """
+
+    SHARE = 0.1
+    """Of each pass in the mean of its octave."""
+    MANY = 64
+    """Tokens from which on a pass tells what one more costs."""
+
+    def __init__(self, first_s: float = 0.002, known: Floats | None = None) -> None:
+        self._known = np.zeros((3, OCTAVES)) if known is None else known
+        self._known[:] = 0.0
+        self._known[SECONDS, 0] = first_s
+
+    def observe(self, tokens: int, took_s: float) -> None:
+        """Take in one pass over so many tokens; a time that is none is ignored."""
+        if tokens >= 1 and 0.0 < took_s < math.inf:
+            _note_pass(self._known, tokens, took_s, self.SHARE)
+
+    def pass_s(self, tokens: float) -> float:
+        """Seconds of a pass: linear between sizes seen, the same below the smallest; above the
+        largest the same up to `RIDE_ALONG` and then in proportion; never less for more tokens."""
+        return _pass_s(self._known, float(tokens))
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that a token more takes in a large pass, a prompt's; 0 before one was seen."""
+        seen = self._known[:, self._known[COUNT] > 0.0]
+        if not seen.size or seen[TOKENS, -1] < self.MANY:
+            return 0.0
+        tokens, seconds, _ = seen[:, -1] - (seen[:, 0] if seen.shape[1] > 1 else 0.0)
+        return float(seconds / tokens)
+
+
+# --- how often models agree ---------------------------------------------------------------------
+
+
+@jit
+def _alphas(trials: Floats, scores: Floats, prior: Floats, fit: tuple[float, float]) -> Floats:
+    """`Edges.alphas`: of (2, n, n) trials and accepted ones, similarities and priors."""
+    result = np.empty(scores.shape)
+    for i in range(len(scores)):
+        for j in range(len(scores)):
+            guess = prior[i, j]
+            if not np.isnan(scores[i, j]):
+                kept = min(max(scores[i, j], FARTHEST), 1.0 - FARTHEST)
+                x = fit[0] + fit[1] * np.log(kept / (1.0 - kept))
+                guess = 1.0 / (1.0 + np.exp(-x))
+            found = (trials[1, i, j] + LEANS_ON * guess) / (trials[0, i, j] + LEANS_ON)
+            result[i, j] = min(max(found, FARTHEST), 1.0 - FARTHEST)
+    return result
+
+
+class Edges:
+    """alpha(i, j): how often model j accepts what model i guessed, the target being the last.
+
+    Acceptance that was observed is blended with f(SimScore), the more the less of it there is; both
+    fade. f is a sigmoid of logit(SimScore), shared by all edges and fitted as acceptance comes in;
+    it begins as the identity, as equation 2 has it. An edge of which nothing is known is taken for
+    ``PRIOR`` between models of the pool: one taken for worse than it is would never be tried. One
+    to the target is taken for `FIRST_GUESS`, as trees are.
+
+    Args:
+        models: of the pool; the target is the next place.
+    """
+
+    PRIOR = 0.8
+    MEMORY = 150.0
+    """Trials after which an old one counts for 1/e."""
+    SHARE = 0.05
+    """Of each score in its mean."""
+    RATE = 0.05
+    """Of the fit of f: step for the error of ``MANY`` trials, or of more."""
+    MANY = 32.0
+
+    def __init__(self, models: int) -> None:
+        shape = models + 1, models + 1
+        self._trials = np.zeros((2, *shape))
+        self._scores = np.full(shape, np.nan)
+        self._prior = np.full(shape, self.PRIOR)
+        self._prior[:, models] = FIRST_GUESS
+        self._bend, self._slope = 0.0, 1.0
+
+    def observe_similarity(self, i: int, j: int, score: float) -> None:
+        """Take in 1 - total variation distance of what two models would say next (equation 6),
+        averaged over some places; what is no number is ignored."""
+        if not 0.0 <= score <= 1.0:
+            return
+        known = self._scores[i, j]
+        self._scores[i, j] = score if math.isnan(known) else known + self.SHARE * (score - known)
+
+    def observe_acceptance(self, i: int, j: int, tried: int, accepted: int) -> None:
+        """Model j looked at ``tried`` guesses of model i, none behind one that it turned down, and
+        ``accepted`` so many."""
+        if not 0 <= accepted <= tried or not tried:
+            return
+        trials = self._trials[:, i, j]
+        trials += tried, accepted
+        trials *= min(self.MEMORY / trials[0], 1.0)
+        if not math.isnan(self._scores[i, j]):
+            self._fit(_logit(self._scores[i, j]), tried, accepted / tried)
+
+    def _fit(self, x: float, tried: int, share: float) -> None:
+        """A step of logistic regression: of the share that was accepted, given logit(SimScore)."""
+        error = share - 1.0 / (1.0 + math.exp(-self._bend - self._slope * x))
+        rate = self.RATE * min(tried / self.MANY, 1.0)
+        self._bend = min(max(self._bend + rate * error, -3.0), 3.0)
+        self._slope = min(max(self._slope + rate * error * x, 0.1), 3.0)
+
+    def age(self, share: float) -> None:
+        """Let the acceptance that was observed count for ``share`` of what it did."""
+        self._trials *= share
+
+    def alphas(self) -> Floats:
+        """(models + 1, models + 1) alpha(i, j), in (0, 1)."""
+        return _alphas(self._trials, self._scores, self._prior, (self._bend, self._slope))
+
+    def alpha(self, i: int, j: int) -> float:
+        """alpha(i, j)."""
+        return float(self.alphas()[i, j])
+
+    def similarity(self, i: int, j: int) -> float:
+        """SimScore(i, j); NaN where none was measured."""
+        return float(self._scores[i, j])
+
+
+def _logit(score: float) -> float:
+    kept = min(max(score, FARTHEST), 1.0 - FARTHEST)
+    return math.log(kept / (1.0 - kept))
+
+
+@jit
+def lifted(typical: Floats, odds: float) -> Floats:
+    """(depths, width) path probabilities ``typical`` where the odds of each best guess, given those
+    before it, are so many times as high; its alternatives share what is left as before."""
+    result = typical.copy()
+    above, above_now = 1.0, 1.0
+    for depth in range(len(typical)):
+        best, kept = typical[depth, 0], 0.0
+        if best > 0.0:
+            kept = min(best / above, 1.0 - FARTHEST)
+        result[depth, 0] = above_now * kept * odds / (1.0 - kept + kept * odds)
+        left, left_now = above - best, above_now - result[depth, 0]
+        result[depth, 1:] *= left_now / left if left > FARTHEST else 0.0
+        above, above_now = best, result[depth, 0]
+    return result
+
+
+# --- equation 7 ---------------------------------------------------------------------------------
+
+
+@jit
+def _yields(alphas: Floats, window: int, depth: int) -> Floats:
+    """(levels, depth + 2) chance that a round gives at least 0, 1, 2, .. tokens of each model of a
+    chain, where there is room for them; alphas: how often each is accepted by the next."""
+    chance = np.zeros((len(alphas) + 1, depth + 2))
+    chance[0, : window + 1] = 1.0
+    for level in range(1, len(chance)):
+        chance[level, 0] = 1.0
+        kept = 1.0
+        for count in range(1, depth + 2):
+            chance[level, count] = kept * chance[level - 1, count - 1]
+            kept *= alphas[level - 1]
+    return chance
+
+
+@jit
+def _rounds(chance: Floats, requests: int) -> tuple[Floats, Floats]:
+    """Rounds until a request has 0, 1, 2, .. tokens, and until each of some requests has, on
+    average; ``chance``: that a round gives at least 0, 1, 2, .. of them."""
+    most = len(chance) - 1
+    each, slowest = np.zeros(most), np.zeros(most)
+    lacks = np.ones(most)  # the chance that a request has fewer tokens than that
+    lacks[0] = 0.0
+    for done in range(most - 1):
+        for tokens in range(done + 1, most):
+            each[tokens] += lacks[tokens]
+            none, left, squared = 1.0, requests, 1.0 - lacks[tokens]
+            while left:
+                if left & 1:
+                    none *= squared
+                squared *= squared
+                left >>= 1
+            slowest[tokens] += 1.0 - none
+        for tokens in range(most - 1, 0, -1):
+            lacked = 0.0
+            for got in range(1, tokens - done):
+                lacked += (chance[got] - chance[got + 1]) * lacks[tokens - got]
+            lacks[tokens] = lacked
+    return each, slowest
+
+
+@jit
+def _all_rounds_s(known: Floats, requests: int, rounds: float, first: float, read: float) -> float:
+    """Seconds of a model's passes of all ``rounds``, that have to ``read`` so many tokens of a
+    request, the ``first`` of all requests, further ones of those that lack some."""
+    took_s = _pass_s(known, requests * first)
+    if rounds > 1.0 and read > first:
+        took_s += (rounds - 1.0) * _pass_s(known, requests * (read - first) / (rounds - 1.0))
+    return took_s
+
+
+@jit
+def _rounds_s(
+    known: Floats, chain: Ints, alphas: Floats, requests: int, window: int, depth: int
+) -> Floats:
+    """(depth,) seconds until each of some requests has 1, 2, .. tokens of the last model of a chain
+    of several, guessed in windows of so many; arguments as in `drafting_times`.
+
+    A request that has them takes no part in further rounds, nor is more guessed than it lacks: one
+    that lacks x tokens of the last model has room for x - 1 of the model before, and so on. So a
+    model runs in a round as if its own tokens were to be that many fewer.
+    """
+    top = len(chain) - 1
+    chance = _yields(alphas, window, depth)
+    each, slowest = _rounds(chance[top], requests)
+    guess_s, took_s = np.zeros(depth + 1), np.zeros(depth)
+    for room in range(1, depth - top + 1):
+        guess_s[room] = _all_rounds_s(known[chain[0]], requests, slowest[room], 1.0, each[room])
+    for level in range(1, top + 1):
+        first = 1.0
+        for room in range(1, depth - top + level + 1):
+            read = each[room]
+            for guessed in range(1, min(room, window + level)):
+                read += chance[level - 1, guessed] * each[room - guessed]
+            took_s[room + top - level - 1] += _all_rounds_s(
+                known[chain[level]], requests, slowest[room], first, read
+            )
+            first += chance[level - 1, room]
+    for left in range(top + 1, depth + 1):
+        for step in range(min(window, left - top)):
+            took_s[left - 1] += guess_s[left - top - step]
+    return took_s
+
+
+@jit
+def look_ahead(
+    ways: Ints,
+    chains: Ints,
+    alphas: Floats,
+    known: Floats,
+    requests: int,
+    fresh: float,
+    most_beams: int,
+    widths: Ints,
+    result: Floats,
+    windows: Ints,
+) -> None:
+    """Bring what `drafting_times` returned, ``result`` and ``windows``, up to date for the chains
+    ``ways``; the other arguments as there."""
+    deepest = result.shape[2]
+    for c in ways:
+        chain = chains[c][chains[c] >= 0]
+        result[c] = np.inf
+        windows[c] = 1
+        if len(chain) == 1:
+            model = known[chain[0]]
+            first_s = _pass_s(model, requests * fresh)
+            for w in range(len(widths)):
+                each_s = _pass_s(model, min(requests * widths[w], most_beams))
+                for depth in range(deepest):
+                    result[c, w, depth] = first_s + depth * each_s
+        else:
+            agree = np.empty(len(chain) - 1)
+            for level in range(len(agree)):
+                agree[level] = alphas[chain[level], chain[level + 1]]
+            for window in range(1, min(MAX_WINDOW, deepest - len(agree)) + 1):
+                took_s = _rounds_s(known, chain, agree, requests, window, deepest)
+                for depth in range(len(agree), deepest):
+                    if took_s[depth] < result[c, 0, depth]:
+                        result[c, :, depth], windows[c, depth] = took_s[depth], window
+
+
+@jit
+def drafting_times(
+    chains: Ints,
+    alphas: Floats,
+    known: Floats,
+    requests: int,
+    fresh: float,
+    most_beams: int,
+    widths: Ints,
+    deepest: int,
+) -> tuple[Floats, Ints]:
+    """What drafting takes.
+
+    A model alone needs a pass for each token, over a beam for each candidate; of several the last
+    has the other candidates for nothing. A chain of several models is not for proposals shorter
+    than itself: some of its models would have nothing to do.
+
+    Args:
+        chains: (C, models) places in the pool, -1 behind the last.
+        alphas: (models + 1, models + 1) alpha(i, j).
+        known: (models, 3, OCTAVES) what is known of their passes.
+        requests: drafted for together.
+        fresh: tokens of a request that a model has not read yet.
+        most_beams: of one pass.
+        widths: (w,) candidates for each token.
+        deepest: tokens ahead at most.
+
+    Returns:
+        (C, w, deepest) seconds until trees of each width are 1, 2, .. deep; (C, deepest) the window
+        with which they are, 1 where there is nothing to choose.
+    """
+    result = np.empty((len(chains), len(widths), deepest))
+    windows = np.empty((len(chains), deepest), dtype=np.int64)
+    ways = np.arange(len(chains))
+    look_ahead(ways, chains, alphas, known, requests, fresh, most_beams, widths, result, windows)
+    return result, windows

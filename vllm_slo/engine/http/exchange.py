@@ -1,0 +1,496 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTTP request and its response, on their way through the middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_slo.engine.gate import CALLER
+from vllm_slo.engine.http.messages import error_messages, json_messages, resized
+from vllm_slo.engine.http.outcome import Asked, rewrite_event, rewrite_json
+from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
+from vllm_slo.slo.access import Access, Seal
+from vllm_slo.slo.carriers import (
+    FORWARDED,
+    Carriers,
+    Forwarded,
+    Policy,
+    asked_by,
+    carriers_of,
+    is_json_type,
+    peek,
+    prompts_in,
+    read_body,
+    slo_headers,
+    slo_keys_of,
+)
+from vllm_slo.slo.model import (
+    AGE_KEY,
+    EACH_KEY,
+    EXEMPT_KEY,
+    GROUP_KEY,
+    INTERNAL_KEYS,
+    SLO,
+    TICKET_KEY,
+    OnUnattainable,
+)
+from vllm_slo.slo.verdicts import DECLINED_HEADER, Declined, Invalid, Quoted, Verdict
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["Exchange", "Rules", "read_request", "sealed"]
+
+logger = logging.getLogger("vllm_slo.http")
+
+MAX_HELD_BYTES: Final = 64 * 1024 * 1024
+"""Of a response that is to get a report; a longer one goes out as it comes."""
+_DISCONNECT: Final = {"type": "http.disconnect"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the requests of one server are read with.
+
+    Attributes:
+        policy: classes, service tiers and the default.
+        access: what a key may ask for; None: anything.
+        seal: proves to the scheduler who wrote the keys; None: nobody made up its secret.
+    """
+
+    policy: Policy
+    access: Access | None
+    seal: Seal | None
+
+
+def read_request(
+    request: Mapping[str, Any],
+    raw_headers: Sequence[tuple[bytes, bytes]],
+    rules: Rules,
+    arrival_s: float,
+    forwarded: Forwarded | None = None,
+    xargs: Mapping[str, Any] | None = None,
+) -> Asked:
+    """What a request asks for.
+
+    Args:
+        request: the fields of its body.
+        raw_headers: ASGI headers, names in lower case.
+        rules: how it is read.
+        arrival_s: arrival here, epoch seconds.
+        forwarded: what the front says of it, if it came through one.
+        xargs: the SLO's keys that reached the engine; None: those of the body.
+
+    Raises:
+        InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
+        ForbiddenSLOError: the key may not ask for that.
+    """
+    carriers = carriers_of(request, slo_headers(raw_headers))
+    if xargs is not None:
+        carriers = carriers.with_xargs(xargs)
+    if rules.access is not None:  # the key says who is asking
+        carriers = carriers.without_hints({"tenant"})
+    before_s = 0.0 if forwarded is None else forwarded["age_ms"] / 1e3
+    slo = _allowed(request, carriers, raw_headers, rules, arrival_s - before_s)
+    if forwarded is not None and slo is not None:
+        slo = _as_forwarded(slo, forwarded["on_unattainable"])
+    return Asked(slo, carriers.service_tier)
+
+
+def _allowed(
+    request: Mapping[str, Any],
+    carriers: Carriers,
+    raw_headers: Sequence[tuple[bytes, bytes]],
+    rules: Rules,
+    arrival_s: float,
+) -> SLO | None:
+    """The SLO of a request, as far as its key may have it. A hint that it may not have is ignored,
+    as any hint is that means nothing here."""
+    slo, own = asked_by(request, carriers, rules.policy, arrival_s)
+    if rules.access is None or slo is None:
+        return slo
+    try:
+        return rules.access.ruled(slo, raw_headers, rules.policy.classes, own=own)
+    except ForbiddenSLOError as error:
+        fewer = carriers.without_hints_of(error.field)
+        if fewer is None:
+            raise
+    return _allowed(request, fewer, raw_headers, rules, arrival_s)
+
+
+def _as_forwarded(slo: SLO, wish: OnUnattainable | None) -> SLO:
+    """`slo` with what the front wants if no promise can be made."""
+    if wish is None or slo.effective_tier != "guaranteed":
+        return slo
+    return replace(slo, on_unattainable=wish)
+
+
+class Exchange:
+    """A request and its response; `receive` and `send` are what the application is given, and the
+    gate to the engine calls the rest.
+
+    Nothing happens before the application asks for the body, which it does only after it has let
+    the client in. On the routes that are known to generate, a mistake is answered then; on any
+    other route, when the engine is asked to generate.
+
+    Invariant: after `refused` is set the client has its whole answer; nothing more is sent to it,
+    and the application is told that the client has left.
+
+    Args:
+        rules: how the request is read; called when that is needed.
+        scope, receive, send: the client's.
+        eager: whether mistakes are answered before the application reads the body.
+        arrival_s: epoch seconds.
+    """
+
+    def __init__(
+        self,
+        rules: Callable[[], Rules],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        eager: bool,
+        arrival_s: float,
+    ) -> None:
+        self.refused = False
+        self._rules = rules
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._eager = eager
+        self._arrival_s = arrival_s
+        self._body: bytes | None = None
+        self._request: Mapping[str, Any] = {}
+        self._asked: Asked | None = None
+        self._flat: Mapping[str, Any] | None = None
+        self._numbers = 0
+        self._reports: dict[int, Mapping[str, Any]] = {}
+        self._has_output = False
+        self._gone: asyncio.Event | None = None
+        self._held: list[Message] | None = None
+        self._started = False
+        self._streams = False
+        self._stored_id: str | None = None
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let the application serve the request."""
+        token = CALLER.set(self)
+        try:
+            await app(self._scope, self.receive, self.send)
+        except Exception:
+            if not self.refused:
+                raise
+            # The client has its answer; the application was told that the client left.
+            logger.debug("the application raised after a refusal", exc_info=True)
+        finally:
+            CALLER.reset(token)
+            self._body = b""  # tasks that vLLM began here may keep the context for long
+
+    # --- the request ------------------------------------------------------------------------------
+
+    async def receive(self) -> Message:
+        """The body as one message at the first call; later calls wait for the real client."""
+        if self.refused:
+            return dict(_DISCONNECT)
+        if self._body is not None:
+            return await (self._receive() if self._is_plain() else self._client())
+        self._body = b""
+        if not self._is_json():
+            return await self._receive()
+        chunks: list[bytes] = []
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            chunks.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        self._body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if self._eager and not await self._is_accepted():
+            return dict(_DISCONNECT)
+        return {"type": "http.request", "body": self._body, "more_body": False}
+
+    async def _is_accepted(self) -> bool:
+        """Whether the application is to have the request; its client has been answered if not."""
+        try:
+            self._read(None)
+            await self._check()
+        except (InvalidSLOError, ConfigError) as error:
+            await self._refuse_error(error)
+        return not self.refused
+
+    def _is_plain(self) -> bool:
+        """Whether it is certain that the request is served as vLLM would."""
+        return self._eager and self._asked is not None and self._asked.slo is None
+
+    async def _client(self) -> Message:
+        """What the client does next, or that it has left because it has its answer."""
+        if self._gone is None:
+            self._gone = asyncio.Event()
+        client = asyncio.ensure_future(self._receive())
+        gone = asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait((client, gone), return_when=asyncio.FIRST_COMPLETED)
+            return client.result() if client.done() and not gone.done() else dict(_DISCONNECT)
+        finally:
+            client.cancel()
+            gone.cancel()
+
+    def _is_json(self) -> bool:
+        """Whether the body is JSON by its header: of several the first, which is vLLM's."""
+        headers = dict(reversed(self._scope["headers"]))
+        return is_json_type(headers.get(b"content-type", b"").decode("latin-1"))
+
+    def _read(self, xargs: Mapping[str, Any] | None) -> Asked:
+        """What is asked for.
+
+        Raises:
+            InvalidSLOError, ConfigError: the request is to be refused.
+        """
+        if self._asked is None and self._body:
+            self._request = peek(self._body) or {}
+        headers, forwarded = self._scope["headers"], self._scope.get(FORWARDED)
+        rules = self._rules()
+        self._asked = read_request(self._request, headers, rules, self._arrival_s, forwarded, xargs)
+        return self._asked
+
+    async def _check(self) -> None:
+        """Nothing; what requests of another kind look at beside the SLO."""
+
+    # --- what the gate calls ----------------------------------------------------------------------
+
+    def admit(self, extra_args: Mapping[str, Any] | None, n: int) -> Mapping[str, Any] | None:
+        """As `gate.Caller`."""
+        said = slo_keys_of(extra_args)
+        if self._asked is None:
+            self._read(None)
+        xargs = self._request.get("vllm_xargs")
+        if said and said != (slo_keys_of(xargs) if isinstance(xargs, Mapping) else {}):
+            # A route with a place of its own for them, such as a form.
+            self._read(said)
+            self._flat = None
+        if self._flat is None:
+            self._flat = self._keys(n)
+        return self._flat or None
+
+    def _keys(self, n: int) -> dict[str, Any]:
+        """Keys for the scheduler; empty: none.
+
+        Args:
+            n: choices of each prompt.
+        """
+        assert self._asked is not None
+        rules, slo = self._rules(), self._asked.slo
+        if slo is None:
+            beams = self._request.get("use_beam_search") is True
+            exempt = beams and rules.policy.default is not None
+            return sealed({EXEMPT_KEY: 1}, rules) if exempt else {}
+        flat: dict[str, Any] = slo.to_extra_args(resolved=True)
+        internal: dict[str, Any] = {}
+        if (forwarded := self._scope.get(FORWARDED)) is not None:
+            internal = {AGE_KEY: forwarded["age_ms"], TICKET_KEY: forwarded["ticket"]}
+        if n > 1:
+            internal[EACH_KEY] = 1
+        if self._asked.may_be_declined and (n > 1 or prompts_in(self._request) > 1):
+            internal[GROUP_KEY] = uuid.uuid4().hex
+        sealing = internal or rules.access is not None
+        return sealed({**flat, **internal}, rules) if sealing else flat
+
+    def admit_pooling(self) -> None:
+        """As `gate.Caller`."""
+        fields = peek(self._body) if self._body else None
+        if carriers_of(fields or {}, slo_headers(self._scope["headers"])).explicit:
+            raise InvalidSLOError(
+                "slo", "pooling takes no objectives", "leave it out of requests to this route"
+            )
+
+    def begin(self) -> int:
+        """As `gate.Caller`."""
+        self._numbers += 1
+        return self._numbers - 1
+
+    def has_output(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """As `gate.Caller`."""
+        self._has_output = True
+        self._reports.update(reports)
+
+    async def settle(self, verdict: Verdict | InvalidSLOError) -> bool:
+        """As `gate.Caller`.
+
+        Raises:
+            asyncio.CancelledError: the request ran in the background, where nobody ends it.
+        """
+        in_background = self._request.get("background") is True
+        if not self.refused and self._started:
+            if not self._fail_stored():
+                return False
+        elif not self.refused:
+            await self._tell(verdict)
+        if in_background:
+            raise asyncio.CancelledError
+        return True
+
+    async def _tell(self, verdict: Verdict | InvalidSLOError) -> None:
+        """Answer that the request is not served."""
+        if isinstance(verdict, Declined):
+            await self._decline(verdict)
+        elif isinstance(verdict, Quoted):
+            await self._answer(json_messages(200, {"object": "slo.quote", **verdict.quote}))
+        elif isinstance(verdict, Invalid):
+            field = verdict.text.partition(":")[0]
+            await self._refuse(400, "BadRequestError", verdict.text, field)
+        else:
+            await self._refuse_error(verdict)
+
+    def _fail_stored(self) -> bool:
+        """Whether this is a stored response that is made in the background; it has failed then."""
+        state = getattr(self._scope.get("app"), "state", None)
+        serving = getattr(state, "openai_serving_responses", None)
+        stored = getattr(serving, "response_store", {}).get(self._stored_id)
+        if stored is None or stored.status not in ("queued", "in_progress"):
+            return False
+        stored.status = "failed"
+        return True
+
+    # --- the response -----------------------------------------------------------------------------
+
+    async def send(self, message: Message) -> None:
+        """Forward, hold or rewrite one message of the response."""
+        if self.refused:
+            return
+        if self._held is not None:
+            await self._hold(message)
+        elif message["type"] == "http.response.start" and self._wants(message):
+            self._held = [message]
+        else:
+            await self._pass(message)
+
+    def _wants(self, start: Message) -> bool:
+        """Whether the response has to be held before it goes out."""
+        if start["status"] != 200:
+            return False
+        kinds = [v for name, v in start.get("headers", ()) if name.lower() == b"content-type"]
+        kind = kinds[0] if kinds else b""
+        self._streams = kind.startswith(b"text/event-stream")
+        asked = self._asked
+        if asked is None:
+            # A stream may begin before its route asks the engine, which is when it is read.
+            return self._streams and not self._eager
+        if asked.slo is None and asked.service_tier is None:
+            return False
+        if self._streams:
+            return asked.may_be_declined and not self._has_output
+        return bool(kind.startswith(b"application/json"))
+
+    async def _hold(self, message: Message) -> None:
+        """Keep a message until the response may go out.
+
+        A stream may once there is output of the engine, so nothing stands before a refusal; a
+        comment that keeps the connection alive opens it, too.
+        """
+        assert self._held is not None
+        self._held.append(message)
+        if message["type"] != "http.response.body":
+            await self._release()
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._streams:
+            decided = self._has_output or self._asked is None or not self._asked.may_be_declined
+            if decided or not more or body.startswith(b":"):
+                await self._release()
+        elif not more:
+            self._rewrite()
+            await self._release()
+        elif sum(len(held.get("body", b"")) for held in self._held) > MAX_HELD_BYTES:
+            await self._release()
+
+    def _rewrite(self) -> None:
+        """Put the report into the whole response that is held."""
+        assert self._asked is not None and self._held is not None
+        start, *parts = self._held
+        body = b"".join(part.get("body", b"") for part in parts)
+        if self._request.get("background") is True:
+            self._stored_id = _id_of(body)
+        changed = rewrite_json(body, self._asked, self._reports.get(0))
+        self._held = [
+            {**start, "headers": resized(start.get("headers", ()), len(changed))},
+            {"type": "http.response.body", "body": changed, "more_body": False},
+        ]
+
+    async def _release(self) -> None:
+        """Send what is held, in order; from here on everything passes."""
+        held, self._held = self._held or [], None
+        for message in held:
+            await self._pass(message)
+
+    async def _pass(self, message: Message) -> None:
+        """Send one message; an event of a stream that ends a choice gets its report."""
+        self._started = True
+        if self._streams and self._asked is not None and message.get("body"):
+            changed = rewrite_event(message["body"], self._asked, self._reports)
+            message = {**message, "body": changed}
+        await self._send(message)
+
+    # --- refusals ---------------------------------------------------------------------------------
+
+    async def _decline(self, declined: Declined) -> None:
+        wait_ms, status = declined.retry_after_ms, self._rules().policy.decline_status
+        headers = [
+            (b"retry-after", b"%d" % max(1, -(-wait_ms // 1000))),
+            (b"retry-after-ms", b"%d" % wait_ms),
+            (b"x-slo-reason", declined.reason.encode()),
+        ]
+        if FORWARDED in self._scope:
+            headers.append((DECLINED_HEADER.encode(), b"%d" % wait_ms))
+        await self._refuse(status, "slo_unattainable", declined.text, "slo", headers)
+
+    async def _refuse_error(self, error: InvalidSLOError | ConfigError) -> None:
+        if isinstance(error, ConfigError):
+            logger.error("the SLO configuration cannot be used: %s", error)
+            text = "the SLO configuration is broken"
+            await self._refuse(500, "InternalServerError", text, None)
+        elif isinstance(error, ForbiddenSLOError):
+            await self._refuse(403, "PermissionDeniedError", str(error), error.field)
+        else:
+            await self._refuse(400, "BadRequestError", str(error), error.field)
+
+    async def _refuse(
+        self,
+        status: int,
+        kind: str,
+        text: str,
+        param: str | None,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """Answer in the error shape of the API that was called."""
+        path: str = self._scope["path"]
+        await self._answer(error_messages(path, status, kind, text, param, headers))
+
+    async def _answer(self, messages: Iterable[Message]) -> None:
+        """Send a whole answer and close the exchange."""
+        self.refused = True
+        self._held = None
+        for message in messages:
+            await self._send(message)
+        if self._gone is not None:
+            self._gone.set()
+
+
+def sealed(flat: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    """`flat` with its seal; where nobody made up its secret, without internal keys, which the
+    scheduler would not believe."""
+    if rules.seal is not None:
+        return rules.seal.sealed(flat)
+    return {key: value for key, value in flat.items() if key not in INTERNAL_KEYS}
+
+
+def _id_of(body: bytes) -> str | None:
+    """The id of a response object."""
+    found = (read_body(body) or {}).get("id")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page on vLLM's server: ``GET /slo`` and ``GET /slo/data``.
+
+vLLM's plugin group for endpoints is closed unless ``VLLM_PLUGINS`` names the plugin, and warns of
+one that it leaves out. The page should need no setting, so the SLO middleware serves it, before
+anything of vLLM's: as open as ``/metrics``, which asks for no API key either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import Metric
+
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.errors import ConfigError
+from vllm_slo.live.history import KEPT
+from vllm_slo.live.page import DATA_PATH, PAGE_PATH, Answer, Sampler, page
+
+if TYPE_CHECKING:
+    from starlette.types import Scope, Send
+
+__all__ = ["LivePage"]
+
+_OURS: Final = "vllm_slo:"
+_THEIRS: Final = tuple(name for name in KEPT if not name.startswith(_OURS))
+
+
+class LivePage:
+    """Answers for the two paths, and looks at the series of this server from its start on."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get(FOLDER_VARIABLE)
+        self._folder = Path(folder) if folder else None
+        self._state: Any = None
+        self._classes: Mapping[str, Any] | None = None
+        self._sampler = Sampler(self._collect, self._about)
+
+    async def answered(self, scope: Scope, send: Send) -> bool:
+        """Whether this connection was for the page, and has its answer."""
+        if scope["type"] == "lifespan":
+            self._begin(scope)
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            return False
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        if path not in (PAGE_PATH, DATA_PATH):
+            return False
+        self._begin(scope)
+        if path == PAGE_PATH:
+            answer = page()
+        else:  # a whole history takes milliseconds, which streams should not wait for
+            answer = await asyncio.to_thread(self._sampler.data, scope["query_string"])
+        await _send(answer, send, whole=scope["method"] == "GET")
+        return True
+
+    def close(self) -> None:
+        """Look no more."""
+        self._sampler.stop()
+
+    def _begin(self, scope: Scope) -> None:
+        self._state = getattr(scope.get("app"), "state", None)
+        self._sampler.start()
+
+    def _collect(self) -> Iterable[Metric]:
+        if self._folder is not None:
+            yield from FolderCollector(self._folder).collect()
+        yield from vllm_series()
+
+    def _about(self) -> dict[str, Any]:
+        vllm_config = getattr(self._state, "vllm_config", None)
+        model_config = getattr(vllm_config, "model_config", None)
+        if self._classes is None and vllm_config is not None:
+            self._classes = _objectives(vllm_config.additional_config)
+        return {
+            "model": getattr(model_config, "served_model_name", None),
+            "classes": self._classes or {},
+            "silent_s": self._silent_s(),
+        }
+
+    def _silent_s(self) -> float | None:
+        """Seconds since a scheduler wrote its series; None: none has yet."""
+        times = []
+        for path in self._folder.glob("*.prom") if self._folder is not None else ():
+            try:
+                times.append(path.stat().st_mtime)
+            except OSError:
+                continue
+        return round(max(time.time() - max(times), 0.0), 1) if times else None
+
+
+def vllm_series() -> Iterable[Metric]:
+    """vLLM's own series of `KEPT`, or where there are several API servers all of theirs.
+
+    Never a scheduler's: where values are shared among processes its own are among them, and they
+    are in its file already.
+    """
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        from prometheus_client import CollectorRegistry, multiprocess
+
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        return (one for one in registry.collect() if not one.name.startswith(_OURS))
+    from prometheus_client import REGISTRY
+
+    return REGISTRY.restricted_registry(_THEIRS).collect()
+
+
+def _objectives(additional_config: object) -> dict[str, Any]:
+    """Class -> its TTFT and TPOT in milliseconds, None without; nothing if they cannot be read,
+    which requests are told."""
+    try:
+        classes = SLOConfig.from_additional_config(additional_config).slo_classes()
+    except ConfigError:
+        return {}
+    return {name: [slo.ttft_ms, slo.tpot_ms] for name, slo in classes.items()}
+
+
+async def _send(answer: Answer, send: Send, *, whole: bool) -> None:
+    headers = {**answer.headers, "content-length": str(len(answer.body))}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+    await send({"type": "http.response.body", "body": answer.body if whole else b""})

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``POST /v1/slo/quote``: what a request would be promised if it was sent now.
+
+The body is that of a completion or of a chat. It goes to vLLM's own route of that kind, so it is
+authenticated, checked and cut into tokens as if it was to be served; marked with `QUOTE_KEY`, it
+comes back from the scheduler with the answer instead of a text.
+
+The engine works a quote out between two steps, so those that ask hold up those that are served. No
+more than `MOST` are with the engine at once, and the others are refused rather than made to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_slo.engine.http.exchange import Exchange, Rules, sealed
+from vllm_slo.engine.http.messages import error_messages
+from vllm_slo.errors import InvalidSLOError
+from vllm_slo.slo.carriers import MAX_BODY_BYTES, prompts_in
+from vllm_slo.slo.model import QUOTE_KEY
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["answer_quote"]
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+MOST: Final = 8
+"""Quotes of one API server that the engine has at once, so about the most it answers in a step."""
+RETRY_MS: Final = 1_000
+
+
+async def answer_quote(
+    app: ASGIApp,
+    rules: Callable[[], Rules],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    arrival_s: float,
+) -> None:
+    """Serve one request for a quote.
+
+    vLLM lets clients in by the path and the headers, and the body is not read before it asks for
+    it; only then it is known which route has to read it.
+    """
+    asking = _Asking(rules, scope, COMPLETIONS, receive, send, arrival_s)
+    await asking.run(app)
+    if asking.of_chat is not None:
+        body, is_read = asking.of_chat, False
+
+        async def again() -> Message:
+            nonlocal is_read
+            if is_read:
+                return await receive()
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        asking = _Asking(rules, scope, CHAT, again, send, arrival_s)
+        await asking.run(app)
+    await asking.finish()
+
+
+class _Asking(Exchange):
+    """A request for a quote, as it is sent to one route of vLLM.
+
+    Invariant: it is among `_asking` from when vLLM has let the client in and has the whole body, so
+    slow bodies keep nobody out, until vLLM has answered.
+    """
+
+    def __init__(
+        self,
+        rules: Callable[[], Rules],
+        scope: Scope,
+        route: str,
+        receive: Receive,
+        send: Send,
+        arrival_s: float,
+    ) -> None:
+        root = scope.get("root_path", "").rstrip("/")
+        prefix = root if scope["path"].startswith(f"{root}/") else ""
+        path = f"{prefix}{route}"
+        self.of_chat: bytes | None = None
+        self._route = route
+        self._sent: list[Message] = []
+        inner = {**scope, "path": path, "raw_path": path.encode()}
+        super().__init__(rules, inner, receive, send, eager=True, arrival_s=arrival_s)
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let vLLM answer."""
+        try:
+            await super().run(app)
+        finally:
+            _asking.discard(self)
+
+    async def _check(self) -> None:
+        """Whether the engine is to be asked."""
+        body = self._body or b""
+        if "messages" in self._request and self._route != CHAT:
+            self.of_chat, self.refused = body, True  # for the other route to read
+            return
+        if not self._request:
+            await self._refuse(400, "BadRequestError", "the body is not a JSON object", None)
+        elif len(body) > MAX_BODY_BYTES:
+            text = f"the body is longer than {MAX_BODY_BYTES} bytes"
+            await self._refuse(413, "BadRequestError", text, None)
+        elif len(_asking) >= MOST:
+            await self._refuse_one_too_many()
+        else:
+            _check_single(self._request)
+            _asking.add(self)
+
+    async def _refuse_one_too_many(self) -> None:
+        text = f"{MOST} quotes are being worked out; ask one after another, or in {RETRY_MS} ms"
+        headers = [
+            (b"retry-after", b"%d" % -(-RETRY_MS // 1000)),
+            (b"retry-after-ms", b"%d" % RETRY_MS),
+            (b"x-slo-reason", b"too_many_quotes"),
+        ]
+        await self._refuse(429, "RateLimitError", text, None, headers)
+
+    def _keys(self, n: int) -> dict[str, Any]:
+        slo = self._asked.slo if self._asked is not None else None
+        flat = {} if slo is None else slo.to_extra_args(resolved=True)
+        return sealed({**flat, QUOTE_KEY: 1}, self._rules())
+
+    async def send(self, message: Message) -> None:
+        """Keep what the application answers; the quote itself does not come this way."""
+        if not self.refused:
+            self._sent.append(message)
+
+    async def finish(self) -> None:
+        """vLLM has answered without a quote: pass its error on."""
+        if self.refused:
+            return
+        if self._sent and self._sent[0].get("status") != 200:
+            await self._answer(self._sent)
+            return
+        text = "the scheduler of this server gives no quotes: use vllm_slo.Scheduler"
+        path = self._scope["path"]
+        await self._answer(error_messages(path, 501, "NotImplementedError", text, None))
+
+
+_asking: Final[set[_Asking]] = set()
+"""Those whose body vLLM has, in this process: one API server."""
+
+
+def _check_single(asked: Mapping[str, Any]) -> None:
+    """Refuse what the engine would serve as several requests, or what is none."""
+    if (prompts := prompts_in(asked)) > 1:
+        raise InvalidSLOError("prompt", f"{prompts} prompts", "ask for one at a time")
+    if not any(asked.get(key) is not None for key in ("messages", "prompt", "prompt_embeds")):
+        raise InvalidSLOError("prompt", "there is none", "give the body of a completion or a chat")

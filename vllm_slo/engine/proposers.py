@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proposers under the names that users put into ``--speculative-config``.
+
+They live in `vllm_slo.engine.worker.proposers`.
+"""
+
+from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
+
+__all__ = ["RemoteProposer", "TreeProposer"]

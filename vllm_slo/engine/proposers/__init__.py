@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Where draft tokens come from."""
-
-from vllm_slo.engine.proposers.pool import TreeProposer
-from vllm_slo.engine.proposers.remote import RemoteProposer
-
-__all__ = ["RemoteProposer", "TreeProposer"]

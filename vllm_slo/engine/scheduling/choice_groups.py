@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are the choices of one HTTP request: declined together or not at all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from vllm_slo.engine.scheduling.request_views import SLORequest
+from vllm_slo.slo.verdicts import Declined
+
+REMEMBERED: Final = 1_024
+"""Groups whose answer is remembered for members still on their way."""
+
+
+class ChoiceGroups:
+    """The live groups of one engine, by the names that the API server gave them."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, list[SLORequest]] = {}
+        # None: a choice has had a token and ended, so no other one is declined.
+        self._answers: OrderedDict[str, Declined | None] = OrderedDict()
+
+    def begin(self, tracked: SLORequest) -> Declined | None:
+        """A member has come; the answer of its group if that has been declined already."""
+        if tracked.group is None:
+            return None
+        if (declined := self._answers.get(tracked.group)) is not None:
+            return declined
+        self._members.setdefault(tracked.group, []).append(tracked)
+        return None
+
+    def end(self, tracked: SLORequest) -> None:
+        """A request has ended."""
+        if tracked.first_token_s is not None:
+            self._remember(tracked, None)
+        members = self._members.get(tracked.group or "", [])
+        if tracked in members:
+            members.remove(tracked)
+            if not members:
+                del self._members[str(tracked.group)]
+
+    def refused_with(
+        self, refused: Mapping[str, str], tracked: Mapping[str, SLORequest]
+    ) -> dict[str, str]:
+        """Further requests that are to be declined because a choice beside them is; each with the
+        choice that decides.
+
+        Of a group with a token already out, no choice is declined any more: what cannot be promised
+        is served without a promise. Such a choice is changed to ask for that.
+        """
+        others: dict[str, str] = {}
+        for name in refused:
+            one = tracked[name]
+            if one.group is None or one.slo.on_unattainable != "decline":
+                continue
+            members = self._members[one.group]
+            begun = one.group in self._answers
+            if begun or any(member.first_token_s is not None for member in members):
+                one.slo = replace(one.slo, on_unattainable="best_effort")
+                continue
+            ids = (member.request.request_id for member in members)
+            others |= {other: name for other in ids if other not in refused}
+        return others
+
+    def declined(self, tracked: SLORequest, answer: Declined) -> None:
+        """A choice has been declined, so those that are still to come are."""
+        self._remember(tracked, answer)
+
+    def _remember(self, tracked: SLORequest, answer: Declined | None) -> None:
+        if tracked.group is not None:
+            self._answers[tracked.group] = answer
+            while len(self._answers) > REMEMBERED:
+                self._answers.popitem(last=False)

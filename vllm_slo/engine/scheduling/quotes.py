@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers what a request would be promised if it came now; nothing is changed by it.
+
+Such a request comes like any other, so its prompt is read and cut into tokens as one that is
+served. It carries `QUOTE_KEY` and is never scheduled. A step answers a few of those that wait and
+leaves the others to the next one, so that a flood of them holds up nobody who is served. The answer
+is the stop reason with which the request ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vllm.v1.request import Request
+
+from vllm_slo.core.admission.incremental import IncrementalAdmission, Verdict
+from vllm_slo.core.admission.quote import Competition, Quote, quote
+from vllm_slo.core.types import INFINITY, Demand
+from vllm_slo.engine.scheduling.request_views import (
+    NO_CHUNKED_PREFILL,
+    UNCLASSED,
+    SLORequest,
+    yields_one_token,
+)
+from vllm_slo.slo.model import SLO, pack_quote
+
+if TYPE_CHECKING:
+    from vllm_slo.engine.scheduling.controller import CommittedLoad, Steering
+
+MOST_IN_STEP: Final = 8
+"""Quotes that one step answers at most: as many as one API server lets in at once
+(`http_quote.MOST`), so that one server's clients wait for one step where the time allows it."""
+TIME_SHARE: Final = 0.1
+"""Share of the engine's time that quotes may take, step by step. One of them is answered all the
+same, so that none waits for ever: a quote takes about 1 ms beside 256 promises
+(benchmarks/results/quotes.md), and a step of so many rarely less than 10 ms."""
+
+
+class _Asking(NamedTuple):
+    """A request that waits for its answer.
+
+    Attributes:
+        came_s: when it came to the scheduler.
+        age_s: how long before that it had come to the server.
+    """
+
+    request: Request
+    slo: SLO | None
+    came_s: float
+    age_s: float
+
+
+class Quotes:
+    """The requests that only ask, in the order in which they came.
+
+    Args:
+        steering: what is promised, and by which step times. Nothing in it is changed.
+
+    Attributes:
+        competition: who may be promised something before a request comes that was told "yes".
+    """
+
+    def __init__(self, steering: Steering) -> None:
+        self.steering = steering
+        self.competition = Competition()
+        self._asking: dict[str, _Asking] = {}
+        self._last_s = -INFINITY
+
+    def __len__(self) -> int:
+        return len(self._asking)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._asking
+
+    def add(self, request: Request, slo: SLO | None, arrival_s: float, now_s: float) -> None:
+        """A request that wants to know came: at ``arrival_s`` to the server, now to here."""
+        self._asking[request.request_id] = _Asking(request, slo, now_s, now_s - arrival_s)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended: it was answered, or its client left. Others are not known here."""
+        self._asking.pop(request_id, None)
+
+    def take(self, start_s: float) -> list[tuple[Request, str]]:
+        """The answers for the first of those that wait; at least one where any do.
+
+        There are as many as one step may be held up for: `MOST_IN_STEP`, or fewer where one more
+        would exceed `TIME_SHARE` of a step: of the mean of the last steps, or of what the running
+        requests alone take if that is more. Those that were left to this step are answered as if
+        they came now: a request that is to be served would not have waited for other quotes.
+        """
+        steering = self.steering
+        begun_s = steering.clock.monotonic_s()
+        running = max(len(steering.scheduler.running), 1)
+        usual_s = max(steering.steps.mean_s, steering.steps.expected_model.predict_s(running))
+        committed = steering.committed_load(start_s, steering.steps.promise_model)
+        answers: list[tuple[Request, str]] = []
+        for request, slo, came_s, age_s in list(islice(self._asking.values(), MOST_IN_STEP)):
+            arrival_s = (steering.now_s if came_s <= self._last_s else came_s) - age_s
+            answer = self.answer(request, slo, arrival_s, start_s, committed)
+            answers.append((request, pack_quote(answer)))
+            self.forget(request.request_id)
+            each_s = (steering.clock.monotonic_s() - begun_s) / len(answers)
+            if each_s * (len(answers) + 1) > TIME_SHARE * usual_s:
+                break
+        self._last_s = steering.now_s
+        return answers
+
+    def answer(
+        self,
+        request: Request,
+        slo: SLO | None,
+        arrival_s: float,
+        start_s: float,
+        committed: CommittedLoad,
+    ) -> dict[str, Any]:
+        """What ``request`` would be promised by a step that starts at ``start_s``, beside the
+        promises that are ``committed`` then; for JSON, times in milliseconds.
+
+        What it asks of the engine does not depend on its objectives, so a request without any is
+        told what it could ask for. Where nothing can be promised at all, every request is told so.
+        """
+        steering = self.steering
+        if not steering.can_promise:
+            never = Quote(False, NO_CHUNKED_PREFILL, steering.finish_interval_s, None, None, None)
+            return self._told(slo or SLO(), never, {})
+        one = SLORequest(request, slo or SLO(), arrival_s, steering.config.tpot_window_tokens)
+        steering.keep_end_to_end(one)
+        model = steering.steps.promise_model
+        asking = steering.asking(start_s, one)
+        plan, asked = steering.best_plan(asking, start_s, model, committed)
+        ahead = self.competition.tokens(steering.config.quote_holds_s, steering.now_s)
+        name = request.request_id
+        probes = steering.probe(plan, asking, start_s) == name
+        others, considered = set(plan.admitted) - {name}, {*plan.admitted, *plan.refused}
+        beside = [demand for demand in asked if demand.request_id in others]
+        demand = steering.demand(one, start_s, model)
+        beside_others = replace(demand, prefill_tokens=demand.prefill_tokens + round(ahead))
+        guard_s = model.predict_s(0)
+        outlooks = self._outlooks(committed, beside, one.reserved_tpot_s)
+        asked_s = one.deadline_s - arrival_s, one.asked_tpot_s
+        decodes = not yields_one_token(request)
+
+        def ask(ttft_s: float, tpot_s: float) -> Verdict:
+            if (ttft_s, tpot_s) == asked_s and name in considered:
+                refused = None if probes else plan.refused.get(name)
+                if probes or refused is not None or not ahead:
+                    return Verdict(refused is None, refused, plan.retry_after_s.get(name, 0.0))
+            # Without a TTFT a prompt has a moment to begin all the same; see `SLORequest.due_s`.
+            due_s = demand.deadline_s if ttft_s == INFINITY else arrival_s + ttft_s - guard_s
+            kept_s = tpot_s if decodes else INFINITY
+            return _best(outlooks, replace(beside_others, deadline_s=due_s, tpot_s=kept_s), start_s)
+
+        lone_s = model.predict_s(demand.prefill_tokens) + guard_s + start_s - arrival_s
+        found = quote(*asked_s, ask, lone_s, steering.steps.expected_model.predict_s(1))
+        return self._said(one, found, start_s)
+
+    def _said(self, one: SLORequest, found: Quote, start_s: float) -> dict[str, Any]:
+        reason, retry_after_s, cheapest = found.reason, found.retry_after_s, found.cheapest
+        if one.slo.effective_tier != "guaranteed":
+            reason = "best_effort" if one.slo.has_objective else "no_objective"
+        elif one.deadline_s <= start_s:
+            reason = "expired"
+        elif (wait_s := self._wait_for_quota_s(one)) > 0.0:
+            reason, retry_after_s, cheapest = "quota", wait_s, None
+        found = found._replace(
+            promised=found.promised and reason is None,
+            reason=reason,
+            retry_after_s=retry_after_s,
+            cheapest=cheapest,
+        )
+        in_the_way = {} if found.promised else self._in_the_way(reason, one)
+        return self._told(one.slo, found, in_the_way)
+
+    def _told(self, slo: SLO, found: Quote, in_the_way: dict[str, int]) -> dict[str, Any]:
+        """What the client reads."""
+        promised, cheapest = found.promised, found.cheapest
+        self.steering.metrics.quoted(slo.slo_class or UNCLASSED, promised, found.reason)
+        return {
+            "promised": promised,
+            "reason": found.reason,
+            "retry_after_ms": None if promised else max(round(found.retry_after_s * 1e3), 1),
+            "class": slo.slo_class,
+            "ttft_ms": _ms(found.ttft_s),
+            "tpot_ms": _ms(found.tpot_s),
+            "cheapest": cheapest and {"ttft_ms": _ms(cheapest[0]), "tpot_ms": _ms(cheapest[1])},
+            "in_the_way": in_the_way,
+        }
+
+    def _wait_for_quota_s(self, one: SLORequest) -> float:
+        """Seconds until the request's tenant could pay its promise; 0: now."""
+        steering = self.steering
+        if steering.quotas is None:
+            return 0.0
+        return steering.quotas.wait_s(one, steering.now_s, steering.steps.promise_model)
+
+    def _outlooks(
+        self, committed: CommittedLoad, beside: Sequence[Demand], tpot_s: float
+    ) -> list[IncrementalAdmission]:
+        """What is promised, and is about to be, by each way to decode beside a request of such a
+        TPOT."""
+        steering = self.steering
+        promised, decoding, context, blocks = committed
+        promised = [*promised, *beside]
+        blocks += sum(demand.blocks for demand in beside)
+        capacity = steering.capacity(len(promised) + sum(decoding.values()), blocks)
+        return [
+            IncrementalAdmission(
+                promised,
+                decoding,
+                believed,
+                capacity,
+                decoding_context=context,
+                speculated=speculated,
+            )
+            for believed, speculated in steering.ways_to_decode(tpot_s)
+        ]
+
+    def _in_the_way(self, reason: str | None, one: SLORequest) -> dict[str, int]:
+        """Promises that stand in the way, by class: for a prompt those that are due before it and
+        those that draw tokens already, else all of them."""
+        if reason not in ("prefill", "decode", "memory", "seats"):
+            return {}
+        found: Counter[str] = Counter()
+        for other in self.steering.tracked.values():
+            before = other.decodes or other.deadline_s <= one.deadline_s
+            if other.promised and (reason != "prefill" or before):
+                found[other.slo_class] += 1
+        return dict(found)
+
+
+def _best(outlooks: list[IncrementalAdmission], demand: Demand, start_s: float) -> Verdict:
+    """Promised if any way to decode does."""
+    said = [outlook.judge(demand, start_s) for outlook in outlooks]
+    return next((one for one in said if one.promised), said[0])
+
+
+def _ms(time_s: float | None) -> float | None:
+    return None if time_s is None or time_s == INFINITY else round(time_s * 1e3, 3)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's process ends with the server that started it, however that came about.
+
+vLLM's engine core outlives a server that was killed: it waits for ever for requests that nobody can
+send. A server may therefore hold the only write end of a named pipe; every process of its engine
+that finds the pipe in its environment ends when that end is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "VLLMSLO_LIFELINE"
+"""Environment variable that names the pipe. Its folder is the server's own, and is removed."""
+
+_held: int | None = None
+_watches = False
+
+
+def hold(folder: Path) -> None:
+    """Make the pipe in a private ``folder``; processes started from now on end with this one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    global _held
+    path = folder / "lifeline"
+    os.mkfifo(path, 0o600)
+    # Opened for reading too, since nobody reads yet; a write end alone would have to wait.
+    _held = os.open(path, os.O_RDWR)
+    os.environ[VARIABLE] = str(path)
+
+
+def watch() -> None:
+    """End this process when the server that holds the pipe has ended; nothing without a pipe."""
+    global _held, _watches
+    if _held is not None:  # a forked process would otherwise keep itself alive
+        os.close(_held)
+        _held = None
+    path = os.environ.get(VARIABLE)
+    if path is None or _watches:
+        return
+    _watches = True
+    threading.Thread(target=_await_end, args=(Path(path),), daemon=True).start()
+
+
+def _await_end(path: Path) -> None:
+    with suppress(FileNotFoundError):  # it was removed already
+        pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if _has_writer(pipe):  # poll is silent about one that left before we came
+            poll = select.poll()
+            poll.register(pipe, select.POLLHUP)
+            poll.poll()
+    clean_up(path.parent)
+    os._exit(1)
+
+
+def _has_writer(pipe: int) -> bool:
+    try:
+        return bool(os.read(pipe, 1))
+    except BlockingIOError:
+        return True
+
+
+def clean_up(folder: Path) -> None:
+    """Remove what a server left: the folder of its pipe, and that of its metrics."""
+    from vllm_slo.engine.telemetry import metrics
+
+    shutil.rmtree(folder, ignore_errors=True)
+    if written := os.environ.get(metrics.FOLDER_VARIABLE):
+        metrics.remove_folder(Path(written))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-slo serve``: ``vllm serve`` with every flag of ours set."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_slo.config.model import (
+    CONFIG_KEY,
+    DRAFT_KEY,
+    SERVERS_KEY,
+    TOKEN_FILE_KEY,
+    SLOConfig,
+    pool_value,
+)
+from vllm_slo.config.serve_args import serve_arguments
+from vllm_slo.engine.serving import cpu_alias
+from vllm_slo.engine.serving.plugin import check_vllm
+from vllm_slo.errors import ConfigError
+from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_verifier
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our own flags; all others are vLLM's."""
+    parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
+    # vLLM takes underscores for dashes in its flags, so ours do too.
+    parser.add_argument(
+        "--slo-config",
+        "--slo_config",
+        help="YAML file: classes, tiers, margins (see the README)",
+    )
+    parser.add_argument(
+        "--draft-model",
+        "--draft_model",
+        action="append",
+        help="name or folder of a small model that drafts token trees; 'tiny' is the built-in one. "
+        "Given several times, the smallest first: the fastest chain of them is chosen all the time",
+    )
+    parser.add_argument(
+        "--draft-servers",
+        "--draft_servers",
+        metavar="ADDRESS|N",
+        help="where draft servers may connect ('vllm-slo draft-server --connect'), such as "
+        "tcp://0.0.0.0:5700, in place of --draft-model; or how many to start on this machine with "
+        "--draft-model (vllm-slo[ray])",
+    )
+    parser.add_argument(
+        "--draft-token-file",
+        "--draft_token_file",
+        metavar="FILE",
+        help=f"holds the secret that they share with this server; without it ${TOKEN_VARIABLE}",
+    )
+    parser.add_argument(
+        "--additional-config",
+        "--additional_config",
+        default="{}",
+        help="JSON, as for 'vllm serve'; merged with ours",
+    )
+
+
+def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """The ``vllm`` command that serves what was asked for.
+
+    Raises:
+        ConfigError: the configuration, ``--additional-config``, the draft model or the address and
+            the token for draft servers cannot be used.
+    """
+    try:
+        additional: Any = json.loads(args.additional_config)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config: not JSON ({error})") from None
+    if not isinstance(additional, dict):
+        raise ConfigError("--additional-config: not a JSON object")
+    given = {
+        CONFIG_KEY: args.slo_config,
+        DRAFT_KEY: args.draft_model and pool_value(args.draft_model),
+        SERVERS_KEY: args.draft_servers,
+        TOKEN_FILE_KEY: args.draft_token_file,
+    }
+    additional |= {key: value for key, value in given.items() if value is not None}
+    speculation = SLOConfig.from_additional_config(additional).speculation
+    if speculation.draft_servers is not None:
+        check_verifier(speculation.draft_servers, speculation.draft_token_file)
+    return ["vllm", "serve", *serve_arguments(args.model, rest, additional)]
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Serve until stopped.
+
+    Raises:
+        VllmSLOError: the version of vLLM or the configuration does not do.
+    """
+    check_vllm()
+    sys.argv = command_line(args, rest)
+    cpu_alias.register()
+    from vllm.entrypoints.cli.main import main
+
+    main()
+    return 0

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What token trees cannot be served with: refused before any weights are loaded, one line each.
+
+Where tree verification would be wrong the answers would be, too, and nobody would be told; so
+everything that it was not made for is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.tokenizers import get_tokenizer
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from vllm_slo.config.model import SpeculationConfig
+from vllm_slo.config.serve_args import (
+    SCHEDULER,
+    TREE_WORKER,
+    check_draft_folder,
+    check_vocabulary,
+    flag_of,
+    proposer_of,
+)
+from vllm_slo.errors import ConfigError
+
+__all__ = ["check_draft", "check_flags", "token_ids"]
+
+_FIELD: Final = "speculation.draft_model"
+_SERVERS_FIELD: Final = "speculation.draft_servers"
+_WITHOUT: Final = "serve it without a draft model"
+_WITHOUT_SERVERS: Final = "serve it without draft servers"
+_SCHEDULERS: Final = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
+_WORKERS: Final = (
+    TREE_WORKER,
+    "vllm_slo.engine.worker.CPUTreeWorker",
+    "vllm_slo.engine.worker.cpu.CPUTreeWorker",
+    "vllm_slo.engine.worker.CUDATreeWorker",
+    "vllm_slo.engine.worker.cuda.CUDATreeWorker",
+)
+_PLAIN_KV: Final = ("auto", "float16", "bfloat16")
+_FULL_ATTENTION: Final = ("full_attention", "attention")
+_TOKENIZER_FILES: Final = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("vocab.json", "vocab.txt", "tekken.json"),
+)
+
+
+def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
+    """Refuse an engine, or a draft model, with which trees would fail or be wrong.
+
+    One of several draft models that cannot be reached or read is not refused: it will not be
+    loaded. Draft servers are judged when they say hello. Needs no weights; reads the configuration
+    and the tokenizer of each draft model. Data parallelism (without draft servers), tensor
+    parallelism, LoRA and structured output are fine.
+
+    Args:
+        vllm_config: of the engine, complete.
+        config: names the draft models.
+
+    Raises:
+        ConfigError: one line: the field or flag, what is wrong, what to do.
+    """
+    check_flags(vllm_config, config)
+    _check_engine(vllm_config)
+    target = vllm_config.model_config
+    if config.draft_servers is not None:
+        _check_single(vllm_config)
+        _check_model(target, "the served model", _WITHOUT_SERVERS, _SERVERS_FIELD)
+        return
+    _check_model(target, "the served model", _WITHOUT)
+    unread = []
+    for name in config.pool:
+        try:
+            draft = _read_draft(vllm_config, name)
+        except _UnreadDraftError as error:
+            unread.append(error)
+            continue
+        _check_model(draft, f"the draft model {draft.model!r}", "use another draft")
+        _check_vocabulary(target, draft)
+    if len(unread) == len(config.pool):
+        raise unread[0]
+
+
+class _UnreadDraftError(ConfigError):
+    """A draft model of which nothing can be known: beside others it is left out."""
+
+
+# --- flags ---------------------------------------------------------------------------------------
+
+
+def check_flags(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
+    """Refuse an engine that was told only a part of what trees need.
+
+    Raises:
+        ConfigError: names the flag that is missing or of another value, and its value.
+    """
+    if config.source is None:
+        raise ConfigError(f"{_FIELD}: not set; name one with --draft-model or in the YAML file")
+    spec, proposer = vllm_config.speculative_config, proposer_of(config)
+    if spec is None or spec.method != "custom_class" or spec.model != proposer:
+        raise _missing(config, "speculative-config", f'\'{{"model": "{proposer}", ...}}\'')
+    if not _is_ours(vllm_config.parallel_config.worker_cls, _WORKERS):
+        raise _missing(config, "worker-cls", TREE_WORKER)
+    if not _is_ours(vllm_config.scheduler_config.scheduler_cls, _SCHEDULERS):
+        raise _missing(config, "scheduler-cls", SCHEDULER)
+    if spec.num_speculative_tokens < config.max_nodes:
+        raise ConfigError(
+            f"num_speculative_tokens: {spec.num_speculative_tokens} is below "
+            f"speculation.max_nodes ({config.max_nodes}); raise the first or lower the second"
+        )
+
+
+def _missing(config: SpeculationConfig, flag: str, value: str) -> ConfigError:
+    who, ours = "a draft model needs", "--draft-model D"
+    if config.draft_servers is not None:
+        who, ours = "draft servers need", f"--draft-servers {config.draft_servers}"
+    return ConfigError(
+        f"--{flag}: {who} --{flag} {value}; 'vllm-slo serve MODEL {ours}' sets all flags"
+    )
+
+
+def _is_ours(given: Any, names: Iterable[str]) -> bool:
+    """Whether a class, or the class of a name, is one of ours or derived from one."""
+    if isinstance(given, str):
+        if given in names:
+            return True
+        try:
+            given = resolve_obj_by_qualname(given)
+        except (ImportError, AttributeError, ValueError):
+            return False
+    bases = getattr(given, "__mro__", ())
+    return any(f"{base.__module__}.{base.__qualname__}" in names for base in bases)
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+def _check_engine(vllm_config: VllmConfig) -> None:
+    _check_platform(vllm_config)
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
+    refused = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        "--enable-dbo": parallel.use_ubatching,
+        "--enable-prompt-embeds": vllm_config.model_config.enable_prompt_embeds,
+        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+    }
+    for flag, asked in refused.items():
+        if asked:
+            raise ConfigError(f"{flag}: does not work with a draft model; remove one of the two")
+    if cache.cache_dtype not in _PLAIN_KV:
+        raise ConfigError(
+            f"--kv-cache-dtype {cache.cache_dtype}: trees need a KV cache that is not quantised; "
+            "set --kv-cache-dtype bfloat16, or serve without a draft model"
+        )
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        tokens = getattr(scheduler, name)
+        if tokens is not None and tokens < scheduler.max_num_seqs:
+            raise ConfigError(
+                f"{flag_of(name)}: {tokens} tokens a step are fewer than the "
+                f"{scheduler.max_num_seqs} requests of a batch; raise it or lower --max-num-seqs"
+            )
+
+
+def _check_single(vllm_config: VllmConfig) -> None:
+    """Draft servers have one address to connect to, which one engine listens on."""
+    engines = vllm_config.parallel_config.data_parallel_size
+    if engines > 1:
+        raise ConfigError(
+            f"--data-parallel-size {engines}: draft servers draft for one engine; remove it, or "
+            f"{_WITHOUT_SERVERS}"
+        )
+
+
+def _check_platform(vllm_config: VllmConfig) -> None:
+    if current_platform.is_cpu():
+        return
+    if not current_platform.is_cuda():
+        raise ConfigError(f"{_FIELD}: trees run on CPU and CUDA alone; {_WITHOUT}")
+    backend = vllm_config.attention_config.backend
+    if backend is None or backend.name != "TRITON_ATTN":
+        said = "not set" if backend is None else backend.name
+        raise ConfigError(
+            f"--attention-backend: is {said}; on CUDA a draft model needs TRITON_ATTN"
+        )
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def _check_model(model: ModelConfig, who: str, fix: str, field: str = _FIELD) -> None:
+    for what, applies in _UNSUPPORTED.items():
+        if applies(model):
+            raise ConfigError(f"{field}: {who} {what}, which trees cannot verify; {fix}")
+
+
+def _slides(model: ModelConfig) -> bool:
+    if model.get_sliding_window() is None:
+        return model.rswa_window is not None
+    return "sliding_attention" in (_layer_types(model) or ("sliding_attention",))
+
+
+def _has_other_layers(model: ModelConfig) -> bool:
+    known = (*_FULL_ATTENTION, "sliding_attention")
+    return any(kind not in known for kind in _layer_types(model))
+
+
+def _layer_types(model: ModelConfig) -> tuple[str, ...]:
+    return tuple(getattr(model.hf_text_config, "layer_types", None) or ())
+
+
+_UNSUPPORTED: Final[dict[str, Callable[[ModelConfig], bool]]] = {
+    "is an encoder-decoder model": lambda m: m.is_encoder_decoder,
+    "is a pooling model": lambda m: m.runner_type == "pooling",
+    "is a multimodal model": lambda m: m.is_multimodal_model or m.uses_mrope,
+    "is a diffusion model": lambda m: m.is_diffusion,
+    "has state-space layers": lambda m: m.is_hybrid or m.is_attention_free or m.has_inner_state,
+    "has latent attention (MLA)": lambda m: m.use_mla,
+    "has sliding-window layers": _slides,
+    "has chunked attention": lambda m: m.attention_chunk_size is not None,
+    "has layers other than full attention": _has_other_layers,
+    "has ALiBi": lambda m: m.uses_alibi,
+    "has layers that share their KV cache": lambda m: bool(
+        getattr(m.hf_text_config, "num_kv_shared_layers", 0)
+    ),
+}
+
+
+def _read_draft(vllm_config: VllmConfig, name: str) -> ModelConfig:
+    from vllm_slo.engine.worker.proposers.lm import draft_model_config  # it imports this module
+
+    target = vllm_config.model_config
+    check_draft_folder(name, target.model, target.tokenizer)
+    try:
+        return draft_model_config(vllm_config, name)
+    except Exception as error:
+        raise _UnreadDraftError(f"{_FIELD}: cannot read {name!r}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """The sentence with the reason; pydantic's has lines before it, vLLM's a list after it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("Value error, ")]
+    text = (told or lines or [type(error).__name__])[0].removeprefix("Value error, ")
+    return text.partition(" [type=")[0].partition(". ")[0]
+
+
+# --- vocabularies --------------------------------------------------------------------------------
+
+
+def _check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
+    """Sizes, and ids of tokens where the draft brings a tokenizer of its own."""
+    check_vocabulary(
+        draft.model,
+        draft.get_vocab_size(),
+        target.get_vocab_size(),
+        token_ids(target, draft.model),
+        token_ids(target, target.tokenizer),
+    )
+
+
+def token_ids(target: ModelConfig, name: str) -> dict[str, int]:
+    """Ids of a tokenizer's tokens; empty where there is no tokenizer to be had.
+
+    Args:
+        target: the served model, which says how tokenizers are loaded.
+        name: name or folder of the tokenizer.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return {}
+    try:
+        tokenizer = get_tokenizer(
+            name,
+            tokenizer_mode=target.tokenizer_mode,
+            trust_remote_code=target.trust_remote_code,
+        )
+        return dict(tokenizer.get_vocab())
+    except Exception:  # noqa: BLE001 - sizes were compared; a draft need not have a tokenizer
+        return {}

@@ -1,0 +1,657 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verifier's end of the link to its draft servers: asks them all at once, and waits for nobody.
+
+One step of GoodSpeed's loop (section III-A): `DraftLink.exchange` sends every drafter the tokens
+that were accepted and its grants, and takes what comes back before the deadline. Whatever comes too
+late, or is not what was asked for, is dropped and counted, and its session goes on without drafts.
+A drafter that is gone, suspended or ignored (`core.speculation.drafter_health`) is not asked.
+
+The format is `vllm_slo.wire.draft_messages`, the sockets are `vllm_slo.wire.draft_socket`. There is
+no thread but the one that checks the keys of new connections: the link moves when it is called.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import TracebackType
+from typing import Final, Self
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from vllm_slo.core.clock import Clock, SystemClock
+from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens, SentPrefixes
+from vllm_slo.core.speculation.drafter_health import Attendance, Conduct
+from vllm_slo.errors import ConfigError
+from vllm_slo.wire.draft_messages import (
+    MAX_ASKED_TOKENS,
+    MAX_GRANT,
+    MAX_SESSIONS,
+    WIRE,
+    Answer,
+    Ask,
+    Draft,
+    Drafted,
+    FromVerifier,
+    Hello,
+    Ping,
+    Refused,
+    Welcome,
+    WireError,
+    WireVersionError,
+    encode,
+    from_drafter,
+)
+from vllm_slo.wire.draft_socket import ZAP_DOMAIN, check_address, derive_keys, verifier_socket
+
+__all__ = ["DraftLink", "DrafterTimes", "DrafterView", "Exchange", "Fault"]
+
+logger = logging.getLogger("vllm_slo.draft_link")
+
+SPARE_MESSAGES: Final = 16
+"""Messages that a drafter may send between two calls beyond the answers it owes."""
+MOST_OWED: Final = 64
+"""Unanswered rounds of a drafter that are remembered, the newest."""
+READ_AT_ONCE: Final = 256
+"""Messages that are read before the time is looked at again."""
+
+
+class Fault(StrEnum):
+    """Why something of a drafter's was dropped."""
+
+    LATE = "late"
+    """A deadline passed without its answer, or it could not be sent to."""
+    STALE_ROUND = "stale_round"
+    """An answer that came after its deadline; neither this nor ``LATE`` is to blame for."""
+    REPLAYED = "replayed"
+    """An answer that nobody waits for: of another epoch, never asked for, or given already."""
+    WRONG_SESSION = "wrong_session"
+    """A draft for a session that was not asked for, a second one, or one after another prefix."""
+    OUT_OF_RANGE = "out_of_range"
+    """Token ids that the verifier's vocabulary lacks."""
+    TOO_MANY_TOKENS = "too_many_tokens"
+    """More tokens than granted."""
+    BAD_PROBABILITY = "bad_probability"
+    """A probability that is none, or not one for each token."""
+    MALFORMED = "malformed"
+    """Not a message of the wire format."""
+    UNKNOWN_SENDER = "unknown_sender"
+    """A message before a hello, or after another took the name."""
+    FLOOD = "flood"
+    """More messages than anybody asked for."""
+    REFUSED_HELLO = "refused_hello"
+    """A drafter of another vocabulary or wire version, or one too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTimes:
+    """One drafter's share of an exchange.
+
+    Attributes:
+        wait_s: from the end of sending until its answer was there, or the deadline.
+        draft_s: that it says it spent drafting; None: no answer in time.
+    """
+
+    wait_s: float
+    draft_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What came of one round.
+
+    Attributes:
+        answers: the drafts, by session; sessions without a usable one are absent.
+        times: of every drafter that was asked.
+        late: drafters whose answer was not there in time.
+        skipped: drafters that were not asked: unknown, gone, suspended or ignored, or with nothing
+            that they can take.
+        send_s: spent on sending.
+        receive_s: spent on waiting for answers.
+    """
+
+    answers: dict[str, DraftTokens]
+    times: dict[str, DrafterTimes]
+    late: tuple[str, ...]
+    skipped: tuple[str, ...]
+    send_s: float
+    receive_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterView:
+    """A drafter that said hello.
+
+    Attributes:
+        name, model, max_model_len, max_sessions: as it says.
+        sessions: that it holds.
+        up: whether it is connected, as far as is known.
+        suspended: whether it missed too many deadlines.
+        ignored: whether it sent too much that nobody can use.
+        link_s: seconds that its answers take beyond drafting.
+        faults: how often what of it was dropped, since the link was made.
+    """
+
+    name: str
+    model: str
+    max_model_len: int
+    max_sessions: int
+    sessions: int
+    up: bool
+    suspended: bool
+    ignored: bool
+    link_s: float
+    faults: Mapping[Fault, int]
+
+    @property
+    def ready(self) -> bool:
+        """Whether an exchange would ask it."""
+        return self.up and not self.suspended and not self.ignored
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What one drafter may answer in this round."""
+
+    session: str
+    at: int
+    grant: int
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A drafter: its connection, what it holds, what it owes."""
+
+    identity: bytes
+    epoch: int
+    hello: Hello
+    sent: SentPrefixes
+    attendance: Attendance
+    conduct: Conduct
+    up: bool = True
+    owed: dict[int, tuple[float, float]] = field(default_factory=dict)  # round -> sent at, until
+    asked: dict[int, _Asked] = field(default_factory=dict)  # of the round that is waited for
+    allowance: int = SPARE_MESSAGES
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """Says to ``zmq.auth`` whose connections are taken."""
+
+    public: bytes
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return secrets.compare_digest(key, self.public)
+
+
+class DraftLink:
+    """The verifier's end. Not for use by several threads.
+
+    Args:
+        address: to bind, ``tcp://HOST:PORT`` or ``ipc://PATH``; port ``*``: any free one.
+        token: the cluster's secret.
+        vocab_size: tokens of the verifier's vocabulary; drafted ids are below it.
+        vocabulary: its `draft_wire.vocabulary_digest`, "" where not known.
+        max_grant: of one session; more is cut.
+        max_drafters: that are taken in.
+        clock: for deadlines; None: the machine's.
+
+    Raises:
+        ConfigError: the address or the token cannot be used, or ZMQ lacks CURVE.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        vocab_size: int,
+        vocabulary: str = "",
+        max_grant: int = MAX_GRANT,
+        max_drafters: int = 64,
+        clock: Clock | None = None,
+    ) -> None:
+        check_address(address, "draft servers' address")
+        self._keys = derive_keys(token)
+        self._wanted_address = address
+        self._vocab_size, self._vocabulary = vocab_size, vocabulary
+        self._max_grant = min(max_grant, MAX_GRANT)
+        self._max_drafters = max_drafters
+        self._clock = clock or SystemClock()
+        self._peers: dict[str, _Peer] = {}
+        self._names: dict[bytes, str] = {}
+        self._faults: dict[str, Counter[Fault]] = {}
+        self._round = 0
+        self._answers: dict[str, DraftTokens] = {}
+        self._answered: dict[str, tuple[float, float]] = {}  # drafter -> (when, draft_s)
+        self._waits = False
+
+    # --- opening and closing ---------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Open the socket; drafters may connect from now on.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(
+            ZAP_DOMAIN, _Admitted(self._keys.drafter.public)
+        )
+        self._socket = verifier_socket(self._context, self._keys, self._wanted_address)
+        try:
+            self._socket.bind(self._wanted_address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"draft servers' address {self._wanted_address}: cannot listen there "
+                f"({error.strerror}); choose another host or port"
+            ) from None
+
+    def close(self) -> None:
+        """Close the socket; drafters look for a verifier again."""
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        self.bind()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Where drafters connect, with the port that was found free."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    # --- what is known ---------------------------------------------------------------------------
+
+    @property
+    def drafters(self) -> list[DrafterView]:
+        """Every drafter that was welcomed, in order of their names."""
+        now_s = self._clock.monotonic_s()
+        return [self._view(self._peers[name], now_s) for name in sorted(self._peers)]
+
+    @property
+    def faults(self) -> Counter[Fault]:
+        """How often what was dropped, of all drafters and of who was never welcomed."""
+        return sum(self._faults.values(), Counter[Fault]())
+
+    def _view(self, peer: _Peer, now_s: float) -> DrafterView:
+        hello = peer.hello
+        return DrafterView(
+            name=hello.name,
+            model=hello.model,
+            max_model_len=hello.max_model_len,
+            max_sessions=hello.max_sessions,
+            sessions=len(peer.sent) if peer.up else 0,
+            up=peer.up,
+            suspended=peer.attendance.suspended,
+            ignored=peer.conduct.ignored(now_s),
+            link_s=peer.attendance.link_s,
+            faults=dict(self._faults.get(hello.name, {})),
+        )
+
+    # --- a round ---------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take in what has come: hellos, late answers, signs of life. Waits for nothing."""
+        for peer in self._peers.values():
+            peer.allowance = SPARE_MESSAGES + len(peer.owed)
+        self._read()
+        now_s = self._clock.monotonic_s()
+        for peer in self._peers.values():
+            if peer.up and peer.attendance.rested(now_s):
+                self._send(peer.identity, Ping())
+
+    def exchange(
+        self,
+        asks: Mapping[str, Mapping[str, DraftAsk]],
+        ended: Iterable[str] = (),
+        *,
+        deadline_s: float,
+    ) -> Exchange:
+        """Ask drafters for drafts and wait until all have answered, or for ``deadline_s``.
+
+        What a drafter cannot take is left out: grants beyond ``max_grant`` or beyond its
+        ``max_model_len``, sessions beyond its ``max_sessions``, and prompts that do not fit into
+        one message beside others, which come with the next round.
+
+        Args:
+            asks: by drafter, by session; one session is asked of one drafter.
+            ended: sessions that are over; those of an earlier call need not be named again.
+            deadline_s: seconds from now.
+        """
+        begun_s = self._clock.monotonic_s()
+        end_s = begun_s + deadline_s
+        self.poll()
+        self._round += 1
+        self._answers, self._answered = {}, {}
+        self._end(ended)
+        asked, late, skipped = self._ask_all(asks, end_s)
+        self._tell_ended()
+        sent_s = self._clock.monotonic_s()
+        self._waits = True
+        self._await(asked, end_s)
+        self._waits = False
+        done_s = self._clock.monotonic_s()
+        late += [name for name in asked if name not in self._answered]
+        for name in late:
+            self._miss(name, done_s)
+        times = {name: self._times(name, sent_s, done_s) for name in asked}
+        return Exchange(
+            self._answers, times, tuple(late), tuple(skipped), sent_s - begun_s, done_s - sent_s
+        )
+
+    def _times(self, name: str, sent_s: float, done_s: float) -> DrafterTimes:
+        at_s, draft_s = self._answered.get(name, (done_s, None))
+        return DrafterTimes(at_s - sent_s, draft_s)
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    def _ask_all(
+        self, asks: Mapping[str, Mapping[str, DraftAsk]], end_s: float
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Drafters that were asked, that could not be sent to, and that there is no asking."""
+        asked: list[str] = []
+        late: list[str] = []
+        skipped: list[str] = []
+        for name, wanted in asks.items():
+            peer = self._peers.get(name)
+            if (
+                peer is None
+                or not self._is_ready(peer)
+                or not (changes := self._changes(peer, wanted))
+            ):
+                skipped.append(name)
+            elif self._ask(peer, changes, end_s):
+                asked.append(name)
+            else:
+                late.append(name)
+        return asked, late, skipped
+
+    def _is_ready(self, peer: _Peer) -> bool:
+        now_s = self._clock.monotonic_s()
+        return peer.up and not peer.attendance.suspended and not peer.conduct.ignored(now_s)
+
+    def _changes(self, peer: _Peer, asks: Mapping[str, DraftAsk]) -> list[Ask]:
+        """The asks that one message takes, of sessions that the drafter holds before new ones."""
+        peer.asked, room = {}, MAX_ASKED_TOKENS
+        found: list[Ask] = []
+        for session in sorted(asks, key=lambda name: name not in peer.sent):
+            ask = asks[session]
+            at = len(ask.prefix)
+            grant = min(ask.grant, self._max_grant, peer.hello.max_model_len - at)
+            if grant <= 0 or at == 0 or len(found) == peer.hello.max_sessions:
+                continue
+            change = peer.sent.change(session, ask.prefix, room)
+            if change is None:
+                continue
+            room -= len(change.tokens)
+            peer.asked[change.number] = _Asked(session, at, grant)
+            found.append(
+                Ask(
+                    session=change.number,
+                    keep=change.keep,
+                    tokens=change.tokens,
+                    grant=grant,
+                    temperature=ask.temperature,
+                )
+            )
+        return found
+
+    def _ask(self, peer: _Peer, asks: list[Ask], end_s: float) -> bool:
+        """Send one drafter its round; False if it cannot be sent to."""
+        now_s = self._clock.monotonic_s()
+        left_s = max(end_s - now_s - peer.attendance.link_s, 0.0)
+        if not self._send_draft(peer, left_s, asks):
+            return False
+        peer.owed[self._round] = now_s, end_s
+        if len(peer.owed) > MOST_OWED:
+            del peer.owed[min(peer.owed)]
+        return True
+
+    def _end(self, ended: Iterable[str]) -> None:
+        for session in ended:
+            for peer in self._peers.values():
+                peer.sent.end(session)
+
+    def _tell_ended(self) -> None:
+        """What is over, to who has not been told with its asks; that takes no answer."""
+        for peer in self._peers.values():
+            if peer.sent.ended and peer.up and not peer.attendance.suspended:
+                self._send_draft(peer, 0.0, [])
+
+    def _send_draft(self, peer: _Peer, deadline_s: float, asks: list[Ask]) -> bool:
+        ended = peer.sent.take_ended(MAX_SESSIONS)
+        sent = self._send(
+            peer.identity,
+            Draft(
+                epoch=peer.epoch, round=self._round, deadline_s=deadline_s, asks=asks, ended=ended
+            ),
+        )
+        if not sent:
+            peer.sent.unsent(ended)
+        return sent
+
+    def _send(self, identity: bytes, message: FromVerifier) -> bool:
+        """False if it cannot be sent now; who is not connected any more is down."""
+        try:
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                self._down(identity)
+            elif error.errno != errno.EAGAIN:
+                raise
+            return False
+        return True
+
+    def _down(self, identity: bytes) -> None:
+        name = self._names.pop(identity, None)
+        if name is not None:
+            self._peers[name].up = False
+            self._peers[name].owed.clear()
+            logger.warning("draft server %s is gone", name)
+
+    # --- receiving -------------------------------------------------------------------------------
+
+    def _await(self, names: Iterable[str], end_s: float) -> None:
+        """Read until none of these owes an answer to this round, or it is ``end_s``."""
+        waiting = list(names)
+        while waiting := [name for name in waiting if self._owes(name)]:
+            left_s = end_s - self._clock.monotonic_s()
+            if left_s <= 0.0 or not self._socket.poll(math.ceil(left_s * 1e3)):
+                return
+            self._read()
+
+    def _owes(self, name: str) -> bool:
+        peer = self._peers.get(name)
+        return peer is not None and self._round in peer.owed
+
+    def _read(self) -> None:
+        """Take in what has come, as far as it is no flood."""
+        for _ in range(READ_AT_ONCE):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(identity, frames)
+
+    def _take(self, identity: bytes, frames: list[bytes]) -> None:
+        peer = self._peers.get(self._names.get(identity, ""))
+        now_s = self._clock.monotonic_s()
+        if peer is not None:
+            if peer.conduct.ignored(now_s):
+                return
+            peer.allowance -= 1
+            if peer.allowance < 0:
+                self._blame(peer, Fault.FLOOD)
+                return
+        try:
+            message = from_drafter(frames[0] if len(frames) == 1 else b"")
+        except WireVersionError as error:
+            reason = (
+                f"wire version {error.wire} is not the verifier's, {WIRE}; update the older one"
+            )
+            self._refuse(identity, "of another version", reason)
+        except WireError:
+            self._blame(peer, Fault.MALFORMED)
+        else:
+            if isinstance(message, Hello):
+                self._greet(identity, message)
+            elif peer is None:
+                self._blame(None, Fault.UNKNOWN_SENDER)
+            elif isinstance(message, Drafted):
+                self._take_answers(peer, message, now_s)
+            else:
+                peer.attendance.lives()
+                peer.attendance.rested(now_s)
+
+    def _blame(self, peer: _Peer | None, fault: Fault) -> None:
+        """Count it; whoever did it too often is ignored, and not waited for."""
+        name = peer.hello.name if peer is not None else ""
+        self._count(name, fault)
+        if peer is not None and peer.conduct.bad(self._clock.monotonic_s()):
+            peer.owed.clear()
+            logger.warning("draft server %s is ignored for a while: %s", name, fault)
+
+    def _miss(self, name: str, now_s: float) -> None:
+        peer = self._peers.get(name)
+        self._count(name if peer else "", Fault.LATE)
+        if peer is not None:
+            peer.attendance.missed(now_s)
+            if peer.attendance.suspended:
+                logger.warning("draft server %s is suspended: it is too slow, or stands", name)
+
+    def _count(self, name: str, fault: Fault) -> None:
+        self._faults.setdefault(name, Counter())[fault] += 1
+
+    # --- hellos ----------------------------------------------------------------------------------
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        """Welcome a drafter, in place of one of the same name, or refuse it."""
+        known = self._peers.get(hello.name)
+        reason = self._misfit(hello)
+        if self._names.get(identity, hello.name) != hello.name:
+            reason = "it has another name already; connect anew"
+        if reason is None and known is None and not self._has_room():
+            reason = f"the verifier has {self._max_drafters} draft servers already"
+        if reason is not None:
+            self._refuse(identity, hello.name, reason)
+            return
+        if known is not None and known.up and known.identity != identity:
+            self._send(known.identity, Refused(reason=f"another draft server is {hello.name} now"))
+        if known is not None:
+            self._names.pop(known.identity, None)
+        peer = _Peer(
+            identity,
+            epoch=secrets.randbits(62),
+            hello=hello,
+            sent=SentPrefixes(hello.max_sessions),
+            attendance=Attendance(),
+            conduct=known.conduct if known else Conduct(),
+            allowance=known.allowance if known else SPARE_MESSAGES,
+        )
+        self._peers[hello.name], self._names[identity] = peer, hello.name
+        if self._send(identity, Welcome(epoch=peer.epoch)):
+            logger.info("draft server %s is there, with %s", hello.name, hello.model)
+
+    def _misfit(self, hello: Hello) -> str | None:
+        """Why a drafter's tokens would not be the verifier's.
+
+        Models of one family may differ in size by padding, which no tokenizer ever yields: with
+        equal ids that does no harm.
+        """
+        if hello.vocabulary and self._vocabulary:
+            if hello.vocabulary != self._vocabulary:
+                return "its vocabulary is not the verifier's; use a draft model of the same family"
+            return None
+        if hello.vocab_size != self._vocab_size:
+            return (
+                f"it has a vocabulary of {hello.vocab_size} tokens, the verifier one of "
+                f"{self._vocab_size}; use a draft model of the same family"
+            )
+        return None
+
+    def _has_room(self) -> bool:
+        """Whether one more can be taken in; one that is gone makes place.
+
+        That it is gone may be known only when something is sent to it.
+        """
+        if len(self._peers) < self._max_drafters:
+            return True
+        for peer in self._peers.values():
+            if peer.up:
+                self._send(peer.identity, Ping())
+        gone = next((name for name, peer in self._peers.items() if not peer.up), None)
+        if gone is None:
+            return False
+        del self._peers[gone]
+        self._faults.setdefault("", Counter()).update(self._faults.pop(gone, {}))
+        return True
+
+    def _refuse(self, identity: bytes, who: str, reason: str) -> None:
+        self._count("", Fault.REFUSED_HELLO)
+        logger.warning("draft server %s is refused: %s", who, reason)
+        self._send(identity, Refused(reason=reason))
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    def _take_answers(self, peer: _Peer, drafted: Drafted, now_s: float) -> None:
+        owed = peer.owed.get(drafted.round) if drafted.epoch == peer.epoch else None
+        if owed is None:
+            self._blame(peer, Fault.REPLAYED)
+            return
+        peer.owed = {n: times for n, times in peer.owed.items() if n > drafted.round}
+        sent_s, end_s = owed
+        took_s = now_s - sent_s
+        # A comparison with NaN is false: what makes no sense counts as no time.
+        draft_s = min(drafted.draft_s, took_s) if drafted.draft_s > 0.0 else 0.0
+        peer.sent.lost(drafted.lost)
+        if drafted.round != self._round or not self._waits:
+            self._count(peer.hello.name, Fault.STALE_ROUND)
+            peer.attendance.overdue(took_s - draft_s, end_s - sent_s)
+            peer.attendance.lives()
+            peer.attendance.rested(now_s)
+            return
+        peer.attendance.travelled(took_s - draft_s)
+        peer.attendance.answered()
+        self._answered[peer.hello.name] = now_s, draft_s
+        faults = [fault for answer in drafted.answers if (fault := self._use(peer, answer))]
+        for fault in faults:
+            self._blame(peer, fault)
+        if not faults:
+            peer.conduct.good()
+
+    def _use(self, peer: _Peer, answer: Answer) -> Fault | None:
+        """Take one session's draft, or say what is wrong with it."""
+        asked = peer.asked.pop(answer.session, None)
+        if asked is None or answer.at != asked.at:
+            return Fault.WRONG_SESSION
+        if len(answer.tokens) > asked.grant:
+            return Fault.TOO_MANY_TOKENS
+        if not all(0 <= token < self._vocab_size for token in answer.tokens):
+            return Fault.OUT_OF_RANGE
+        if len(answer.probabilities) != len(answer.tokens) or not all(
+            0.0 <= probability <= 1.0 for probability in answer.probabilities
+        ):
+            return Fault.BAD_PROBABILITY
+        if answer.tokens:
+            self._answers[asked.session] = DraftTokens(answer.tokens, answer.probabilities)
+        return None

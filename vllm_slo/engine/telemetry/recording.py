@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stock scheduler that notes what each engine step ran and how long it took."""
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_slo.core.step_time.model import BatchShape
+
+
+def shape_of(output: SchedulerOutput) -> BatchShape:
+    """The shape of a scheduled batch, for the step-time model.
+
+    Context tokens are each request's computed tokens before this step.  #SpecStep is the
+    longest draft that was scheduled.
+    """
+    scheduled = output.num_scheduled_tokens
+    cached = output.scheduled_cached_reqs
+    chunks = [
+        (scheduled[request.req_id], request.num_computed_tokens)
+        for request in output.scheduled_new_reqs
+    ]
+    chunks += [
+        (scheduled[req_id], context)
+        for req_id, context in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    ]
+    drafts = output.scheduled_spec_decode_tokens.values()
+    return BatchShape.of(chunks, spec_steps=max(map(len, drafts), default=0))
+
+
+class RecordingScheduler(Scheduler):
+    """vLLM's synchronous scheduler; every step with tokens lands in :attr:`steps`.
+
+    The time of a step runs from the entry of ``schedule`` to the exit of
+    ``update_from_output``: scheduling, execution and sampling, everything an engine core does
+    in a step.  Asynchronous scheduling is off (it would overlap the first part of one step with
+    the execution of the one before), so a server with it on is a little faster than this, which
+    the online correction finds out.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[tuple[BatchShape, float]] = []
+        self._began_s = 0.0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As vLLM's; the step's time begins here."""
+        self._began_s = time.perf_counter()
+        return super().schedule(*args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        """As vLLM's; the step's time ends here."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            took_s = time.perf_counter() - self._began_s
+            self.steps.append((shape_of(scheduler_output), took_s))
+        return outputs

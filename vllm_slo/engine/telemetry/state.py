@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler says of itself to whoever plans with it: `ReplicaState`, often, one way.
+
+The scheduler lives in the engine's process and must not wait for anybody: it sends datagrams to a
+Unix socket that somebody else has bound, and what cannot be sent at once is dropped. Two processes
+of one machine share the monotonic clock, so a message says when its state was taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_slo.core.routing.replica_state import ReplicaState
+    from vllm_slo.core.types import Demand
+    from vllm_slo.engine.scheduling.controller import Steering
+
+logger = logging.getLogger(__name__)
+
+SOCKET_VARIABLE = "VLLMSLO_STATE_SOCKET"
+"""Environment variable that names the socket; without it nothing is published."""
+
+INTERVAL_S = 0.02
+RETRY_S = 0.05
+MAX_COMMITTED = 1_024
+MAX_TICKETS = 4_096
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+def state_of(steering: Steering) -> ReplicaState:
+    """The state of one engine now; its times are relative to this moment.
+
+    After ``schedule()`` the step it made counts as computed, and the next one begins at its end.
+    Of more than `MAX_COMMITTED` promises the most urgent are told.
+    """
+    # Not above: who only receives states needs no numba, which must not come before vLLM.
+    from vllm_slo.core.routing.replica_state import ReplicaState
+
+    now_s = steering.clock.monotonic_s()
+    scheduler = steering.scheduler
+    model = steering.steps.promise_model
+    start_s = steering.steps.next_start_s(now_s)
+    committed, decoding, context, blocks = steering.committed_load(start_s, model, now_s)
+    promised = len(committed) + sum(decoding.values())
+    requests = steering.requests_to_serve()
+    running = min(len(scheduler.running), len(requests))
+    marks = {t.ticket for t in steering.tracked.values() if t.ticket}
+    return ReplicaState(
+        model=model,
+        start_s=start_s - now_s,
+        committed=_urgent(committed),
+        decoding=decoding,
+        decoding_context=context,
+        free_blocks=steering.total_blocks - blocks,
+        total_blocks=steering.total_blocks,
+        block_sizes=tuple(steering.block_sizes),
+        seats=steering.seats(promised),
+        max_step_tokens=steering.max_step_tokens,
+        token_share=1.0 - steering.reserved_share(),
+        finish_interval_s=steering.finish_interval_s,
+        max_model_len=scheduler.max_model_len,
+        running=running,
+        waiting=len(requests) - running,
+        backlog_tokens=sum(max(r.num_prompt_tokens - r.num_computed_tokens, 0) for r in requests),
+        tickets=tuple(sorted(marks)[:MAX_TICKETS]),
+        seen=steering.seen,
+        lengths=steering.lengths.all_points(),
+    )
+
+
+def _urgent(committed: list[Demand]) -> tuple[Demand, ...]:
+    """The first `MAX_COMMITTED` by deadline."""
+    if len(committed) > MAX_COMMITTED:
+        committed = sorted(committed, key=lambda d: d.deadline_s)[:MAX_COMMITTED]
+    return tuple(committed)
+
+
+class StatePublisher:
+    """Sends states to the socket at ``path``, and never waits.
+
+    What nobody is there to read, or cannot be read fast enough, is dropped; of the latter the last
+    one is sent a little later, since an engine without work makes no newer one.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._next_s = -1.0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+        self._lock = threading.Lock()
+        self._unsent: bytes | None = None
+        self._complained = False
+
+    @classmethod
+    def from_environment(cls) -> StatePublisher | None:
+        """The publisher that the environment asks for; None when it asks for none."""
+        path = os.environ.get(SOCKET_VARIABLE)
+        return cls(path) if path else None
+
+    def due(self, now_s: float) -> bool:
+        """Whether the last one is `INTERVAL_S` old."""
+        return now_s >= self._next_s
+
+    def publish(self, state: ReplicaState, now_s: float) -> None:
+        """Send a state that was taken just now; ``now_s`` is the time for `due`."""
+        self._next_s = now_s + INTERVAL_S
+        message = pack(state)
+        with self._lock:
+            retries = self._unsent is not None
+            self._unsent = None if self._sent(message) else message
+            if self._unsent is not None and not retries:
+                self._try_later()
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        with self._lock:
+            self._unsent = None
+            self._socket.close()
+
+    def _sent(self, message: bytes) -> bool:
+        """Whether it is done with: sent, or nobody listens, or it can never be sent."""
+        try:
+            self._socket.sendto(message, self._path)
+        except BlockingIOError:
+            return False
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                logger.error("a state of %d bytes cannot be sent: %s", len(message), error)
+        return True
+
+    def _try_later(self) -> None:
+        timer = threading.Timer(RETRY_S, self._retry)
+        timer.daemon = True
+        timer.start()
+
+    def _retry(self) -> None:
+        with self._lock:
+            if self._unsent is None:
+                return
+            if self._sent(self._unsent):
+                self._unsent = None
+            else:
+                self._try_later()
+
+
+def pack(state: ReplicaState) -> bytes:
+    """The message for a state taken just now: the monotonic clock, a line feed, its JSON."""
+    return b"%r\n" % time.monotonic() + state.to_json()
+
+
+def unpack(message: bytes) -> tuple[bytes, float]:
+    """(JSON of the state, when it was taken on the monotonic clock).
+
+    Raises:
+        ValueError: this is not such a message.
+    """
+    taken_s, line_feed, state = message.partition(b"\n")
+    if not line_feed:
+        raise ValueError("not the message of a scheduler")
+    return state, float(taken_s)

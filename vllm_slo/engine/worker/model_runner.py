@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's model runner with token trees: verify, sample at every node, walk, compact, draft.
+
+A tree's tokens are scheduled and laid out as vLLM lays out a chain of draft tokens: root and nodes
+in consecutive slots. What differs is where a token stands (root plus depth) and what it sees (its
+ancestors). Sampling once at every node with the stock sampler and walking to the child that equals
+the sampled token draws from the model's own distribution, whatever the sampling parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_slo.core.speculation import token_tree
+from vllm_slo.engine.speculation import messages
+from vllm_slo.engine.worker import tree_sampling
+from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
+from vllm_slo.engine.worker.tree_attention.path_rows import (
+    MASKS,
+    ROWS,
+    MaskRows,
+    VerifyRows,
+    copy_blocks,
+)
+from vllm_slo.engine.worker.tree_attention.plan import (
+    MaskPlan,
+    RowPlan,
+    TreeSlot,
+    plan_masks,
+    plan_rows,
+)
+
+Ints = NDArray[np.int64]
+
+_GROUP = 0  # Trees need one KV cache group; checked when it is there.
+
+
+class TreeRunner(GPUModelRunner):
+    """Adds trees to the runner of a platform, by cooperative inheritance."""
+
+    drafter: TreeProposer | RemoteProposer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layers: dict[str, Any] = {}  # the served model's attention layers
+        self._slots: list[TreeSlot] = []
+        self._verify: VerifyRows | MaskRows | None = None
+        self._kept: dict[int, int] = {}
+        self._drafts: messages.DraftTrees | None = None
+
+    # What the proposer reads.
+
+    def block_size_of_trees(self) -> int:
+        """Tokens per KV block."""
+        return int(self.kv_cache_config.kv_cache_groups[_GROUP].kv_cache_spec.block_size)
+
+    def block_table_of_trees(self) -> Ints:
+        """Blocks of each request of the batch, [requests, columns]."""
+        table: Ints = self.input_batch.block_table[_GROUP].get_numpy_array()
+        return table
+
+    def slots_of(self, index: int) -> int:
+        """Tokens of the request at ``index`` for which it holds blocks."""
+        held = self.input_batch.block_table[_GROUP].num_blocks_per_row[index]
+        return int(held) * self.block_size_of_trees()
+
+    def computed_after(self, output: SchedulerOutput, index: int) -> int:
+        """Tokens that the request at ``index`` has computed once this step is done."""
+        scheduled = output.num_scheduled_tokens[self.input_batch.req_ids[index]]
+        return int(self.input_batch.num_computed_tokens_cpu[index]) + scheduled
+
+    # One step.
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self.drafter.bind(self)
+        layers = self.compilation_config.static_forward_context
+        drafts = self.drafter.layer_names
+        names = self.kv_cache_config.kv_cache_groups[_GROUP].layer_names
+        self._layers = {name: layers[name] for name in names if name not in drafts}
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
+    ) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self.drafter.begin_step(scheduler_output, _GROUP)
+        self._slots = self._find_slots(messages.of(scheduler_output))
+        for slot in self._slots:
+            nodes = slice(slot.first + 1, slot.first + 1 + len(slot.parents))
+            depths = torch.tensor(token_tree.depths(slot.parents), dtype=torch.int64)
+            self.positions[nodes] = (slot.context + depths).to(self.device, non_blocking=True)
+        return prepared
+
+    def _find_slots(self, step: messages.StepTrees) -> list[TreeSlot]:
+        starts = self.query_start_loc.np
+        computed = self.input_batch.num_computed_tokens_cpu
+        slots = []
+        for name, parents in step.parents.items():
+            index = self.input_batch.req_id_to_index[name]
+            first = int(starts[index + 1]) - len(parents) - 1
+            context = int(computed[index]) + first - int(starts[index])
+            slots.append(TreeSlot(index, first, context, parents))
+        return slots
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        self._verify = None
+        if self._slots:
+            groups = self.attn_groups[_GROUP]
+            masked = all(getattr(group.backend, "takes_masks", False) for group in groups)
+            (self._attach_masks if masked else self._attach_rows)(metadata, common)
+        return metadata, common
+
+    def _attach_masks(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
+        """Tell a backend that takes masks who sees whom."""
+        plan = plan_masks(self._slots, common.num_actual_tokens, common.num_reqs)
+        if plan is None:
+            return
+        masks = TreeMasks(plan, self.device)
+        self._verify = MaskRows(self._loose_tokens())
+        for group in self.attn_groups[_GROUP]:
+            for name in group.layer_names:
+                setattr(metadata[name], ROWS, self._verify)
+                setattr(metadata[name], MASKS, masks)
+
+    def _attach_rows(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
+        """Lay the batch out as rows of a causal kernel."""
+        plan = plan_rows(
+            self._slots,
+            self.query_start_loc.np[: common.num_reqs + 1],
+            self.optimistic_seq_lens_cpu[: common.num_reqs].numpy(),
+            self.block_table_of_trees(),
+            self.block_size_of_trees(),
+            np.arange(self.drafter.scratch, self.kv_cache_config.num_blocks),
+            self.drafter.blocks_per_row,
+        )
+        if plan is None:
+            return
+        self._verify = VerifyRows(plan, self.drafter.blocks_per_row, self.device)
+        rows = _as_rows(common, plan, self.device)
+        for group in self.attn_groups[_GROUP]:
+            built = group.build_metadata(rows)
+            setattr(built, ROWS, self._verify)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+
+    def _loose_tokens(self) -> Tensor:
+        """Tokens that compaction may have to move: the nodes beyond each leading chain."""
+        loose = [
+            slot.first + 1 + node
+            for slot in self._slots
+            for node in range(token_tree.leading_chain(slot.parents), len(slot.parents))
+        ]
+        self._kept = {token: place for place, token in enumerate(loose)}
+        return torch.tensor(loose, dtype=torch.int64, device=self.device)
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        if logits is not None:
+            self.drafter.compare_with_target(logits, self._root_rows())
+        if logits is None or spec_decode_metadata is None:
+            return super()._sample(logits, spec_decode_metadata)
+        self.input_batch.update_async_output_token_ids()
+        parents: list[Any] = [()] * self.input_batch.num_reqs
+        tokens: list[Any] = [()] * self.input_batch.num_reqs
+        for slot in self._slots:
+            parents[slot.index] = slot.parents
+            tokens[slot.index] = self.input_batch.spec_token_ids[slot.index]
+        output, accepted = tree_sampling.sample(
+            self.sampler, logits, self.input_batch.sampling_metadata, tokens, parents
+        )
+        if self._verify is not None:
+            self._compact(accepted)
+        return output
+
+    def _root_rows(self) -> dict[str, int]:
+        """Where among a step's logits those are of each request's last token."""
+        nodes = {slot.index: len(slot.parents) for slot in self._slots}
+        sizes = [1 + nodes.get(i, 0) for i in range(self.input_batch.num_reqs)]
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        return dict(zip(self.input_batch.req_ids, starts, strict=True))
+
+    def _compact(self, accepted: list[list[int]]) -> None:
+        """Give the accepted nodes the slots in which a plain decode would have put them."""
+        if isinstance(self._verify, MaskRows):
+            self._move_tokens(self._verify, accepted)
+        elif self._verify is not None:
+            self._take_over_paths(self._verify, accepted)
+
+    def _take_over_paths(self, rows: VerifyRows, accepted: list[list[int]]) -> None:
+        """The scratch blocks of an accepted path hold what the request's own are to hold."""
+        size, table = self.block_size_of_trees(), self.block_table_of_trees()
+        contexts = {slot.index: slot.context for slot in self._slots}
+        copies: list[list[int]] = []
+        for index, block in _accepted_paths(rows, accepted):
+            column, offset = divmod(contexts[index], size)
+            count = -(-(offset + 1 + len(accepted[index])) // size)
+            copies.extend([block + i, int(table[index, column + i]), 1] for i in range(count))
+        if copies:
+            for layer in self._layers.values():
+                copy_blocks(layer.kv_cache, copies, 1)
+
+    def _move_tokens(self, rows: MaskRows, accepted: list[list[int]]) -> None:
+        """Write the accepted nodes' keys and values once more, where they belong."""
+        size, table = self.block_size_of_trees(), self.block_table_of_trees()
+        kept, slots = [], []
+        for slot in self._slots:
+            for depth, node in enumerate(accepted[slot.index], start=1):
+                if node + 1 == depth:
+                    continue
+                position = slot.context + depth
+                kept.append(self._kept[slot.first + 1 + node])
+                slots.append(int(table[slot.index, position // size]) * size + position % size)
+        if not kept:
+            return
+        sources = torch.tensor(kept, device=self.device)
+        targets = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        for name, (key, value) in rows.kept.items():
+            layer = self._layers[name]
+            layer.impl.do_kv_cache_update(
+                layer, key[sources], value[sources], layer.kv_cache, targets
+            )
+
+    # Drafting.
+
+    def _input_fits_in_drafter(self, *_: Any) -> bool:
+        """The proposer bounds each request's positions by itself."""
+        return True
+
+    def propose_draft_token_ids(
+        self, scheduler_output: SchedulerOutput, sampled_token_ids: Any, *_: Any
+    ) -> list[list[int]]:
+        self._drafts = self.drafter.propose(scheduler_output, sampled_token_ids)
+        return [[] for _ in self.input_batch.req_ids]
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        done = super().sample_tokens(grammar_output)
+        if isinstance(done, ModelRunnerOutput):
+            messages.note_drafting(done, self.drafter.take_report())
+        return done
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts, self._drafts = self._drafts, None
+        return drafts
+
+    def shutdown(self) -> None:
+        self.drafter.close()
+        super().shutdown()
+
+
+def _accepted_paths(rows: VerifyRows, accepted: list[list[int]]) -> Iterator[tuple[int, int]]:
+    """(request, first scratch block) of each accepted path that leaves its tree's leading chain."""
+    done: set[int] = set()
+    for index, path, block in rows.paths:
+        nodes = accepted[index]
+        leaves = nodes and nodes[-1] + 1 != len(nodes)
+        if leaves and index not in done and tuple(nodes) == path[: len(nodes)]:
+            done.add(index)
+            yield index, block
+
+
+class TreeMasks:
+    """A ``MaskPlan`` on the device; see ``tree_attention.cuda.TreePlan``."""
+
+    def __init__(self, plan: MaskPlan, device: torch.device) -> None:
+        self.ancestors = torch.from_numpy(plan.ancestors).to(device, non_blocking=True)
+        self.is_tree = torch.from_numpy(plan.is_tree).to(device, non_blocking=True)
+        self.max_tree = plan.max_tree
+
+
+def _as_rows(
+    common: CommonAttentionMetadata, plan: RowPlan, device: torch.device
+) -> CommonAttentionMetadata:
+    """The batch of ``common`` with one row for each path."""
+    starts = torch.from_numpy(plan.query_start.astype(np.int32))
+    lengths = torch.from_numpy(plan.seq_lens.astype(np.int32))
+    owner = torch.from_numpy(plan.owner).to(device)
+    table = common.block_table_tensor[owner]
+    columns = int(plan.table[:, 1].max()) + 1
+    if columns > table.shape[1]:
+        table = torch.nn.functional.pad(table, (0, columns - table.shape[1]))
+    row, column, block = torch.from_numpy(plan.table).to(device).unbind(1)
+    table[row, column] = block.to(table.dtype)
+    prefilling = common.is_prefilling
+    return replace(
+        common,
+        query_start_loc=starts.to(device, non_blocking=True),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.to(device, non_blocking=True),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=len(plan.owner),
+        max_query_len=int(np.diff(plan.query_start).max()),
+        max_seq_len=int(plan.seq_lens.max()),
+        block_table_tensor=table,
+        is_prefilling=None if prefilling is None else prefilling[torch.from_numpy(plan.owner)],
+        positions=None,
+    )

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where draft tokens come from."""
+
+from vllm_slo.engine.worker.proposers.pool import TreeProposer
+from vllm_slo.engine.worker.proposers.remote import RemoteProposer
+
+__all__ = ["RemoteProposer", "TreeProposer"]

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chain of draft models (SpecRouter, section 4.3): each verifies what the one before it guessed.
+
+The first model guesses a window of tokens, the next one checks them in one pass, keeps those that
+it would have said itself and adds one of its own, and so on; the chain goes round until the last
+model has said as many tokens as are wanted. So what it proposes is its own greedy continuation,
+token for token, however it was computed (lossless at each level against the next).
+
+Guesses lie where their tokens will lie once accepted: in the request's own blocks, behind its
+committed tokens, and behind these in scratch blocks. Each request has its own length, so taking a
+guess back is a smaller number, and no keys or values are ever moved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_slo.core.speculation.model_chain import Plan
+from vllm_slo.engine.speculation.messages import DraftingReport, EdgeTrials
+from vllm_slo.engine.worker.proposers.lm import DraftModel, common_metadata
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+UNLIKELY = 0.02
+"""Path probability below which a chain does not go on from a token: hardly any tree would take
+what came next."""
+COMPARED = 8
+"""Requests of a step whose models are compared by what they would say next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A model of the chain.
+
+    Attributes:
+        place: in the pool.
+        model: itself.
+    """
+
+    place: int
+    model: DraftModel
+
+
+class Ahead:
+    """Guesses behind the committed tokens of some requests, and the blocks that both lie in.
+
+    Args:
+        committed: tokens of the whole batch, [requests, positions].
+        places: the requests' places in the batch, [n].
+        ends: committed tokens of each, [n].
+        tables: blocks of the whole batch, [requests, columns].
+        owned: blocks that each holds, [n].
+        scratch: scratch blocks of each, [n, blocks]; those that are not to be guessed for need
+            none, so there may be fewer rows.
+        depth: most guesses of a request.
+        block_size: tokens per block.
+
+    Attributes:
+        guesses: token ids, [n, depth].
+    """
+
+    def __init__(
+        self,
+        committed: NDArray[np.int32],
+        places: Ints,
+        ends: Ints,
+        tables: NDArray[np.integer[Any]],
+        owned: Ints,
+        scratch: Ints,
+        depth: int,
+        block_size: int,
+    ) -> None:
+        self.places = places
+        self.ends = ends
+        self.guesses = np.zeros((len(places), depth), dtype=np.int64)
+        self._committed = committed
+        self._block_size = block_size
+        columns = max(int(owned.max()) + scratch.shape[1], 1)
+        self._table = np.zeros((len(places), columns), dtype=np.int32)
+        known = min(columns, tables.shape[1])
+        self._table[:, :known] = tables[places, :known]
+        behind = owned[: len(scratch), None] + np.arange(scratch.shape[1])
+        np.put_along_axis(self._table[: len(scratch)], behind, scratch.astype(np.int32), axis=1)
+
+    def run(self, draft: DraftModel, rows: Ints, starts: Ints, stops: Ints, asked: Ints) -> Tensor:
+        """One causal pass of a model.
+
+        Args:
+            draft: the model.
+            rows: which requests, [r].
+            starts, stops: their tokens, committed and guessed ones counted together, [r].
+            asked: after how many of the last of these its logits are wanted, [r].
+
+        Returns:
+            The logits, [asked tokens, vocabulary], request by request.
+        """
+        lengths = stops - starts
+        begins = np.cumsum(np.append(0, lengths))
+        row = np.repeat(rows, lengths)
+        places = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, lengths)
+        device, size = draft.device, self._block_size
+        slots = self._table[row, places // size].astype(np.int64) * size + places % size
+        positions = torch.from_numpy(np.minimum(places, draft.max_len - 1)).to(device)
+        columns = -(-int(stops.max()) // size)
+        common = common_metadata(
+            begins,
+            stops,
+            torch.from_numpy(self._table[rows, :columns]).to(device),
+            torch.from_numpy(slots).to(device),
+            positions,
+        )
+        tokens = torch.from_numpy(self._tokens(row, places)).to(device)
+        hidden = draft.forward(tokens, positions, common)
+        wanted = np.repeat(begins[1:], asked) - _down_to_one(asked)
+        return draft.logits(hidden[torch.from_numpy(wanted).to(device)])
+
+    def _tokens(self, row: Ints, places: Ints) -> NDArray[np.int32]:
+        """Token ids at some places of some requests."""
+        beyond = places - self.ends[row]
+        last = self._committed.shape[1] - 1
+        committed = self._committed[self.places[row], np.minimum(places, last)]
+        guessed = self.guesses[row, np.clip(beyond, 0, self.guesses.shape[1] - 1)]
+        return np.where(beyond < 0, committed, guessed).astype(np.int32)
+
+
+def _down_to_one(counts: Ints) -> Ints:
+    """[c, c - 1, .., 1] of every count c, one after the other."""
+    ends = np.cumsum(counts)
+    found: Ints = np.repeat(ends, counts) - np.arange(ends[-1] if len(ends) else 0)
+    return found
+
+
+class DraftKVState:
+    """How far a model has computed each request, and what else is to join its first pass.
+
+    Args:
+        computed: tokens whose keys and values it has, [n].
+        others: (row, start, stop) of requests that are not guessed for now and only caught up.
+
+    Attributes:
+        caught_up: those of them for whom that is done.
+    """
+
+    def __init__(self, computed: Ints, others: Sequence[tuple[int, int, int]]) -> None:
+        self.computed = computed
+        self.others = np.asarray(others, dtype=np.int64).reshape(-1, 3)
+        self.caught_up = self.others[:0]
+
+
+class ChainSearch:
+    """One drafting step of a chain over ``n`` requests.
+
+    Args:
+        chain: the models, in the order in which they work.
+        kv_states: of each model.
+        ahead: the requests; the first ``n`` of them are guessed for.
+        temperatures: what the last model's logits are divided by, [n, 1].
+        plan: how many tokens the last model is to say, how many candidates there are for each, and
+            how many the first guesses between two passes of the next.
+        report: takes what the passes took, and what was accepted within the chain.
+        at_work: told which model of the pool runs next.
+
+    Attributes:
+        counts: tokens that the last model has said of each request, [n].
+        tokens, probabilities: its candidates, the likeliest first, [n, depth, width].
+        roots: what models would say after the committed tokens of the first few requests, by their
+            places in the pool, [few, vocabulary].
+    """
+
+    def __init__(
+        self,
+        chain: Sequence[Member],
+        kv_states: Sequence[DraftKVState],
+        ahead: Ahead,
+        temperatures: Tensor,
+        plan: Plan,
+        report: DraftingReport,
+        at_work: Callable[[int], None],
+    ) -> None:
+        self.chain = chain
+        self.kv_states = kv_states
+        self.ahead = ahead
+        self.temperatures = temperatures
+        self.window = plan.window
+        self.report = report
+        self._at_work = at_work
+        n = len(temperatures)
+        self.counts = np.zeros(n, dtype=np.int64)
+        self.tokens = np.zeros((n, plan.depth, plan.width), dtype=np.int64)
+        self.probabilities = np.zeros((n, plan.depth, plan.width))
+        self.roots: dict[int, Tensor] = {}
+        self._ends = ahead.ends[:n]
+        self._path = np.ones(n)
+
+    def run(self) -> None:
+        """Go round until the last model has said what is wanted, or goes on unlikely paths only."""
+        last = len(self.chain) - 1
+        depth = self.tokens.shape[1]
+        left = np.full_like(self.counts, depth)
+        while left.any():
+            self.counts += self._continue(last, left)
+            left = np.where(self._path >= UNLIKELY, depth - self.counts, 0)
+        for level, kv_states in enumerate(self.kv_states):
+            if len(kv_states.others):
+                self._pass(level, self.counts[:0], self.counts[:0], self.counts[:0])
+
+    def read(self) -> Tensor:
+        """What the first model would say after the committed tokens, [n, vocabulary]."""
+        rows = np.arange(len(self.counts))
+        logits, _ = self._pass(0, rows, self._ends, np.ones_like(rows))
+        self.kv_states[0].computed[:] = self._ends
+        return logits
+
+    def _continue(self, level: int, left: Ints) -> Ints:
+        """Guess at most so many more tokens at a level; how many they are, by request.
+
+        A single model goes on by a token; what follows in ``guesses`` is theirs alone.
+        """
+        if level == 0:
+            steps = int(left.max()) if level < len(self.chain) - 1 else 1
+            for step in range(steps):
+                self._check(0, np.flatnonzero(left > step), np.full_like(left, step))
+            return np.minimum(left, steps)
+        room = np.maximum(left - 1, 0)
+        guessed = self._continue(level - 1, np.minimum(room, self.window) if level == 1 else room)
+        return self._check(level, np.flatnonzero(left), guessed)
+
+    def _check(self, level: int, rows: Ints, guessed: Ints) -> Ints:
+        """One pass of a level's model over ``guessed`` tokens behind those that the last model has
+        said: it keeps what it would have said itself, and adds a token.
+
+        The first model has nobody's guesses to look at: it reads its own and adds one.
+
+        Returns:
+            How many of the tokens are its own now, [n].
+        """
+        found = np.zeros_like(guessed)
+        if not len(rows):
+            return found
+        trusted = level == 0
+        kv_states = self.kv_states[level]
+        have, own = self.counts[rows], guessed[rows]
+        stops = self._ends[rows] + have + own
+        asked = np.ones_like(own) if trusted else own + 1
+        logits, tokens = self._pass(level, rows, stops, asked)
+        starts = np.cumsum(asked) - asked
+        kept = own
+        if not trusted:
+            kept = self._agreement(rows, tokens, starts, own)
+            self._count_edge(level, own, kept)
+        self.ahead.guesses[rows, have + kept] = tokens[starts + (0 if trusted else kept)]
+        kv_states.computed[rows] = stops
+        for below in self.kv_states[: level + 1]:
+            valid = self._ends[rows] + have + kept
+            below.computed[rows] = np.minimum(below.computed[rows], valid)
+        if level == len(self.chain) - 1:
+            self._say(rows, have, logits, starts, asked if trusted else kept + 1)
+        found[rows] = kept + 1
+        return found
+
+    def _pass(self, level: int, rows: Ints, stops: Ints, asked: Ints) -> tuple[Tensor, Ints]:
+        """Run a level's model up to ``stops``: its logits where asked, and its likeliest tokens.
+
+        Those who are only caught up join its first pass.
+        """
+        kv_states, member = self.kv_states[level], self.chain[level]
+        began_s = time.perf_counter()
+        starts, first = kv_states.computed[rows], member.place not in self.roots
+        others, kv_states.others = kv_states.others, kv_states.others[:0]
+        self._at_work(member.place)
+        logits = self.ahead.run(
+            member.model,
+            np.append(rows, others[:, 0]),
+            np.append(starts, others[:, 1]),
+            np.append(stops, others[:, 2]),
+            np.append(asked, np.zeros(len(others), dtype=np.int64)),
+        )
+        kv_states.caught_up = np.concatenate((kv_states.caught_up, others))
+        tokens = logits.argmax(dim=-1).cpu().numpy()
+        count = int((stops - starts).sum() + (others[:, 2] - others[:, 1]).sum())
+        self.report.passes.append((member.place, count, time.perf_counter() - began_s))
+        if first and len(asked):
+            few = (np.cumsum(asked) - asked)[:COMPARED]
+            self.roots[member.place] = logits[torch.from_numpy(few)].float().softmax(dim=-1)
+        return logits, tokens
+
+    def _agreement(self, rows: Ints, tokens: Ints, starts: Ints, own: Ints) -> Ints:
+        """How many leading guesses of each request are what the model says itself, [r]."""
+        most = int(own.max()) if len(own) else 0
+        steps = np.arange(most)
+        have = self.counts[rows]
+        there = np.minimum(have[:, None] + steps, self.ahead.guesses.shape[1] - 1)
+        guesses = self.ahead.guesses[rows[:, None], there]
+        said = tokens[np.minimum(starts[:, None] + steps, len(tokens) - 1)]
+        same = (guesses == said) & (steps < own[:, None])
+        found: Ints = np.cumprod(same, axis=1).sum(axis=1)
+        return found
+
+    def _count_edge(self, level: int, own: Ints, kept: Ints) -> None:
+        tried = int(np.minimum(kept + 1, own).sum())
+        if tried:
+            drafter, verifier = self.chain[level - 1].place, self.chain[level].place
+            self.report.edges.append(EdgeTrials(drafter, verifier, tried, int(kept.sum())))
+
+    def _say(self, rows: Ints, have: Ints, logits: Tensor, starts: Ints, new: Ints) -> None:
+        """Note the last model's candidates for each token that it has just said."""
+        owner = np.repeat(np.arange(len(rows)), new)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(new) - new, new)
+        chosen = torch.from_numpy(starts[owner] + within).to(logits.device)
+        heat = self.temperatures[torch.from_numpy(rows[owner]).to(logits.device)]
+        logp = (logits[chosen].float() / heat).log_softmax(dim=-1)
+        best, tokens = logp.topk(self.tokens.shape[2], dim=-1)
+        where = rows[owner], have[owner] + within
+        likely = best.double().exp().cpu().numpy()
+        found, said = tokens.cpu().numpy(), self.ahead.guesses[where]
+        # Of equals, what the chain went on with comes first.
+        self.tokens[where] = np.where(found == said[:, None], found[:, :1], found)
+        self.tokens[(*where, 0)] = said
+        self.probabilities[where] = likely
+        np.multiply.at(self._path, rows[owner], likely[:, 0])
+
+    def trees(self) -> tuple[list[int], Ints, NDArray[np.int32], Floats]:
+        """(nodes of each request, tokens, parents, probabilities), request by request: a chain of
+        the likeliest tokens with the other candidates beside them."""
+        _, depth, width = self.tokens.shape
+        said = np.arange(depth) < self.counts[:, None]
+        parents = np.repeat(np.arange(-1, depth - 1) * width, width).astype(np.int32)
+        parents[:width] = -1
+        rows = np.broadcast_to(parents.reshape(depth, width), self.tokens.shape)
+        counts = (self.counts * width).tolist()
+        return (
+            counts,
+            self.tokens[said].ravel(),
+            rows[said].ravel(),
+            self.probabilities[said].ravel(),
+        )

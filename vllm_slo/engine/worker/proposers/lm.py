@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft model inside vLLM: its layers, its forward pass, and what its KV cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import replace
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_slo.engine.worker.tree_attention.path_rows import ROWS, Rows
+
+Ints = NDArray[np.int64]
+_NOTHING: Ints = np.empty(0, dtype=np.int64)
+
+
+def draft_model_config(vllm_config: VllmConfig, model: str) -> ModelConfig:
+    """The draft's own configuration, by the target's example."""
+    target = vllm_config.model_config
+    return ModelConfig(
+        model=model,
+        runner="draft",
+        tokenizer=target.tokenizer,
+        tokenizer_mode=target.tokenizer_mode,
+        trust_remote_code=target.trust_remote_code,
+        dtype=target.dtype,
+        seed=target.seed,
+        enforce_eager=target.enforce_eager,
+        max_logprobs=target.max_logprobs,
+        spec_target_max_model_len=target.max_model_len,
+        hf_overrides=SpeculativeConfig.hf_config_override,
+    )
+
+
+def common_metadata(
+    query_start: Ints,
+    seq_lens: Ints,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+) -> CommonAttentionMetadata:
+    """What attention backends build their metadata from, for a causal pass.
+
+    Args:
+        query_start: where each row's queries begin, [rows + 1].
+        seq_lens: KV tokens of each row with its queries, [rows].
+        block_table: on the device, [rows, columns].
+        slot_mapping, positions: on the device, [tokens].
+    """
+    starts = torch.from_numpy(query_start.astype(np.int32))
+    lengths = torch.from_numpy(seq_lens.astype(np.int32))
+    device = block_table.device
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device, non_blocking=True),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.to(device, non_blocking=True),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=len(seq_lens),
+        num_actual_tokens=int(query_start[-1]),
+        max_query_len=int(np.diff(query_start).max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=block_table,
+        slot_mapping=slot_mapping,
+        causal=True,
+        is_prefilling=torch.zeros(len(seq_lens), dtype=torch.bool),
+        positions=positions,
+    )
+
+
+class DraftModel:
+    """A language model beside the served one, with layers of its own in the same KV cache groups.
+
+    Args:
+        vllm_config: of the engine.
+        model: name or folder of the draft.
+        device: of the engine.
+        prefix: distinguishes its layers' names from those of other models.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, model: str, device: torch.device, prefix: str = "draft"
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.device = device
+        self.prefix = prefix
+        self.config = draft_model_config(vllm_config, model)
+        self.max_len = min(self.config.max_model_len, vllm_config.model_config.max_model_len)
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        self.model: nn.Module | None = None
+        self.layer_names: list[str] = []
+        self._groups: list[AttentionGroup] = []
+
+    def load(self) -> None:
+        """Load the weights; the layers register themselves with the engine.
+
+        Where that fails, the engine forgets them again.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        known = dict(layers)
+        config = replace(
+            self.vllm_config,
+            model_config=self.config,
+            quant_config=None,
+        )
+        try:
+            with set_model_tag(self.prefix):
+                self.model = get_model(vllm_config=config, prefix=self.prefix)
+        except Exception:
+            layers.clear()
+            layers.update(known)
+            raise
+        after = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        self.layer_names = [name for name in after if name not in known]
+
+    @property
+    def parameters(self) -> int:
+        """How many the loaded model has on this device."""
+        assert self.model is not None
+        return sum(weights.numel() for weights in self.model.parameters())
+
+    def bind(self, groups: Sequence[AttentionGroup]) -> None:
+        """Take the attention groups of its layers, once the KV cache is there."""
+        own = set(self.layer_names)
+        self._groups = [group for group in groups if own & set(group.layer_names)]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        common: CommonAttentionMetadata,
+        *,
+        rows: Rows | None = None,
+    ) -> Tensor:
+        """Hidden states of one pass, [tokens, hidden].
+
+        With ``rows`` the layers write their keys and values as it says, else by the slot mapping.
+        """
+        metadata: dict[str, Any] = {}
+        for group in self._groups:
+            built = group.build_metadata(common)
+            setattr(built, ROWS, rows)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+        slots = {} if rows is not None else dict.fromkeys(self.layer_names, common.slot_mapping)
+        with set_forward_context(
+            metadata, self.vllm_config, num_tokens=len(tokens), slot_mapping=slots
+        ):
+            assert self.model is not None
+            hidden: Tensor = self.model(input_ids=tokens, positions=positions)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, [tokens, vocabulary]; without what the target's lacks."""
+        assert self.model is not None
+        logits: Tensor = self.model.compute_logits(hidden)
+        return logits[:, : self._vocabulary]
+
+
+class DraftCoverage:
+    """Which KV blocks hold the draft's keys and values, and how far.
+
+    The draft shares block tables with the target. A step for which it is skipped, and a block that
+    another request computed while it was, leave holes; here they are seen, so that a later
+    catch-up pass fills them.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block_size: tokens per block.
+        trust_hits: False where cached blocks may come from elsewhere without the draft's part.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, trust_hits: bool = True) -> None:
+        self._filled = np.zeros(num_blocks, dtype=np.int32)
+        self._block_size = block_size
+        self._trust_hits = trust_hits
+        self._tokens: dict[str, int] = {}
+        self._guesses: dict[str, tuple[int, Ints]] = {}
+
+    def begin_step(self, output: SchedulerOutput, group: int = 0) -> None:
+        """Follow what the scheduler allocated and freed."""
+        for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+            self._tokens.pop(request_id, None)
+            self._guesses.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._start(new.req_id, new.block_ids[group], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if blocks is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                self._start(request_id, blocks[group], computed)
+            else:
+                self._filled[blocks[group]] = 0
+
+    def _start(self, request_id: str, blocks: list[int], computed: int) -> None:
+        """A request that (re)starts with ``computed`` tokens found in the prefix cache."""
+        self._guesses.pop(request_id, None)
+        hits = computed // self._block_size if self._trust_hits else 0
+        self._filled[blocks[hits:]] = 0
+        tokens = 0
+        for block in blocks[:hits]:
+            tokens += int(self._filled[block])
+            if self._filled[block] < self._block_size:
+                break
+        self._tokens[request_id] = tokens
+
+    def tokens(self, request_id: str) -> int:
+        """Leading tokens of a request that the draft has computed."""
+        return self._tokens.get(request_id, 0)
+
+    def advance(self, request_id: str, end: int, blocks: Ints) -> None:
+        """The draft has now computed a request's first ``end`` tokens, which lie in ``blocks``."""
+        size = self._block_size
+        first, last = self._tokens.get(request_id, 0) // size, (end - 1) // size
+        self._filled[blocks[first:last]] = size
+        self._filled[blocks[last]] = max(end - last * size, int(self._filled[blocks[last]]))
+        self._tokens[request_id] = end
+
+    def guess(self, request_id: str, tokens: Ints) -> None:
+        """Behind what the draft has computed of a request, its blocks hold keys and values of
+        ``tokens`` that are only guessed; until `confirm` nobody counts on them."""
+        if len(tokens):
+            self._guesses[request_id] = self.tokens(request_id), tokens
+
+    def confirm(self, request_id: str, committed: Ints, blocks: Ints) -> None:
+        """Count on guesses that have become true, and forget the others.
+
+        Args:
+            request_id: whose.
+            committed: its tokens, [tokens].
+            blocks: its blocks.
+        """
+        start, guessed = self._guesses.pop(request_id, (0, _NOTHING))
+        if not len(guessed) or start != self.tokens(request_id):
+            return
+        known = committed[start : start + len(guessed)]
+        wrong = np.flatnonzero(known != guessed[: len(known)])
+        right = int(wrong[0]) if len(wrong) else len(known)
+        if right:
+            self.advance(request_id, start + right, blocks)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of drafts from servers elsewhere (GoodSpeed, section III-A): the worker's side.
+
+After each step the draft servers are sent what was committed, and asked for as many tokens of each
+request as the scheduler granted; what is there by the deadline goes to the scheduler as trees of
+one path. The link (`vllm_slo.engine.speculation.draft_link`) moves in steps alone: who says hello
+while the engine is idle is welcomed in the next one.
+
+Drafts are greedy, whatever a request is sampled with. Under exact match a draft x is accepted with
+p(x), so of all tokens the likeliest is the best guess.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
+from vllm_slo.engine.speculation import messages
+from vllm_slo.engine.speculation.draft_check import token_ids
+from vllm_slo.engine.speculation.draft_link import DrafterView, DraftLink, Exchange, Fault
+from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees, Grant
+from vllm_slo.engine.speculation.servers_report import DrafterRound, ServersReport
+from vllm_slo.engine.worker.tree_attention.plan import scratch_blocks_per_row
+from vllm_slo.wire.draft_messages import vocabulary_digest
+from vllm_slo.wire.draft_socket import TOKEN_FILE_FLAG, read_token
+
+if TYPE_CHECKING:
+    from vllm_slo.engine.worker.model_runner import TreeRunner
+
+logger = init_logger(__name__)
+
+
+class RemoteProposer:
+    """Has draft servers draft; named by ``--speculative-config``.
+
+    Of the workers of one engine only the first listens, the one whose drafts vLLM takes.
+
+    Args:
+        vllm_config: of the engine; the address and the token are in its ``additional_config``.
+
+    Attributes:
+        layer_names: attention layers of drafts: none.
+        report: what drafting was like since it was last taken.
+
+    Raises:
+        ConfigError: the engine was told only a part of what drafts need.
+    """
+
+    layer_names: frozenset[str] = frozenset()
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        config = messages.speculation_of(vllm_config)
+        assert config is not None  # it would have been refused
+        self.vllm_config = vllm_config
+        self.config = config
+        self.report = DraftingReport()
+        self._link: DraftLink | None = None
+        self._told: Counter[tuple[str, str]] = Counter()
+
+    # Life of the link.
+
+    def load_model(self, _target: Any) -> None:
+        """Listen for draft servers.
+
+        Raises:
+            ConfigError: the address or the token cannot be used.
+        """
+        if get_tp_group().rank_in_group or self.config.draft_servers is None:
+            return
+        model = self.vllm_config.model_config
+        link = DraftLink(
+            self.config.draft_servers,
+            read_token(self.config.draft_token_file, TOKEN_FILE_FLAG),
+            vocab_size=model.get_vocab_size(),
+            vocabulary=vocabulary_digest(token_ids(model, model.tokenizer)),
+        )
+        link.bind()
+        self._link = link
+        logger.info("vllm-slo: draft servers may connect to %s", link.address)
+
+    def close(self) -> None:
+        """Stop listening."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def bind(self, runner: TreeRunner) -> None:
+        """Take the runner, once its KV cache is there; none of that is needed for chains."""
+        self.runner = runner
+        self.blocks_per_row = scratch_blocks_per_row(
+            runner.block_size_of_trees(), self.config.max_depth
+        )
+        self.scratch = runner.kv_cache_config.num_blocks
+
+    def begin_step(self, _output: SchedulerOutput, _group: int) -> None:
+        """There are no KV caches of drafts that would follow what the scheduler allocated."""
+
+    def compare_with_target(self, _logits: Tensor, _rows: Mapping[str, int]) -> None:
+        """What else a draft server might have said is not known here."""
+
+    def take_report(self) -> DraftingReport:
+        """What drafting was like since this was last asked."""
+        report, self.report = self.report, DraftingReport()
+        return report
+
+    # One step.
+
+    def propose(self, output: SchedulerOutput, sampled: list[list[int]]) -> DraftTrees:
+        """Chains for the requests of a step that have just got tokens, as far as they are granted.
+
+        Args:
+            output: the step.
+            sampled: tokens that each request of the batch has got, by place.
+        """
+        if self._link is None:
+            return DraftTrees.none()
+        began_s = time.perf_counter()
+        step = messages.of(output)
+        asks = self._asks(step.grants, sampled)
+        done = self._link.exchange(asks, output.finished_req_ids, deadline_s=step.deadline_s)
+        drafters = self._link.drafters
+        self.report.servers = ServersReport(
+            drafters=tuple(drafters),
+            rounds=_rounds(asks, done),
+            dropped=self._news(drafters, self._link.faults),
+            send_s=done.send_s,
+            receive_s=done.receive_s,
+        )
+        self.report.seconds += time.perf_counter() - began_s
+        return _as_trees(done.answers)
+
+    def _asks(
+        self, grants: Mapping[str, Grant], sampled: list[list[int]]
+    ) -> dict[str, dict[str, DraftAsk]]:
+        """What to ask of each drafter: for every granted request all its committed tokens."""
+        batch = self.runner.input_batch
+        asks: dict[str, dict[str, DraftAsk]] = {}
+        for name, grant in grants.items():
+            index = batch.req_id_to_index.get(name)
+            if index is not None and sampled[index]:
+                prefix = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]]
+                asks.setdefault(grant.drafter, {})[name] = DraftAsk(prefix, grant.tokens)
+        return asks
+
+    def _news(
+        self, drafters: list[DrafterView], all_faults: Mapping[Fault, int]
+    ) -> tuple[tuple[str, str, int], ...]:
+        """What was dropped since the last report, by drafter and reason."""
+        known = Counter(
+            {(d.name, str(why)): count for d in drafters for why, count in d.faults.items()}
+        )
+        known.update({("", str(why)): count for why, count in all_faults.items()})
+        fresh = known - self._told
+        self._told = known | self._told
+        for (name, why), count in list(fresh.items()):
+            if name:
+                fresh["", why] -= count
+        return tuple((name, why, count) for (name, why), count in fresh.items() if count > 0)
+
+
+def _rounds(asks: Mapping[str, Mapping[str, DraftAsk]], done: Exchange) -> tuple[DrafterRound, ...]:
+    """What each drafter that was asked did."""
+    rounds = []
+    for name, times in done.times.items():
+        if times.draft_s is None:
+            tokens = max(ask.grant for ask in asks[name].values())
+        else:
+            drafts = (done.answers.get(session) for session in asks[name])
+            tokens = max((len(draft.tokens) for draft in drafts if draft), default=0)
+        rounds.append(DrafterRound(name, times.wait_s, times.draft_s, tokens))
+    return tuple(rounds)
+
+
+def _as_trees(answers: Mapping[str, DraftTokens]) -> DraftTrees:
+    """Chains as trees of width 1."""
+    if not answers:
+        return DraftTrees.none()
+    drafts = list(answers.values())
+    tokens = [token for draft in drafts for token in draft.tokens]
+    said = [probability for draft in drafts for probability in draft.probabilities]
+    counts = [len(draft.tokens) for draft in drafts]
+    parents: NDArray[np.int32] = np.concatenate([np.arange(-1, n - 1) for n in counts])
+    return DraftTrees(
+        list(answers),
+        [],
+        counts,
+        np.asarray(tokens, dtype=np.int64),
+        parents.astype(np.int32),
+        np.asarray(said, dtype=np.float64),
+    )

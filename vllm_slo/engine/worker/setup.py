@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of all platforms do before they load a model."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.engine.speculation.draft_check import check_draft
+from vllm_slo.errors import ConfigError
+
+logger = init_logger(__name__)
+
+_BACKENDS = {
+    AttentionBackendEnum.CPU_ATTN: "vllm_slo.engine.worker.tree_attention.cpu.TreeCPUBackend",
+    AttentionBackendEnum.TRITON_ATTN: "vllm_slo.engine.worker.tree_attention.cuda.TreeCUDABackend",
+}
+
+
+def register_backends() -> None:
+    """Put the attention backends that verify trees in the place of vLLM's.
+
+    They are vLLM's own for a step without trees. vLLM remembers its choice, so an engine that ran
+    in this process before is made to forget it.
+    """
+    for name, path in _BACKENDS.items():
+        register_backend(name, path)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def refuse_what_fails(vllm_config: VllmConfig) -> None:
+    """Refuse, before any weights are loaded, what trees cannot be served with.
+
+    Raises:
+        ConfigError: one line, also in the log: vLLM shows only tracebacks of what a worker raises.
+    """
+    config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
+    try:
+        check_draft(vllm_config, config)
+    except ConfigError as error:
+        logger.critical("vllm-slo: error: %s", error)
+        raise

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's Triton attention with trees: a step that has one runs ``cuda_kernel.tree_attention``.
+
+The model runner attaches a ``TreePlan`` to the step's attention metadata as ``tree``. Steps without
+one are the stock backend's own. Can be imported where there is neither Triton nor a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_slo.engine.worker.tree_attention.cuda_kernel import MAX_TREE_TOKENS, tree_attention
+from vllm_slo.engine.worker.tree_attention.path_rows import with_path_rows
+
+HEAD_SIZES = (32, 256)
+
+
+class TreePlan(Protocol):
+    """The trees of one step, with T tokens and R requests.
+
+    Attributes:
+        ancestors: int64 [T], on the device: which of its request's tokens of this step each token
+            of a tree sees, itself included, as bits.
+        is_tree: bool or int32 [R], on the device; the other requests are causal.
+        max_tree: tokens of the largest tree, root included.
+    """
+
+    ancestors: torch.Tensor
+    is_tree: torch.Tensor
+    max_tree: int
+
+
+def unsupported(impl: TritonAttentionImpl) -> str | None:
+    """Why this layer cannot attend to a tree; None if it can. Its other steps are not affected."""
+    low, high = HEAD_SIZES
+    reasons = {
+        "ALiBi slopes": impl.alibi_slopes is not None,
+        "attention sinks": impl.sinks is not None,
+        "a sliding window": tuple(impl.sliding_window) != (-1, -1),
+        "chunked attention": impl.chunk_lookback != -1,
+        f"a KV cache of {impl.kv_cache_dtype}": is_quantized_kv_cache(impl.kv_cache_dtype),
+        f"{impl.attn_type} attention": impl.attn_type != AttentionType.DECODER,
+        f"a head size of {impl.head_size}": not low <= impl.head_size <= high,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class TritonTreeMetadataBuilder(TritonAttentionMetadataBuilder):
+    """Builds the stock metadata, to which a ``TreePlan`` may be attached.
+
+    A captured graph would replay the causal kernel for a tree. Single-token decodes have no tree:
+    only their steps may be captured whole; others run attention eagerly between the pieces.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+
+
+class TritonTreeImpl(TritonAttentionImpl):
+    """One attention layer, with trees where ``unsupported`` has nothing against it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.refusal = unsupported(self)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TritonAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As the stock ``forward``, shapes included, but for a step whose metadata has a tree.
+
+        Raises:
+            NotImplementedError: the step has a tree and this layer, or the step, what trees cannot
+                be combined with.
+        """
+        tree: TreePlan | None = getattr(attn_metadata, "tree", None)
+        if tree is None:
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        refusal = self.refusal or _refusal(tree, attn_metadata)
+        if refusal:
+            raise NotImplementedError(f"token trees do not work with {refusal}")
+        tokens = attn_metadata.num_actual_tokens
+        # [num_blocks, Hkv, block_size, K and V] as the stock backend receives it.
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        tree_attention(
+            query[:tokens],
+            key_cache,
+            value_cache,
+            output[:tokens],
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.block_table,
+            tree.ancestors,
+            tree.is_tree,
+            scale=self.scale,
+            max_query_len=attn_metadata.max_query_len,
+            max_seq_len=attn_metadata.max_seq_len,
+            softcap=self.logits_soft_cap,
+        )
+        return output
+
+
+class TritonTreeBackend(TritonAttentionBackend):
+    """Replaces ``TRITON_ATTN``, whose name and KV cache layout it keeps."""
+
+    takes_masks: ClassVar[bool] = True
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonTreeImpl]:
+        return TritonTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonTreeMetadataBuilder]:
+        return TritonTreeMetadataBuilder
+
+
+TreeCUDABackend = with_path_rows(TritonTreeBackend)
+"""What an engine with trees runs: masks to verify them, path rows for the draft's beam."""
+
+
+def _refusal(tree: TreePlan, metadata: TritonAttentionMetadata) -> str | None:
+    """What in this step trees cannot be combined with; None if nothing."""
+    if tree.max_tree > MAX_TREE_TOKENS:
+        return f"more than {MAX_TREE_TOKENS} tokens in one tree ({tree.max_tree} given)"
+    if metadata.causal is not True:
+        return "attention that is not causal"
+    if metadata.mm_prefix_range is not None:
+        return "bidirectional attention to images"
+    if metadata.rswa_prefix_lens is not None:
+        return "a sliding window behind a global prefix"
+    return None

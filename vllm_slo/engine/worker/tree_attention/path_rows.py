@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees on any paged backend: its own causal kernel over the rows of ``plan.RowPlan``.
+
+``with_path_rows`` makes a backend of the same name and layout whose ``forward`` first writes what
+the rows of this pass need into scratch blocks. A tree's nodes lie path by path, so the queries lie
+as the rows do. A pass without trees is the backend's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend
+
+from vllm_slo.engine.worker.tree_attention.plan import RowPlan
+
+ROWS = "path_rows"
+"""Attribute of the attention metadata that holds a pass's ``Rows``."""
+MASKS = "tree"
+"""Attribute of the attention metadata that holds a pass's ``TreeMasks``, for backends that take
+them: those whose class attribute ``takes_masks`` is true."""
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Rows(Protocol):
+    """What the attention layers of one forward pass do beside the kernel call."""
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        """Make this layer's KV cache what the rows read. ``key`` and ``value``: this pass's."""
+
+
+def copy_blocks(kv_cache: Tensor, copies: list[list[int]], step: int) -> None:
+    """Copy blocks within one layer's KV cache: (from, to, count), ``count`` times, each ``step``
+    blocks further on."""
+    for source, first, count in copies:
+        kv_cache[first : first + count * step : step].copy_(kv_cache[source])
+
+
+def _write_again(
+    impl: Any,
+    layer: Any,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    sources: Tensor,
+    slots: Tensor,
+) -> None:
+    """Write the keys and values of the tokens ``sources`` to ``slots`` besides."""
+    chosen = key.index_select(0, sources), value.index_select(0, sources)
+    impl.do_kv_cache_update(layer, *chosen, kv_cache, slots)
+
+
+class VerifyRows:
+    """The rows of a verifying pass.
+
+    Args:
+        plan: the batch as rows.
+        blocks_per_row: scratch blocks of each extra row.
+        device: of the KV cache.
+
+    Attributes:
+        paths: see ``RowPlan``.
+    """
+
+    def __init__(self, plan: RowPlan, blocks_per_row: int, device: torch.device) -> None:
+        def on_device(numbers: Any) -> Tensor:
+            return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+        self.paths = plan.paths
+        self._copies = plan.copies.tolist()
+        self._step = blocks_per_row
+        self._sources = on_device(plan.sources)
+        self._slots = on_device(plan.slots)
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        copy_blocks(kv_cache, self._copies, self._step)
+        _write_again(impl, layer, key, value, kv_cache, self._sources, self._slots)
+
+
+class MaskRows:
+    """A verifying pass of a backend that takes masks: nothing is laid out anew; keys and values of
+    the nodes that compaction may have to move are kept.
+
+    Args:
+        keep: tokens whose keys and values are kept, by place in the batch.
+
+    Attributes:
+        kept: layer name -> keys and values of ``keep``.
+    """
+
+    def __init__(self, keep: Tensor) -> None:
+        self._keep = keep
+        self.kept: dict[str, Pair] = {}
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        del impl, kv_cache
+        kept = key.index_select(0, self._keep), value.index_select(0, self._keep)
+        self.kept[layer.layer_name] = kept
+
+
+class BeamRows:
+    """The rows of the draft's beam: one query each, on scratch blocks that keep their place from
+    pass to pass while the path in them changes. Keeps every pass's keys and values.
+
+    Args:
+        copies: (from, to, count) of partly filled blocks; made before the first pass.
+        blocks_per_row: scratch blocks of each row.
+
+    Attributes:
+        sources: nodes of this pass's paths, [x], numbered through all passes, this one included.
+        slots: where their keys and values go, [x].
+    """
+
+    def __init__(self, copies: list[list[int]], blocks_per_row: int) -> None:
+        self.sources = self.slots = torch.empty(0, dtype=torch.int64)
+        self._copies = copies
+        self._step = blocks_per_row
+        self._history: dict[str, Pair] = {}
+
+    def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        past = self._history.get(layer.layer_name)
+        if past is None:
+            copy_blocks(kv_cache, self._copies, self._step)
+        else:
+            key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
+        self._history[layer.layer_name] = key, value
+        _write_again(impl, layer, key, value, kv_cache, self.sources, self.slots)
+
+
+def with_path_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A subclass of ``backend`` that verifies trees.
+
+    Args:
+        backend: a paged backend whose keys and values are written by ``do_kv_cache_update``, apart
+            from ``forward``, and whose KV cache's first dimension is the block.
+    """
+    stock: Any = backend.get_impl_cls()
+
+    class Impl(stock):
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            rows: Rows | None = getattr(attn_metadata, ROWS, None)
+            if rows is not None:
+                rows.write(self, layer, key, value, kv_cache)
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+
+    Impl.__name__ = Impl.__qualname__ = f"PathRows{stock.__name__}"
+
+    class Backend(backend):
+        @staticmethod
+        def get_impl_cls() -> type[Any]:
+            return Impl
+
+    Backend.__name__ = Backend.__qualname__ = f"PathRows{backend.__name__}"
+    return Backend

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sample at every node of every tree with vLLM's sampler, then walk.
+
+Each node is a row of the sampler with the sampling parameters of its request and, as output so
+far, the request's and the node's path. What the walk accepts is therefore drawn from the model's
+own distribution, penalties, top-p, minimum lengths and all. A seeded request draws at each depth
+what it would have drawn there without a tree, so it says what it says without one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor.state import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_slo.core.speculation import token_tree
+
+Nodes = Sequence[Sequence[int]]
+
+_REJECTED = -1  # vLLM's placeholder in a row of sampled tokens.
+
+
+def sample(
+    sampler: Sampler,
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    tokens: Nodes,
+    parents: Nodes,
+) -> tuple[SamplerOutput, list[list[int]]]:
+    """Sample one step's tokens.
+
+    Args:
+        sampler: vLLM's.
+        logits: at each request's root and nodes, request by request, [rows, vocabulary].
+        metadata: of the requests.
+        tokens, parents: nodes of each request; empty: it has no tree.
+
+    Returns:
+        The output with a row per request, rejected places holding -1, and each request's accepted
+        nodes.
+    """
+    if not any(parents):
+        return sampler(logits=logits, sampling_metadata=metadata), [[] for _ in parents]
+    rows = _Rows(tokens, parents, logits.device)
+    generators = _SeededDraws(sampler, metadata, rows, logits)
+    output = sampler(logits=logits, sampling_metadata=rows.expand(metadata, generators.by_row))
+    sampled = output.sampled_token_ids.view(-1).tolist()
+    accepted = [
+        token_tree.walk(nodes, above, sampled[first : first + len(nodes) + 1]) if nodes else []
+        for nodes, above, first in zip(tokens, parents, rows.first, strict=True)
+    ]
+    generators.settle(accepted)
+    return rows.gather(output, accepted), accepted
+
+
+class _Rows:
+    """Requests with trees as rows of the sampler.
+
+    Attributes:
+        first: each request's first row, its root's.
+        owner: request of each row.
+        depth: of each row below its root.
+    """
+
+    def __init__(self, tokens: Nodes, parents: Nodes, device: torch.device) -> None:
+        self.tokens = tokens
+        self.parents = parents
+        self.device = device
+        self.first: list[int] = []
+        self.owner: list[int] = []
+        self.depth: list[int] = []
+        for index, above in enumerate(parents):
+            self.first.append(len(self.owner))
+            self.owner.extend([index] * (len(above) + 1))
+            self.depth.append(0)
+            self.depth.extend(token_tree.depths(above))
+
+    def paths(self) -> list[list[int]]:
+        """Draft tokens between its root and each row, the row's own included."""
+        found: list[list[int]] = []
+        for nodes, above in zip(self.tokens, self.parents, strict=True):
+            first = len(found)
+            found.append([])
+            for token, parent in zip(nodes, above, strict=True):
+                found.append([*found[first + 1 + parent], token])
+        return found
+
+    def expand(
+        self, metadata: SamplingMetadata, generators: dict[int, torch.Generator]
+    ) -> SamplingMetadata:
+        """The metadata of the requests as that of the rows."""
+        owner = torch.tensor(self.owner, device=self.device)
+
+        def spread(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[owner]
+
+        def by_row(values: dict[int, Any] | None) -> dict[int, Any]:
+            given = values or {}
+            return {row: given[i] for row, i in enumerate(self.owner) if i in given}
+
+        outputs = metadata.output_token_ids
+        if outputs:
+            outputs = [
+                [*outputs[i], *path] for i, path in zip(self.owner, self.paths(), strict=True)
+            ]
+        return replace(
+            metadata,
+            temperature=spread(metadata.temperature),
+            top_p=spread(metadata.top_p),
+            top_k=spread(metadata.top_k),
+            generators=generators,
+            prompt_token_ids=spread(metadata.prompt_token_ids),
+            frequency_penalties=spread(metadata.frequency_penalties),
+            presence_penalties=spread(metadata.presence_penalties),
+            repetition_penalties=spread(metadata.repetition_penalties),
+            output_token_ids=outputs,
+            allowed_token_ids_mask=spread(metadata.allowed_token_ids_mask),
+            bad_words_token_ids=by_row(metadata.bad_words_token_ids),
+            logitsprocs=LogitsProcessors(
+                self._expand_processor(processor) for processor in metadata.logitsprocs.all
+            ),
+            logprob_token_ids=by_row(metadata.logprob_token_ids) or None,
+            spec_token_ids=None,
+        )
+
+    def _expand_processor(self, processor: Any) -> Any:
+        """Minimum lengths count each row's path. The other processors that vLLM allows beside
+        speculation keep no state per request."""
+        if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
+            return processor
+        rows: list[int] = []
+        stops: list[int] = []
+        structured: list[bool] = []
+        for row, (index, depth) in enumerate(zip(self.owner, self.depth, strict=True)):
+            if index not in processor.min_toks:
+                continue
+            least, said, stop_ids, grammar = processor.min_toks[index]
+            if len(said) + depth < least:
+                rows.extend([row] * len(stop_ids))
+                stops.extend(stop_ids)
+                structured.extend([grammar] * len(stop_ids))
+        expanded = copy.copy(processor)
+        expanded.min_toks = dict.fromkeys(rows)
+        expanded.logits_slice = self._index(rows), self._index(stops)
+        restored = [place for place, grammar in enumerate(structured) if grammar]
+        expanded.restore_logits_slice = (
+            self._index([rows[place] for place in restored]),
+            self._index([stops[place] for place in restored]),
+        )
+        return expanded
+
+    def _index(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def gather(self, output: SamplerOutput, accepted: list[list[int]]) -> SamplerOutput:
+        """The rows that the walks visited, as vLLM expects a speculative step's output."""
+        width = max(map(len, accepted)) + 1
+        visited, kept = [], []
+        for first, nodes in zip(self.first, accepted, strict=True):
+            rows = [first, *(first + 1 + node for node in nodes)]
+            padding = width - len(rows)
+            visited.extend(rows + [first] * padding)
+            kept.extend([True] * len(rows) + [False] * padding)
+        index = torch.tensor(visited, device=self.device)
+        tokens = output.sampled_token_ids.view(-1)[index]
+        tokens[~torch.tensor(kept, device=self.device)] = _REJECTED
+        logprobs = output.logprobs_tensors
+        if logprobs is not None:
+            logprobs = LogprobsTensors(
+                *(part[index] if torch.is_tensor(part) and len(part) else part for part in logprobs)
+            )
+        return replace(
+            output,
+            sampled_token_ids=tokens.view(len(accepted), width),
+            logprobs_tensors=logprobs,
+        )
+
+
+class _SeededDraws:
+    """The generators of seeded requests, row by row.
+
+    A row at depth k draws from the state that k draws leave behind; siblings share it, of which a
+    walk visits one. Afterwards the request's generator stands where as many draws as tokens leave
+    it.
+
+    Attributes:
+        by_row: generator of each row of a seeded request.
+    """
+
+    def __init__(
+        self, sampler: Sampler, metadata: SamplingMetadata, rows: _Rows, logits: Tensor
+    ) -> None:
+        self.by_row: dict[int, torch.Generator] = {}
+        self._states: dict[int, list[torch.Generator]] = {}
+        if metadata.all_greedy:
+            return
+        self._generators = metadata.generators
+        for row, (index, depth) in enumerate(zip(rows.owner, rows.depth, strict=True)):
+            if index not in metadata.generators:
+                continue
+            states = self._states.setdefault(index, [metadata.generators[index].clone_state()])
+            while len(states) < depth + 2:
+                later = states[-1].clone_state()
+                sampler.topk_topp_sampler(torch.zeros_like(logits[:1]), {0: later}, None, None)
+                states.append(later)
+            self.by_row[row] = states[depth].clone_state()
+
+    def settle(self, accepted: list[list[int]]) -> None:
+        """Leave the requests' generators as the tokens that came out demand."""
+        for index, states in self._states.items():
+            self._generators[index].set_state(states[len(accepted[index]) + 1].get_state())

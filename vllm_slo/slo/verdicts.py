@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler says of a request, packed into fields that vLLM carries to the API server.
+
+A report travels in ``kv_transfer_params`` of a finished output, under `REPORT_KEY`; that of one of
+several choices also in its ``stop_reason``. A request that is not served ends as aborted, and its
+``stop_reason`` says why: `Declined`, `Invalid` or `Quoted`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from vllm_slo.slo.model import unpack_quote
+
+__all__ = [
+    "DECLINED_HEADER",
+    "REPORT_KEY",
+    "Declined",
+    "Invalid",
+    "Quoted",
+    "Verdict",
+    "pack_report",
+    "unpack",
+    "unpack_report",
+]
+
+REPORT_KEY: Final = "vllm_slo"
+DECLINED_HEADER: Final = "x-vllm-slo-declined"
+"""Header by which a server tells the front ahead of it, whatever the status, that it declined. The
+value: after how many milliseconds a retry is worth it. Clients do not get it."""
+
+_REPORTED: Final = "slo_report:"
+_DECLINED: Final = "slo_declined:"
+_INVALID: Final = "slo_invalid:"
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """The request cannot be promised what it asks, and asked to be refused then.
+
+    Attributes:
+        retry_after_ms: when a new attempt is worth it.
+        reason: one of the reasons that reports have.
+    """
+
+    retry_after_ms: int
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """What the client is told, one line."""
+        return (
+            f"the SLO cannot be kept now ({self.reason}); retry after {self.retry_after_ms} ms, or "
+            "drop on_unattainable"
+        )
+
+    def pack(self) -> str:
+        """The stop reason."""
+        return f"{_DECLINED}{self.retry_after_ms}:{self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """The request's SLO is not valid; ``text`` says why, beginning with the field."""
+
+    text: str
+
+    def pack(self) -> str:
+        """The stop reason."""
+        return _INVALID + self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Quoted:
+    """The answer to a request that only asked what it would be promised."""
+
+    quote: Mapping[str, Any]
+
+
+Verdict: TypeAlias = Declined | Invalid | Quoted
+
+
+def unpack(stop_reason: object) -> Verdict | None:
+    """The verdict in a stop reason; None of any other stop reason."""
+    if not isinstance(stop_reason, str) or not stop_reason.startswith("slo_"):
+        return None
+    try:
+        if stop_reason.startswith(_DECLINED):
+            retry_ms, _, reason = stop_reason.removeprefix(_DECLINED).partition(":")
+            return Declined(max(int(retry_ms), 1), reason)
+        if (quote := unpack_quote(stop_reason)) is not None:
+            return Quoted(quote)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if stop_reason.startswith(_INVALID):
+        return Invalid(stop_reason.removeprefix(_INVALID))
+    return None
+
+
+def pack_report(report: Mapping[str, Any] | None, stop_reason: int | str | None) -> str:
+    """The stop reason of a choice with its report inside."""
+    return _REPORTED + json.dumps([report, stop_reason], separators=(",", ":"))
+
+
+def unpack_report(
+    stop_reason: int | str | None,
+) -> tuple[Mapping[str, Any] | None, int | str | None]:
+    """Inverse of `pack_report`: (report, stop reason); of any other stop reason (None, itself)."""
+    if not isinstance(stop_reason, str) or not stop_reason.startswith(_REPORTED):
+        return None, stop_reason
+    try:
+        report, inner = json.loads(stop_reason.removeprefix(_REPORTED))
+    except (ValueError, TypeError, RecursionError):
+        return None, stop_reason  # a stop string of the client's own that looks like ours
+    return (report if isinstance(report, Mapping) else None), inner

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sockets between a verifier and its draft servers: who may speak, how much, how long.
+
+All of a cluster share one secret, its token. From it both ends derive the same two CURVE key pairs,
+the verifier's and the drafters'. The verifier admits that drafter key alone, and a drafter can talk
+to no one without that verifier key, so each proves to the other that it knows the token, and the
+link is encrypted. CURVE makes new keys for every connection: one that was recorded cannot be
+replayed. Who knows the token may be a drafter or a verifier; it tells drafters not apart.
+
+Heartbeats end connections to machines that vanished. They are ZMQ's own, so a process that is busy
+keeps them up, and one that is stopped does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import zmq
+from zmq.utils import z85
+
+from vllm_slo.errors import ConfigError
+from vllm_slo.wire.draft_messages import MAX_ANSWER_BYTES, MAX_DRAFT_BYTES
+
+__all__ = [
+    "MIN_TOKEN",
+    "TOKEN_FILE_FLAG",
+    "TOKEN_VARIABLE",
+    "ZAP_DOMAIN",
+    "Context",
+    "KeyPair",
+    "LinkKeys",
+    "Socket",
+    "check_address",
+    "check_verifier",
+    "derive_keys",
+    "drafter_socket",
+    "read_token",
+    "verifier_socket",
+]
+
+TOKEN_VARIABLE: Final = "VLLMSLO_DRAFT_TOKEN"
+"""Environment variable with the token; a file is given instead by a flag."""
+TOKEN_FILE_FLAG: Final = "--draft-token-file"
+"""By which a verifier is given the file; a draft server has ``--token-file``."""
+MIN_TOKEN: Final = 16
+"""Characters of a token at least."""
+HEARTBEAT_S: Final = 1.0
+SILENCE_S: Final = 3.0
+"""A connection without an answer to heartbeats for so long is over."""
+HANDSHAKE_S: Final = 5.0
+RECONNECT_S: Final = (0.1, 2.0)
+"""A drafter tries to connect again after the first, at most after the second."""
+WAITING_MESSAGES: Final = 64
+"""Messages that wait for each peer, in each direction; what is more is not sent."""
+ZAP_DOMAIN: Final = "draft"
+"""Under which `zmq.auth` is asked about connections to a verifier."""
+LINGER_MS: Final = 200
+"""What was sent last has so long to leave after the socket is closed."""
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+Socket: TypeAlias = zmq.Socket[bytes]
+_ADDRESS: Final = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]+|\*)|ipc://[^\s\0]+")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair, both halves in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKeys:
+    """The key pairs of one cluster."""
+
+    verifier: KeyPair
+    drafter: KeyPair
+
+
+def derive_keys(token: str) -> LinkKeys:
+    """The key pairs of a token: scrypt, as a token may be guessable, then HMAC under a label each.
+
+    Raises:
+        ConfigError: the token is short, or ZMQ was built without CURVE.
+    """
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"draft token: {len(token)} characters are too few; use at least {MIN_TOKEN} random "
+            "ones, for example of 'openssl rand -hex 32'"
+        )
+    if not zmq.has("curve"):
+        raise ConfigError(
+            "draft servers: the installed libzmq has no CURVE, so the link cannot be protected; "
+            "install pyzmq from its wheel"
+        )
+    seed = hashlib.scrypt(
+        token.encode(), salt=b"vllm-slo draft link 1", n=1 << 14, r=8, p=1, dklen=32
+    )
+    return LinkKeys(_key_pair(seed, b"verifier"), _key_pair(seed, b"drafter"))
+
+
+def _key_pair(seed: bytes, role: bytes) -> KeyPair:
+    secret = z85.encode(hmac.digest(seed, role, "sha256"))
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def read_token(file: str | Path | None, flag: str = "--token-file") -> str:
+    """The token in a file, or without one that in the environment; space around it is cut off.
+
+    Args:
+        file: its name.
+        flag: by which the user gives it.
+
+    Raises:
+        ConfigError: there is none, or the file cannot be read.
+    """
+    if file is None:
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        if not token:
+            raise ConfigError(
+                f"{flag}: not given, and {TOKEN_VARIABLE} is not set; a draft server and its "
+                "verifier share a secret, name the file that holds it"
+            )
+        return token
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{flag} {file}: {reason}; name a file with the token") from None
+
+
+def check_address(address: str, flag: str, *, connects: bool = False) -> None:
+    """Refuse what is no address of a link.
+
+    Args:
+        address: as the user wrote it.
+        flag: by which the user gave it.
+        connects: whether it is that of somebody else; else a free port may be left open with ``*``.
+
+    Raises:
+        ConfigError: it is not ``tcp://HOST:PORT`` or ``ipc://PATH``.
+    """
+    found = _ADDRESS.fullmatch(address)
+    port = found and found[2]
+    good = bool(found) and (not port or port == "*" or int(port) < 1 << 16)
+    if good and connects:
+        good = port not in ("*", "0") and found is not None and found[1] != "*"
+    if not good:
+        raise ConfigError(f"{flag} {address}: not an address; write tcp://HOST:PORT or ipc://PATH")
+
+
+def check_verifier(address: str, token_file: str | None, flag: str = "--draft-servers") -> None:
+    """Refuse, before a model is loaded, what a verifier cannot listen with.
+
+    Args:
+        address: where its draft servers are to connect.
+        token_file: holds the token; None: the environment does.
+        flag: by which the user gave the address.
+
+    Raises:
+        ConfigError: the address or the token cannot be used; one line.
+    """
+    check_address(address, flag)
+    derive_keys(read_token(token_file, TOKEN_FILE_FLAG))
+
+
+def verifier_socket(context: Context, keys: LinkKeys, address: str) -> Socket:
+    """A ROUTER for this address that takes CURVE connections alone, not bound yet.
+
+    Without a ZAP handler in ``context`` (`zmq.auth`) it admits whoever knows its public key.
+    """
+    socket = _socket(context, zmq.ROUTER, address, MAX_ANSWER_BYTES)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.verifier.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+    return socket
+
+
+def drafter_socket(context: Context, keys: LinkKeys, address: str) -> Socket:
+    """A DEALER that talks to the verifier at this address alone, not connected yet.
+
+    It reconnects for ever, and queues nothing while there is no connection.
+    """
+    socket = _socket(context, zmq.DEALER, address, MAX_DRAFT_BYTES)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, round(RECONNECT_S[0] * 1e3))
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, round(RECONNECT_S[1] * 1e3))
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.verifier.public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.drafter.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.drafter.secret)
+    return socket
+
+
+def _socket(context: Context, kind: int, address: str, max_bytes: int) -> Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.SNDHWM, WAITING_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1e3))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1e3))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1e3))
+    return socket
