@@ -555,7 +555,7 @@ def test_a_default_class_is_not_given_past_the_check(
         Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=config
     )
     send(one, "other route", {})
-    assert not one.scheduler._steering.tracked
+    assert not one.scheduler.parts.tracker.live
     one.run()
     assert one.outcomes["other route"].finish_reason == "stop"
 

@@ -181,7 +181,7 @@ class TreeEngine(VirtualEngine):
         tokens = output.scheduled_spec_decode_tokens.get(name, [])
         parents = messages.of(output).parents.get(name, [])
         assert len(tokens) == len(parents)
-        planted = self.scheduler._speculation._planted
+        planted = self.scheduler.parts.speculation._scheduled
         start = planted.starts.get(name, 0)
         given, at, passed = [], -1, False
         while not passed:

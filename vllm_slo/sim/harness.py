@@ -224,9 +224,11 @@ class VirtualEngine:
         ticket: int = 0,
         stage_ends: Sequence[int] = (),
         quote: bool = False,
+        stop: Sequence[str] = (),
     ) -> Request:
         """Send a request now: a prompt (or its length), and the output length and the ends of its
-        stages (see ``KnownEnds``) that only we know. A ``quote`` only asks."""
+        stages (see ``KnownEnds``) that only we know. A ``quote`` only asks; a text of ``stop`` may
+        end the answer."""
         ids = self._prompt(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked: dict[str, Any] | None = slo.to_extra_args() if slo else None
         if asked and ticket:
@@ -236,6 +238,7 @@ class VirtualEngine:
         params = SamplingParams(
             max_tokens=max_tokens or output_tokens,
             stop_token_ids=[STOP_TOKEN],
+            stop=list(stop),
             extra_args=asked,
         )
         arrival_s = self.clock.now_s if arrival_s is None else arrival_s

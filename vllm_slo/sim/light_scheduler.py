@@ -364,7 +364,7 @@ class LightScheduler(AsyncScheduler):
 
 
 class LightSLOScheduler(Scheduler, LightScheduler):
-    """Our scheduler over the light scheduler: the very same steering and policies."""
+    """Our scheduler over the light scheduler: the very same parts and policies."""
 
     def batch_shape(self, output: SchedulerOutput) -> BatchShape:
         return output.batch if isinstance(output, LightOutput) else super().batch_shape(output)

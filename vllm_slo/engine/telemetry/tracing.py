@@ -13,7 +13,7 @@ from typing import Any, Final
 from vllm.tracing import SpanAttributes, extract_trace_context, instrument_manual
 
 from vllm_slo.core.clock import Clock
-from vllm_slo.engine.scheduling.request_views import SLORequest
+from vllm_slo.engine.scheduling.slo_request import SLORequest
 
 __all__ = ["NAME", "RequestSpans", "attributes_of"]
 
