@@ -43,7 +43,7 @@ from least_perceived_service import (
 from vllm_slo import tiny
 from vllm_slo.bench import traces
 from vllm_slo.config import profiles
-from vllm_slo.config.serve_args import SCHEDULER
+from vllm_slo.config.class_names import SCHEDULER
 
 SCALE: Final = 0.2
 """Of answers."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_slo.engine.compat.api_server import fail_stored_response
 from vllm_slo.engine.gate import CALLER
 from vllm_slo.engine.http.messages import error_messages, json_messages, resized
 from vllm_slo.engine.http.outcome import Asked, rewrite_event, rewrite_json
@@ -328,7 +329,7 @@ class Exchange:
         """
         in_background = self._request.get("background") is True
         if not self.refused and self._started:
-            if not self._fail_stored():
+            if not fail_stored_response(self._scope.get("app"), self._stored_id):
                 return False
         elif not self.refused:
             await self._tell(verdict)
@@ -347,16 +348,6 @@ class Exchange:
             await self._refuse(400, "BadRequestError", verdict.text, field)
         else:
             await self._refuse_error(verdict)
-
-    def _fail_stored(self) -> bool:
-        """Whether this is a stored response that is made in the background; it has failed then."""
-        state = getattr(self._scope.get("app"), "state", None)
-        serving = getattr(state, "openai_serving_responses", None)
-        stored = getattr(serving, "response_store", {}).get(self._stored_id)
-        if stored is None or stored.status not in ("queued", "in_progress"):
-            return False
-        stored.status = "failed"
-        return True
 
     # --- the response -----------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.stage_marks import AnswerMarks, StageMarks
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_planner import Nudge, StepPlanner
-from vllm_slo.engine.serving.profile import find_profile
+from vllm_slo.engine.scheduling.step_time_profile import find_profile
 from vllm_slo.engine.speculation.tenants import TenantShares
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 from vllm_slo.engine.telemetry.state import INTERVAL_S, StatePublisher, state_of

