@@ -180,8 +180,8 @@ class Steps:
             runner.propose_draft_token_ids = self.draft
         steering = getattr(self.scheduler, "_steering", None)
         if steering is not None:
-            self._tree_times = steering.metrics.tree_times
-            steering.metrics.tree_times = self.tree_times
+            self._tree_times = steering.metrics.speculation.tree_times
+            steering.metrics.speculation.tree_times = self.tree_times
 
     @staticmethod
     def _blank() -> Step:

@@ -32,7 +32,8 @@ import vllm_slo
 from vllm_slo import cli, errors
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http import routes as http_routes
-from vllm_slo.engine.telemetry import metrics
+from vllm_slo.engine.telemetry import metrics, speculation_metrics
+from vllm_slo.engine.telemetry.series import SeriesMaker
 from vllm_slo.router import front, front_metrics, front_page
 from vllm_slo.slo import carriers
 from vllm_slo.slo import model as slo
@@ -371,13 +372,13 @@ def scheduler_series() -> list[list[str]]:
     """Every series of a scheduler, those included that it has once there is something to say."""
     scheduler = metrics.SchedulerMetrics()
     scheduler.promised_tokens("tenant", 0.0)
-    registry = scheduler.registry
-    for name, kind in vars(metrics).items():
+    make = SeriesMaker(scheduler.registry, "0")
+    for name, kind in (*vars(metrics).items(), *vars(speculation_metrics).items()):
         if isinstance(kind, type) and name.endswith("Series"):
             first = next(iter(inspect.signature(kind).parameters))
             # What serves several kinds of clients takes the kind first; draft servers bring theirs.
-            kind(*(["tenant"] if first != "engine" else []), "0", registry)
-    return series_of(registry)
+            kind(*(["tenant"] if first != "make" else []), make)
+    return series_of(scheduler.registry)
 
 
 def front_series() -> list[list[str]]:

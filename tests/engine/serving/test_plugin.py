@@ -21,7 +21,7 @@ import pytest
 from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER, SCHEDULER_NAMES
 from vllm_slo.engine.compat import version as vllm_version
 from vllm_slo.engine.serving import plugin
-from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
 
 SERVE = ["/usr/bin/vllm", "serve", "some-model"]
 OURS = ["--scheduler-cls", SCHEDULER]

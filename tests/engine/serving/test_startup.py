@@ -25,7 +25,7 @@ from vllm_slo.core.step_time.model import FitReport, StepTimeModel
 from vllm_slo.engine.compat import version as vllm_version
 from vllm_slo.engine.scheduling.step_time_profile import profile_key
 from vllm_slo.engine.serving import plugin
-from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE
+from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE
 from vllm_slo.errors import ConfigError
 
 SCHEDULER = ["--scheduler-cls", "vllm_slo.Scheduler"]

@@ -19,7 +19,7 @@ from prometheus_client import Metric
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.compat.api_server import vllm_config_of
-from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
 from vllm_slo.errors import ConfigError
 from vllm_slo.live.history import KEPT
 from vllm_slo.live.page import DATA_PATH, PAGE_PATH, Answer, Sampler, page

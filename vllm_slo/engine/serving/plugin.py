@@ -40,11 +40,11 @@ def register() -> None:
         _check_or_exit(said)
         from prometheus_client import REGISTRY
 
-        from vllm_slo.engine.telemetry import metrics
+        from vllm_slo.engine.telemetry import exposition
 
-        folder = metrics.choose_folder()
+        folder = exposition.choose_folder()
         atexit.register(_leave, folder, os.getpid())
-        REGISTRY.register(metrics.FolderCollector(folder))
+        REGISTRY.register(exposition.FolderCollector(folder))
         if not any(MIDDLEWARE in argument for argument in said):
             sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]
 
@@ -112,10 +112,10 @@ def share_log() -> None:
 
 
 def _leave(folder: Path, owner: int) -> None:
-    from vllm_slo.engine.telemetry import metrics
+    from vllm_slo.engine.telemetry.exposition import remove_folder
 
     if os.getpid() == owner:
-        metrics.remove_folder(folder)
+        remove_folder(folder)
 
 
 def _asks_for_us(argv: list[str]) -> bool:

@@ -565,7 +565,7 @@ class DraftLengths:
         if self.steering.tenants is not None:
             self.steering.tenants.observe(round_)
         for label, counts in verified.items():
-            self.steering.metrics.draft_lengths(
+            self.steering.metrics.speculation.draft_lengths(
                 label,
                 tokens=sum(counts) / len(counts),
                 acceptance=self.acceptance.acceptance(label),

@@ -176,7 +176,7 @@ class Drafting:
         self.plan = NO_DRAFT
         self._drafted = _Drafted(NO_DRAFT, 0.0, quiet=False)
         for name in self.names[:-1]:
-            steering.metrics.draft_model_up(name, up=True)
+            steering.metrics.speculation.draft_model_up(name, up=True)
 
     # What is to be drafted.
 
@@ -295,7 +295,7 @@ class Drafting:
 
     def _count(self, plan: Plan, report: DraftingReport) -> None:
         names, edges = self.names, self.chains.edges
-        self.steering.metrics.drafting(
+        self.steering.metrics.speculation.drafting(
             ">".join(names[model] for model in plan.chain),
             [(names[model], seconds) for model, _, seconds in report.passes],
             [(names[i], names[j], tried, kept) for i, j, tried, kept in report.edges],
@@ -306,11 +306,11 @@ class Drafting:
         """A model has failed for good: the others go on, or none does."""
         self.chains.drop(model)
         logger.error("vllm-slo: the draft model %s is out: %s", self.pool[model], reason)
-        self.steering.metrics.draft_model_up(self.names[model], up=False)
+        self.steering.metrics.speculation.draft_model_up(self.names[model], up=False)
         if not self.chains.likely:
             logger.error("vllm-slo: speculation is off: no draft model is left")
             self.steering.without_trees()
-            self.steering.metrics.speculation_on(False)
+            self.steering.metrics.speculation.speculation_on(False)
 
 
 def _as_deep(chances: Floats, depths: Ints, starts: Ints) -> tuple[Floats, Ints, Ints]:

@@ -323,7 +323,7 @@ class RemoteDrafting:
             passed_over = sorted(self._likely.get(client, ()))[: max(drafted[client], 0)]
             self.clients.observe(client, [*hits, *passed_over], tokens[client])
             if looked_at[client]:
-                metrics.drafts_verified(client, looked_at[client], taken[client])
+                metrics.speculation.drafts_verified(client, looked_at[client], taken[client])
         self._likely = {}
 
     def learn(
@@ -341,7 +341,7 @@ class RemoteDrafting:
         for name, drafter in self._drafters.items():
             if name not in asked:
                 drafter.times.rest()
-        self.steering.metrics.draft_servers(report.servers, self.clients.views())
+        self.steering.metrics.speculation.draft_servers(report.servers, self.clients.views())
 
     def _meet(self, report: ServersReport) -> None:
         """Who is there now; who is known to the worker no more is forgotten."""

@@ -121,4 +121,4 @@ class TenantShares:
             if len(self._shown) < MOST_SHOWN:
                 self._shown.add(tenant)
             if tenant in self._shown:
-                self.steering.metrics.tenant(tenant, view)
+                self.steering.metrics.speculation.tenant(tenant, view)

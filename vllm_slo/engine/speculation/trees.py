@@ -164,7 +164,7 @@ class Speculation:
         self._bears: dict[float, tuple[float, Speculated]] = {}
         steering.sustainable = self._sustainable
         _warm_up(config.max_depth)
-        steering.metrics.speculation_on(True)
+        steering.metrics.speculation.speculation_on(True)
 
     # Before a step is planned.
 
@@ -613,7 +613,9 @@ class Speculation:
         """Learn from a step: what was accepted of its trees, and what drafting took."""
         step, report = messages.of(output), messages.drafting_of(done)
         self.drafting.learn(step.plan, report, self._given(done), quiet=not self._prompt_tokens)
-        self.steering.metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
+        self.steering.metrics.speculation.tree_times(
+            draft_s=report.seconds, selection_s=self._selection_s
+        )
         self.drafting.observe(self._round(output, done))
         if self.steering.tenants is not None:
             self.steering.tenants.observe(self._round(output, done))
@@ -668,7 +670,7 @@ class Speculation:
             *(planted.models[seen], depths[seen], planted.probabilities[seen]),
             *(hit[seen], planted.best[seen]),
         )
-        self.steering.metrics.tree_step(
+        self.steering.metrics.speculation.tree_step(
             accepted=[length - 1 for length in lengths],
             verified_by_depth=np.bincount(depths, minlength=deepest + 1)[1:].tolist(),
             accepted_by_depth=np.bincount(depths[hit], minlength=deepest + 1)[1:].tolist(),
