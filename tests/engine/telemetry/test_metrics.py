@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_slo.core.speculation.proportional_fairness import ClientView
-from vllm_slo.engine.speculation.draft_link import DrafterView
-from vllm_slo.engine.speculation.servers_report import DrafterRound, ServersReport
+from vllm_slo.engine.speculation.servers_report import DrafterRound, DrafterView, ServersReport
 from vllm_slo.engine.telemetry import exposition, metrics, speculation_metrics
 from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics

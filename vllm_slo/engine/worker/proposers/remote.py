@@ -29,10 +29,15 @@ from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.draft_check import token_ids
-from vllm_slo.engine.speculation.draft_link import DrafterView, DraftLink, Exchange, Fault
+from vllm_slo.engine.speculation.draft_link import DraftLink, Exchange
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees, Grant
 from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
-from vllm_slo.engine.speculation.servers_report import DrafterRound, ServersReport
+from vllm_slo.engine.speculation.servers_report import (
+    DrafterRound,
+    DrafterView,
+    Fault,
+    ServersReport,
+)
 from vllm_slo.wire.draft_messages import vocabulary_digest
 from vllm_slo.wire.draft_socket import TOKEN_FILE_FLAG, read_token
 
