@@ -37,6 +37,10 @@ from vllm_slo.engine.telemetry.series import SeriesMaker
 from vllm_slo.router import front, front_metrics, front_page
 from vllm_slo.slo import carriers
 from vllm_slo.slo import model as slo
+from vllm_slo.slo.claims import HEADER_FIELDS
+from vllm_slo.slo.hints import HINT_HEADERS
+from vllm_slo.slo.keys import INTERNAL_KEYS
+from vllm_slo.slo.resolve import SERVICE_TIERS
 from vllm_slo.slo.verdicts import Declined, Verdict
 
 PACKAGE: Final = Path(vllm_slo.__file__).parent
@@ -195,7 +199,7 @@ def request_fields() -> list[list[str]]:
 
 
 TIER: Final = (
-    f"{', '.join(map(code, slo.SERVICE_TIERS))}, or a name of your own; `service_tiers` of the "
+    f"{', '.join(map(code, SERVICE_TIERS))}, or a name of your own; `service_tiers` of the "
     "configuration maps it to a class. `flex` is best effort, mapped or not. A tier that is not "
     "mapped asks for nothing"
 )
@@ -234,15 +238,15 @@ def hints() -> list[list[str]]:
         ValueError: the code reads a header that ``HINTS`` does not tell of, or no more.
     """
     told = set(re.findall(r"header `([\w-]+)`", " ".join(HINTS)))
-    if told ^ set(carriers._HINT_HEADERS):
-        raise ValueError(f"reference.HINTS: {sorted(told ^ set(carriers._HINT_HEADERS))} differ")
+    if told ^ set(HINT_HEADERS):
+        raise ValueError(f"reference.HINTS: {sorted(told ^ set(HINT_HEADERS))} differ")
     return [[hint, meaning] for hint, meaning in HINTS.items()]
 
 
 def requests() -> str:
     """What a request may ask for, and how it says so."""
     rows = request_fields()
-    headers = [[code(h), code(n.removeprefix("slo_"))] for h, n in slo.HEADER_FIELDS.items()]
+    headers = [[code(h), code(n.removeprefix("slo_"))] for h, n in HEADER_FIELDS.items()]
     keys = ", ".join(code("slo_" + row[0].strip("`")) for row in rows)
     return "\n\n".join(
         [
@@ -293,7 +297,7 @@ def requests() -> str:
                 `slo_session_last` as 0 or 1. SLOs-Serve's keys are read, too: `prefill_ddl` (when
                 the first token is due, epoch seconds) and `slo_tpot` (seconds per token). Any other
                 key that begins with `slo_` is a 400, the server's internal keys included:
-                {", ".join(map(code, slo.INTERNAL_KEYS))}."""
+                {", ".join(map(code, INTERNAL_KEYS))}."""
             ),
             "### Hints",
             flow(

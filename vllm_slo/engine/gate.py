@@ -30,7 +30,7 @@ from vllm_slo.config.class_names import SCHEDULER_NAMES
 from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.access import check_internal
-from vllm_slo.slo.model import is_slo_key
+from vllm_slo.slo.keys import is_slo_key
 from vllm_slo.slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack, unpack_report
 
 __all__ = ["CALLER", "Caller", "RequestDeclinedError", "install"]

@@ -23,7 +23,7 @@ from vllm_slo.engine.scheduling.choice_groups import REMEMBERED, ChoiceGroups
 from vllm_slo.engine.scheduling.controller import Steering
 from vllm_slo.engine.scheduling.request_views import SLORequest
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.slo.model import EACH_KEY, GROUP_KEY
+from vllm_slo.slo.keys import EACH_KEY, GROUP_KEY
 from vllm_slo.slo.verdicts import Declined, unpack
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)

@@ -21,7 +21,7 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.request_views import prefill_view
 from vllm_slo.engine.scheduling.step_planner import StepPlanner
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 pytestmark = pytest.mark.slow
 

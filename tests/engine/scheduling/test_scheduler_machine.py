@@ -54,7 +54,7 @@ from vllm_slo.engine.scheduling.step_planner import Nudge
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo.fields import SHORTEST_MS
-from vllm_slo.slo.model import GROUP_KEY
+from vllm_slo.slo.keys import GROUP_KEY
 
 pytestmark = pytest.mark.slow
 

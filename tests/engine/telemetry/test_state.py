@@ -27,7 +27,7 @@ from vllm_slo.engine.telemetry import state
 from vllm_slo.engine.telemetry.state import StatePublisher, pack, unpack
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.access import Seal
-from vllm_slo.slo.model import SEAL_KEY
+from vllm_slo.slo.keys import SEAL_KEY
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 EASY = SLO(ttft_ms=5000, tpot_ms=100)

@@ -16,6 +16,7 @@ from vllm_slo.engine.http.messages import error_messages, json_messages, resized
 from vllm_slo.engine.http.outcome import Asked, rewrite_event, rewrite_json
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.slo.access import Access, Seal
+from vllm_slo.slo.body import is_json_type, peek, prompts_in, read_body
 from vllm_slo.slo.carriers import (
     FORWARDED,
     Carriers,
@@ -23,23 +24,18 @@ from vllm_slo.slo.carriers import (
     Policy,
     asked_by,
     carriers_of,
-    is_json_type,
-    peek,
-    prompts_in,
-    read_body,
     slo_headers,
-    slo_keys_of,
 )
-from vllm_slo.slo.model import (
+from vllm_slo.slo.keys import (
     AGE_KEY,
     EACH_KEY,
     EXEMPT_KEY,
     GROUP_KEY,
     INTERNAL_KEYS,
-    SLO,
     TICKET_KEY,
-    OnUnattainable,
+    slo_keys_of,
 )
+from vllm_slo.slo.model import SLO, OnUnattainable
 from vllm_slo.slo.verdicts import DECLINED_HEADER, Declined, Invalid, Quoted, Verdict
 
 if TYPE_CHECKING:

@@ -42,7 +42,8 @@ from vllm_slo.engine.telemetry.state import INTERVAL_S, StatePublisher, state_of
 from vllm_slo.engine.telemetry.tracing import RequestSpans
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access import Seal, check_internal
-from vllm_slo.slo.model import SLO, has_slo_key
+from vllm_slo.slo.keys import has_slo_key
+from vllm_slo.slo.model import SLO
 from vllm_slo.slo.verdicts import Declined, Invalid
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from vllm_slo.engine.scheduling.request_views import (
     SLORequest,
     yields_one_token,
 )
-from vllm_slo.slo.model import SLO, pack_quote
+from vllm_slo.slo.model import SLO
+from vllm_slo.slo.verdicts import pack_quote
 
 if TYPE_CHECKING:
     from vllm_slo.engine.scheduling.controller import CommittedLoad, Steering

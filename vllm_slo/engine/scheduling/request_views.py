@@ -15,7 +15,8 @@ from vllm_slo.core.sessions.end_to_end import pace_of_rest
 from vllm_slo.core.sessions.rounds import Session
 from vllm_slo.core.sessions.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
-from vllm_slo.slo.model import AGE_KEY, EACH_KEY, EXEMPT_KEY, GROUP_KEY, QUOTE_KEY, SLO, TICKET_KEY
+from vllm_slo.slo.keys import AGE_KEY, EACH_KEY, EXEMPT_KEY, GROUP_KEY, QUOTE_KEY, TICKET_KEY
+from vllm_slo.slo.model import SLO
 
 UNCLASSED = "custom"
 """Metric label of a request whose objectives name no class."""

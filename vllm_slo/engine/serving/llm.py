@@ -24,8 +24,9 @@ from vllm_slo.config.serve_args import TINY, tiny_arguments, tree_arguments, wit
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access import Seal
-from vllm_slo.slo.model import QUOTE_KEY, SLO, unpack_quote
-from vllm_slo.slo.verdicts import REPORT_KEY
+from vllm_slo.slo.keys import QUOTE_KEY
+from vllm_slo.slo.model import SLO
+from vllm_slo.slo.verdicts import REPORT_KEY, unpack_quote
 from vllm_slo.wire.draft_socket import check_verifier
 
 SLOs = SLO | Sequence[SLO | None] | None
