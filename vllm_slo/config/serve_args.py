@@ -24,7 +24,8 @@ from vllm_slo.config.class_names import (
     TREE_PROPOSER,
     TREE_WORKER,
 )
-from vllm_slo.config.model import DRAFT_KEY, SLOConfig, SpeculationConfig, pool_value
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.speculation import DRAFT_KEY, SpeculationConfig, pool_value
 from vllm_slo.errors import ConfigError
 
 __all__ = [

@@ -19,7 +19,8 @@ pytest.importorskip("vllm")
 from echo_drafter import TOKEN, VOCAB, HeldDrafter, RawDrafter, drafting, echo, hello
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_slo.config.model import SERVERS_KEY, SLOConfig
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.speculation import SERVERS_KEY
 from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.messages import DraftTrees, Grant, StepTrees

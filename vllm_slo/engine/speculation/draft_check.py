@@ -21,13 +21,13 @@ from vllm_slo.config.class_names import (
     TREE_WORKER,
     TREE_WORKER_NAMES,
 )
-from vllm_slo.config.model import SpeculationConfig
 from vllm_slo.config.serve_args import (
     check_draft_folder,
     check_vocabulary,
     flag_of,
     proposer_of,
 )
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.engine.speculation.draft_config import draft_model_config
 from vllm_slo.errors import ConfigError

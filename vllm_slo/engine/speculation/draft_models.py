@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_slo.config.model import SpeculationConfig
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains, Plan
 from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, DraftTrees, Grant

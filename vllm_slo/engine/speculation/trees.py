@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_slo.config.model import SpeculationConfig
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
 from vllm_slo.core.batching.step import decode_limit_s
 from vllm_slo.core.speculation import token_tree
