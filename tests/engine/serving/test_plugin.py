@@ -250,24 +250,6 @@ def test_another_vllm_ends_the_server_in_one_line(
 # --- AMX -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("supported", [False, True])
-def test_amx_is_asked_for_only_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, supported: bool
-) -> None:
-    cpu = pytest.importorskip("torch").cpu
-    asked: list[bool] = []
-    monkeypatch.setattr(cpu, "_is_amx_tile_supported", lambda: supported)
-    monkeypatch.setattr(cpu, "_init_amx", lambda: asked.append(True))
-    plugin.enable_amx()
-    assert bool(asked) is supported
-
-
-def test_amx_on_this_machine() -> None:
-    pytest.importorskip("torch")
-    plugin.enable_amx()
-    plugin.enable_amx()
-
-
 def test_the_middleware_and_the_scheduler_are_where_their_names_say() -> None:
     pytest.importorskip("vllm")
     for name in (MIDDLEWARE, *SCHEDULER_NAMES):

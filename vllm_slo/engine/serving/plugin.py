@@ -22,6 +22,7 @@ import yaml
 
 from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER_NAMES
 from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
+from vllm_slo.engine.compat.cpu import enable_amx
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import lifeline
 from vllm_slo.errors import VllmSLOError
@@ -88,18 +89,6 @@ def _additional_config(argv: list[str]) -> object:
             except ValueError:
                 return None
     return None
-
-
-def enable_amx() -> None:
-    """Ask the kernel for AMX on CPUs that have it.
-
-    vLLM's attention kernels use AMX tiles but leave asking to oneDNN, which a small model may not
-    have called before its first attention: the process then dies of an illegal instruction.
-    """
-    import torch
-
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
 
 
 def share_log() -> None:
