@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Final
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine import gate
 from vllm_slo.engine.compat.api_server import has_reasoning_parser, vllm_config_of
-from vllm_slo.engine.http.exchange import Exchange, Rules
+from vllm_slo.engine.http.exchange import Exchange
 from vllm_slo.engine.http.live_page import LivePage
 from vllm_slo.engine.http.models import MODELS_ROUTE, with_classes
 from vllm_slo.engine.http.quote import answer_quote
+from vllm_slo.engine.http.reading import Rules
 from vllm_slo.engine.http.routes import ROUTES
 from vllm_slo.slo.access import Access, Seal
 from vllm_slo.slo.carriers import QUOTE_ROUTE
