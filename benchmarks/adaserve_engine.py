@@ -180,8 +180,8 @@ class Steps:
             runner.propose_draft_token_ids = self.draft
         parts = getattr(self.scheduler, "parts", None)
         if parts is not None:
-            self._tree_times = parts.metrics.tree_times
-            parts.metrics.tree_times = self.tree_times
+            self._tree_times = parts.metrics.speculation.tree_times
+            parts.metrics.speculation.tree_times = self.tree_times
 
     @staticmethod
     def _blank() -> Step:

@@ -235,7 +235,8 @@ class Bench:
         self._watch()
 
     def _watch(self) -> None:
-        metrics, schedule = self.scheduler.parts.metrics, self.scheduler.schedule
+        metrics = self.scheduler.parts.metrics.speculation
+        schedule = self.scheduler.schedule
         showing = metrics.draft_servers
 
         def show(report: Any, clients: Any) -> None:

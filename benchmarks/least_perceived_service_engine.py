@@ -43,7 +43,7 @@ from least_perceived_service import (
 from vllm_slo import tiny
 from vllm_slo.bench import traces
 from vllm_slo.config import profiles
-from vllm_slo.config.serve_args import SCHEDULER
+from vllm_slo.config.class_names import SCHEDULER
 
 SCALE: Final = 0.2
 """Of answers."""
@@ -130,7 +130,7 @@ class Server(adaserve_engine.Server):
 
     def use(self, order: str, **options: Any) -> None:
         """Serve in this order from now on."""
-        from vllm_slo.config.model import BestEffortConfig
+        from vllm_slo.config.best_effort import BestEffortConfig
         from vllm_slo.engine.compat.scheduler_state import SchedulerState
         from vllm_slo.engine.scheduling.best_effort import BestEffort
 

@@ -47,8 +47,8 @@ from vllm_slo.slo.access_config import (
     QuotaConfig,
     QuotasConfig,
 )
-from vllm_slo.slo.model import INTERNAL_KEYS, SEAL_KEY, unpack_quote
-from vllm_slo.slo.verdicts import unpack_report
+from vllm_slo.slo.keys import INTERNAL_KEYS, SEAL_KEY
+from vllm_slo.slo.verdicts import unpack_quote, unpack_report
 
 GOLD, SILVER, OPS = "gold-key-0123456789", "silver-key-0123456789", "ops-key-0123456789"
 

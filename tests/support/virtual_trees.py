@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_slo import tiny
-from vllm_slo.config.serve_args import TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config.class_names import TREE_PROPOSER, TREE_WORKER
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from vllm_slo.config.model import SLOConfig, SpeculationConfig
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.batching.step import Pressure, RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.lengths.output_length import OutputLengthPredictor
@@ -31,8 +32,8 @@ from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.stage_marks import AnswerMarks, StageMarks
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_planner import StepPlanner
+from vllm_slo.engine.scheduling.step_time_profile import find_profile
 from vllm_slo.engine.scheduling.workload import Workload
-from vllm_slo.engine.serving.profile import find_profile
 from vllm_slo.engine.speculation.chains import Chains, trims
 from vllm_slo.engine.speculation.no_speculation import NoSpeculation, Speculation
 from vllm_slo.engine.speculation.tenants import TenantShares
@@ -109,15 +110,21 @@ def assemble(
     ordered = config.best_effort.order != "fcfs" and can_promise
     share = config.best_effort_token_share
     guard = StarvationGuard(config.ageing_s, share, keep_starved=not ordered)
-    tenants = TenantShares(tracker, metrics) if config.speculation.share == "tenants" else None
+    tenants = (
+        TenantShares(tracker, metrics.speculation)
+        if config.speculation.share == "tenants"
+        else None
+    )
     speculation: Speculation
     if trees is not None:
         speculation = Trees(
-            *(state, tracker, blocks, steps, pressure, metrics, tenants, config, max_step_tokens)
+            *(state, tracker, blocks, steps, pressure, metrics.speculation, tenants, config),
+            max_step_tokens,
         )
     elif trims(vllm_config) and can_promise:
         speculation = Chains(
-            *(state, tracker, steps, responsive, metrics, tenants, config, max_step_tokens)
+            *(state, tracker, steps, responsive, metrics.speculation, tenants, config),
+            max_step_tokens,
         )
     else:
         speculation = NoSpeculation(steps, state.num_spec_tokens)

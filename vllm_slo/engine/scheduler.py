@@ -64,7 +64,6 @@ class Scheduler(AsyncScheduler):
     kv_holding_waiting: RequestQueue
     max_num_scheduled_tokens: int
     num_spec_tokens: int
-    requires_kv_delivery: bool
 
     def __init__(
         self,
@@ -88,8 +87,9 @@ class Scheduler(AsyncScheduler):
                 # vLLM reserves nothing for proposers of others. Here the draft reads a step's last
                 # token, which the target will see in the next one.
                 self.num_lookahead_tokens = 1
+            self._state = SchedulerState(self)
             self.parts = assemble(
-                SchedulerState(self),
+                self._state,
                 self.kv_cache_manager,
                 clock or SystemClock(),
                 self.max_num_scheduled_tokens,
@@ -125,7 +125,7 @@ class Scheduler(AsyncScheduler):
         padding, self.num_spec_tokens = self.num_spec_tokens, self._speculation.draft_padding
         self._step, self._in_step = plan, True
         try:
-            with nullcontext() if plan is None else applied(self, plan):
+            with nullcontext() if plan is None else applied(self, plan, self._state):
                 yield
         finally:
             self.num_spec_tokens = padding

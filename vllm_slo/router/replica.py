@@ -30,8 +30,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias, lifeline
-from vllm_slo.engine.serving.plugin import check_vllm
 from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE, unpack
 from vllm_slo.errors import VllmSLOError
 from vllm_slo.router.protocol import (

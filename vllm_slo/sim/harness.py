@@ -43,7 +43,8 @@ from vllm_slo.sim.baselines import ShedEDF
 from vllm_slo.sim.light_scheduler import LightOutput, LightResult, LightScheduler
 from vllm_slo.sim.text import STOP_TOKEN, own_text
 from vllm_slo.slo.access import Seal
-from vllm_slo.slo.model import QUOTE_KEY, SLO, TICKET_KEY
+from vllm_slo.slo.keys import QUOTE_KEY, TICKET_KEY
+from vllm_slo.slo.model import SLO
 
 __all__ = [
     "STOP_TOKEN",

@@ -23,7 +23,7 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.choice_groups import REMEMBERED, ChoiceGroups
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.slo.model import EACH_KEY, GROUP_KEY
+from vllm_slo.slo.keys import EACH_KEY, GROUP_KEY
 from vllm_slo.slo.verdicts import Declined, unpack
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
@@ -82,9 +82,9 @@ def verdict(one: VirtualEngine, name: str) -> Declined | None:
 
 
 def check_nothing_left(one: VirtualEngine) -> None:
-    state = parts_of(one)
-    assert not state.tracked and not state._refused and not state._groups._members
-    assert state._unpromised == 0
+    parts = parts_of(one)
+    assert not len(parts.tracker) and parts.tracker.unpromised == 0
+    assert not parts.controller._refused and not parts.controller._groups._members
     free = one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert free == one.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 

@@ -23,7 +23,7 @@ from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 SHAPE = EngineShape(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from vllm_slo.core.admission.quota import TokenBucket, relative_values, token_we
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
-from vllm_slo.slo.verdicts import Declined, unpack
+from vllm_slo.slo.verdicts import Declined, unpack, unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 ENDLESS = {"promised_tokens_per_s": 1e-6}
@@ -440,9 +438,7 @@ def test_a_quote_tells_of_the_quota_and_takes_nothing_from_it(engine: Make) -> N
 def test_stages_are_paid_for_by_the_tightest_to_come(engine: Make) -> None:
     one = engine(quotas={"default": {**ENDLESS, "burst_tokens": 1_000}})
     stages: Any = [{"until": "x", "tpot_ms": 30}, {"tpot_ms": 2_000}]
-    one.scheduler.parts.marks = SimpleNamespace(
-        check=lambda slo: None, first_stage=lambda *_: 0, end_of=lambda *_: None
-    )
+    one.stages.end_of = lambda *_: None
     one.add("staged", 100, 20, SLO(stages=stages), max_tokens=20)
     one.step()
     level = one.scheduler.parts.quotas.level(None, one.clock.now_s)

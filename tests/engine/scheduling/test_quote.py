@@ -38,8 +38,8 @@ from vllm_slo.engine.http.quote import MOST
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.access import SEAL_VARIABLE, Seal
-from vllm_slo.slo.model import QUOTE_KEY, pack_quote, unpack_quote
-from vllm_slo.slo.verdicts import Invalid
+from vllm_slo.slo.keys import QUOTE_KEY
+from vllm_slo.slo.verdicts import Invalid, pack_quote, unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 

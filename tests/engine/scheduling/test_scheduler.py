@@ -20,7 +20,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.request_views import prefill_view
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 pytestmark = pytest.mark.slow
 

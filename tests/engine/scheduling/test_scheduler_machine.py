@@ -55,7 +55,7 @@ from vllm_slo.engine.speculation.chains import Chains
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo.fields import SHORTEST_MS
-from vllm_slo.slo.model import GROUP_KEY
+from vllm_slo.slo.keys import GROUP_KEY
 
 pytestmark = pytest.mark.slow
 

@@ -24,11 +24,12 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.engine.composition import Parts
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.scheduling import replica_reports
 from vllm_slo.engine.telemetry import state
 from vllm_slo.engine.telemetry.state import StatePublisher, pack, unpack
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.access import Seal
-from vllm_slo.slo.model import SEAL_KEY
+from vllm_slo.slo.keys import SEAL_KEY
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 EASY = SLO(ttft_ms=5000, tpot_ms=100)
@@ -245,8 +246,8 @@ def test_much_is_cut_and_fits_one_message(engine: Any, listener: Listener) -> No
         add(one, f"best{i}", SLO(tier="best_effort"), 10**12 + 2000 + i, prompt=3)
     parts_of(one).controller.promise_now("none")
     said = parts_of(one).reports.state()
-    assert len(said.committed) == state.MAX_COMMITTED
-    assert len(said.tickets) == state.MAX_TICKETS
+    assert len(said.committed) == replica_reports.MAX_COMMITTED
+    assert len(said.tickets) == replica_reports.MAX_TICKETS
     assert said.waiting == 5100
     parts_of(one).controller.on_empty()
     told = listener.last()

@@ -87,6 +87,19 @@ class SchedulerState:
         request.stop_reason = stop_reason
         self._scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
+    def preempt(self, request: Request, timestamp: float) -> None:
+        """Take a running request's KV, and put it back into the waiting queue.
+
+        Args:
+            request: the request.
+            timestamp: of the event that vLLM notes, on the monotonic clock.
+        """
+        scheduler = self._scheduler
+        scheduler.running.remove(request)
+        scheduler._preempt_request(
+            request, timestamp, drop_stale_output=scheduler.requires_kv_delivery
+        )
+
     def set_aside(self, request: Request) -> None:
         """Take a waiting request out of its queue: no step is to serve it."""
         self._scheduler.waiting.remove_request(request)

@@ -10,6 +10,7 @@ from typing import Protocol
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
 from vllm.v1.request import Request
 
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 
 
@@ -21,30 +22,26 @@ class Steerable(Protocol):
         waiting: those that wait and hold no KV blocks.
         kv_holding_waiting: those that wait and hold some.
         max_num_scheduled_tokens: tokens of a step.
-        requires_kv_delivery: whether a preempted request's output is to be dropped.
     """
 
     running: list[Request]
     waiting: RequestQueue
     kv_holding_waiting: RequestQueue
     max_num_scheduled_tokens: int
-    requires_kv_delivery: bool
-
-    def _preempt_request(
-        self, request: Request, timestamp: float, drop_stale_output: bool = ...
-    ) -> None:
-        """vLLM's: take a running request's KV, and put it back into the waiting queue."""
 
 
 @contextmanager
-def applied(scheduler: Steerable, schedule: StepSchedule) -> Iterator[None]:
+def applied(scheduler: Steerable, schedule: StepSchedule, state: SchedulerState) -> Iterator[None]:
     """While this lasts vLLM's ``schedule()`` finds what ``schedule`` says. Afterwards its queues
-    and limits are what they were, with what vLLM changed in them kept."""
+    and limits are what they were, with what vLLM changed in them kept.
+
+    Args:
+        scheduler: vLLM's.
+        schedule: the plan of the step.
+        state: the same scheduler, to preempt requests by.
+    """
     for request in schedule.preempt:
-        scheduler.running.remove(request)
-        scheduler._preempt_request(
-            request, schedule.timestamp, drop_stale_output=scheduler.requires_kv_delivery
-        )
+        state.preempt(request, schedule.timestamp)
     if schedule.running is not None:
         scheduler.running = schedule.running
     queue, holding = scheduler.waiting, scheduler.kv_holding_waiting

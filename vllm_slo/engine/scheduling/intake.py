@@ -11,7 +11,8 @@ from vllm_slo.engine.scheduling.stage_marks import StageMarks
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access import Seal, check_internal
-from vllm_slo.slo.model import SLO, has_slo_key
+from vllm_slo.slo.keys import has_slo_key
+from vllm_slo.slo.model import SLO
 
 
 class Intake:

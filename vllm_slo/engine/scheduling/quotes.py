@@ -30,7 +30,8 @@ from vllm_slo.engine.scheduling.slo_request import UNCLASSED, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.workload import CommittedLoad, Workload
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
-from vllm_slo.slo.model import SLO, pack_quote
+from vllm_slo.slo.model import SLO
+from vllm_slo.slo.verdicts import pack_quote
 
 MOST_IN_STEP: Final = 8
 """Quotes that one step answers at most: as many as one API server lets in at once

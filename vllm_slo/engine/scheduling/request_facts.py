@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_slo.slo.model import AGE_KEY, EACH_KEY, EXEMPT_KEY, GROUP_KEY, QUOTE_KEY, TICKET_KEY
+from vllm_slo.slo.keys import AGE_KEY, EACH_KEY, EXEMPT_KEY, GROUP_KEY, QUOTE_KEY, TICKET_KEY
 
 _MAX_AGE_S = 86_400.0
 

@@ -68,7 +68,7 @@ from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation.tenants import TenantShares, Verified
-from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 Floats = NDArray[np.float64]
 
@@ -175,7 +175,7 @@ class Chains:
         tracker: RequestTracker,
         clock: StepClock,
         responsive: ResponsiveSteps,
-        metrics: SchedulerMetrics,
+        metrics: SpeculationMetrics,
         tenants: TenantShares | None,
         config: SLOConfig,
         max_step_tokens: int,

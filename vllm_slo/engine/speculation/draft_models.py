@@ -17,13 +17,13 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_slo.config.model import SpeculationConfig
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains, Plan
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, DraftTrees, Grant
 from vllm_slo.engine.speculation.tenants import Verified
-from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 logger = init_logger(__name__)
 
@@ -172,7 +172,7 @@ class DraftModels:
     def __init__(
         self,
         clock: StepClock,
-        metrics: SchedulerMetrics,
+        metrics: SpeculationMetrics,
         config: SpeculationConfig,
         path_tokens: float,
     ) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_slo.config.model import SpeculationConfig
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.batching.step import decode_limit_s
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.candidate_trees import tpot_needs
@@ -44,7 +44,7 @@ from vllm_slo.engine.speculation.draft_models import Candidate
 from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, DraftTrees, Grant
 from vllm_slo.engine.speculation.servers_report import ServersReport
 from vllm_slo.engine.speculation.tenants import Verified
-from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -96,7 +96,7 @@ class DraftServers:
         tracker: RequestTracker,
         clock: StepClock,
         yields: TokenYields,
-        metrics: SchedulerMetrics,
+        metrics: SpeculationMetrics,
         config: SpeculationConfig,
         max_step_tokens: int,
     ) -> None:

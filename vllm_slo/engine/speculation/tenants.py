@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_slo.core.speculation.proportional_fairness import GradientScheduler, grant_tokens
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
-from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 Floats = NDArray[np.float64]
 
@@ -58,7 +58,7 @@ class TenantShares:
         metrics: where shares are shown.
     """
 
-    def __init__(self, tracker: RequestTracker, metrics: SchedulerMetrics) -> None:
+    def __init__(self, tracker: RequestTracker, metrics: SpeculationMetrics) -> None:
         self._tracker = tracker
         self._metrics = metrics
         self._gradient = GradientScheduler()

@@ -65,7 +65,7 @@ from vllm_slo.engine.speculation.draft_models import Candidate, DraftModels, Dra
 from vllm_slo.engine.speculation.draft_servers import DraftServers
 from vllm_slo.engine.speculation.messages import DraftTrees, StepTrees
 from vllm_slo.engine.speculation.tenants import TenantShares, Verified
-from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 logger = init_logger(__name__)
 
@@ -146,7 +146,7 @@ class Trees:
         blocks: KVBlocks,
         clock: StepClock,
         pressure: Pressure,
-        metrics: SchedulerMetrics,
+        metrics: SpeculationMetrics,
         tenants: TenantShares | None,
         config: SLOConfig,
         max_step_tokens: int,
