@@ -22,24 +22,17 @@ from pathlib import Path
 from common import RESULTS, markdown, write_result
 
 from vllm_slo.sim.arrivals import read_trace
-from vllm_slo.sim.capacity import (
-    TUNING_SEEDS,
-    Capacity,
-    Case,
-    Question,
-    Setting,
-    Workers,
-    best_of,
-    find_capacities,
-    ratio,
-    sweep,
-)
-from vllm_slo.sim.cluster import Conditions
+from vllm_slo.sim.capacity import TUNING_SEEDS, best_of, find_capacities, sweep
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import load_hardware
 from vllm_slo.sim.plot import write_pictures
+from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import Report, Row
-from vllm_slo.sim.scenarios import make_jobs
+from vllm_slo.sim.setting import Case, Setting
+from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import OURS, STOCK_FAMILIES, System, families
+from vllm_slo.sim.workers import Workers
+from vllm_slo.sim.workload import make_jobs
 
 SCENARIOS = {
     "chatbot": ("a100-opt-13b", 300),

@@ -34,7 +34,8 @@ from vllm_slo.bench.workload import SyntheticOptions, synthetic
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.config import profiles
 from vllm_slo.core.step_time.model import BatchShape, Sample, StepTimeModel
-from vllm_slo.sim.cluster import Conditions, simulate, slo_of
+from vllm_slo.sim.cluster import simulate, slo_of
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
 from vllm_slo.sim.measure import JobMeasure, measure_job

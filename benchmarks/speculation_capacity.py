@@ -22,21 +22,15 @@ from dataclasses import dataclass, replace
 from common import markdown, write_result
 
 from vllm_slo.core.speculation.draft_lengths import Tier, plan_lengths
-from vllm_slo.sim.capacity import (
-    Capacity,
-    Case,
-    Question,
-    Setting,
-    Workers,
-    find_capacities,
-    quiet,
-    ratio,
-    sweep,
-)
-from vllm_slo.sim.cluster import Conditions
+from vllm_slo.sim.capacity import find_capacities, sweep
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import load_hardware
+from vllm_slo.sim.questions import Question
 from vllm_slo.sim.scenarios import LOOSE_TPOT_S, TIGHT_TPOT_S, applications_of
+from vllm_slo.sim.setting import Case, Setting
+from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import OURS, System, parse_system, speculating
+from vllm_slo.sim.workers import Workers, quiet
 
 SCENARIOS: Mapping[str, tuple[str, int]] = {
     "chatbot": ("a100-opt-13b", 150),
