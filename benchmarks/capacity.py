@@ -14,32 +14,24 @@ import math
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import RESULTS, markdown, write_result
+from common import RESULTS, Stopwatch, markdown, times, write_result
 
 from vllm_slo.sim.arrivals import read_trace
-from vllm_slo.sim.capacity import (
-    TUNING_SEEDS,
-    Capacity,
-    Case,
-    Question,
-    Setting,
-    Workers,
-    best_of,
-    find_capacities,
-    ratio,
-    sweep,
-)
-from vllm_slo.sim.cluster import Conditions
+from vllm_slo.sim.capacity import TUNING_SEEDS, best_of, find_capacities, sweep
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import load_hardware
 from vllm_slo.sim.plot import write_pictures
+from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import Report, Row
-from vllm_slo.sim.scenarios import make_jobs
+from vllm_slo.sim.setting import Case, Setting
+from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import OURS, STOCK_FAMILIES, System, families
+from vllm_slo.sim.workers import Workers
+from vllm_slo.sim.workload import make_jobs
 
 SCENARIOS = {
     "chatbot": ("a100-opt-13b", 300),
@@ -92,7 +84,7 @@ class Study:
     def __init__(self, plan: Plan, workers: Workers) -> None:
         self.plan = plan
         self.workers = workers
-        self.began_s = time.monotonic()
+        self.watch = Stopwatch()
         self.settings = {name: plan.setting(name) for name in plan.scenarios}
         self.poisson = {
             f"{name}, Poisson": replace(self.settings[name], arrivals="poisson")
@@ -102,22 +94,6 @@ class Study:
         self.everything = {**self.settings, **self.poisson}
         self.scaled = [name for name in SCALED if name in self.settings]
         self.sections: dict[str, str] = {}
-
-    @property
-    def minutes(self) -> float:
-        """Since the beginning."""
-        return (time.monotonic() - self.began_s) / 60
-
-    def phase(self, name: str) -> Callable[[int, int], None]:
-        """A callback that shows how far one phase is."""
-
-        def show(done: int, of: int) -> None:
-            if sys.stderr.isatty() or done == of:
-                end = "\n" if done == of else ""
-                sys.stderr.write(f"\r{name}: {done}/{of} searches, {self.minutes:.1f} min{end}")
-                sys.stderr.flush()
-
-        return show
 
     def tell(self, title: str, text: str) -> None:
         """Keep a section of the result, and print it."""
@@ -135,7 +111,7 @@ class Study:
             self.plan.seeds,
             precision=self.plan.precision,
             processes=self.workers,
-            progress=self.phase(name),
+            progress=self.watch.phase(name),
         )
         return dict(zip(cases, found, strict=True))
 
@@ -167,7 +143,7 @@ class Study:
             TUNING_SEEDS[: len(self.plan.seeds)],
             precision=self.plan.rough,
             processes=self.workers,
-            progress=self.phase("tuning"),
+            progress=self.watch.phase("tuning"),
         )
         for key in dict.fromkeys(key for key, _ in rivals):
             places = [n for n, (other, _) in enumerate(rivals) if other == key]
@@ -192,7 +168,7 @@ class Study:
             for family in dict.fromkeys(family for _, family in self.cases)
         ]
         for title, rival in (("best stock", self.stock), (SHED, dict.fromkeys(names, SHED))):
-            ours = [times(self.found, (name, OURS.name), (name, rival[name])) for name in names]
+            ours = [times_of(self.found, (name, OURS.name), (name, rival[name])) for name in names]
             rows.append([f"ours against {title} (95%)", *ours])
         return markdown(["system (best tokens per step)", *names], rows)
 
@@ -226,7 +202,7 @@ class Study:
         self.noisy = self.search("5% slow, 10% noise", cases)
         rows = [
             [name, family, self.noisy[name, family][0].text,
-             times(self.noisy, (name, OURS.name), (name, family))]
+             times_of(self.noisy, (name, OURS.name), (name, family))]
             for name, family in self.three
         ]  # fmt: skip
         head = ["scenario", "system", "capacity", "ours against it (95%)"]
@@ -265,7 +241,7 @@ class Study:
                 self.plan.seeds[:1],
                 with_load=True,
                 processes=self.workers,
-                progress=self.phase(f"picture {key[0]}, {key[1]}"),
+                progress=self.watch.phase(f"picture {key[0]}, {key[1]}"),
             )[0]
             for key in self.three
         }
@@ -367,12 +343,9 @@ def geo_mean(found: Found, ours: Sequence[Key], others: Sequence[Key]) -> float:
     return math.exp(statistics.fmean(math.log(one) for one in scores(found, ours, others)))
 
 
-def times(found: Found, one: Key, base: Key) -> str:
+def times_of(found: Found, one: Key, base: Key) -> str:
     """One ratio with its interval, for a table."""
-    if one == base or (ratios := ratio(found[one][0], found[base][0])) is None:
-        return "-"
-    mean, low, high = ratios
-    return f"{mean:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low < high else "")
+    return times(None if one == base else ratio(found[one][0], found[base][0]))
 
 
 def around(rate: float) -> list[float]:
@@ -419,7 +392,7 @@ def main() -> None:
         INTRODUCTION.format(
             seeds=", ".join(map(str, plan.seeds)),
             arrivals=" and ".join(read_trace(kind).source for kind in ("azure-code", "azure-conv")),
-            minutes=study.minutes,
+            minutes=study.watch.minutes,
         ),
         study.targets(),
         note="\n\n".join(

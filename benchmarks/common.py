@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark needs: a table, and a result file that says how it came about."""
+"""What several benchmarks need: tables, progress, and a result file that says how it was made."""
 
 from __future__ import annotations
 
 import datetime
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from vllm_slo.bench.report import machine, versions
@@ -38,3 +39,34 @@ def write_result(name: str, text: str, table: str, *, note: str = "") -> Path:
     path.write_text("\n\n".join(parts) + "\n")
     sys.stdout.write(f"{table}\n\nwritten: {path}\n")
     return path
+
+
+def times(ratio: tuple[float, float, float] | None) -> str:
+    """A ratio with its 95% interval, for a table; a dash if there is none."""
+    if ratio is None:
+        return "-"
+    mean, low, high = ratio
+    return f"{mean:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low < high else "")
+
+
+class Stopwatch:
+    """Time since its construction, and the progress of the phases of a benchmark."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+
+    @property
+    def minutes(self) -> float:
+        """Minutes so far."""
+        return (time.monotonic() - self._began_s) / 60
+
+    def phase(self, name: str) -> Callable[[int, int], None]:
+        """A callback that shows how far one phase is, on stderr."""
+
+        def show(done: int, of: int) -> None:
+            if sys.stderr.isatty() or done == of:
+                end = "\n" if done == of else ""
+                sys.stderr.write(f"\r{name}: {done}/{of} searches, {self.minutes:.1f} min{end}")
+                sys.stderr.flush()
+
+        return show

@@ -25,7 +25,8 @@ from common import markdown, write_result
 
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.engine.speculation.draft_link import DraftLink
-from vllm_slo.router.draft_server import VerifierLink, serve
+from vllm_slo.router.draft_server import serve
+from vllm_slo.router.verifier_link import VerifierLink
 from vllm_slo.wire.draft_messages import (
     WIRE,
     Answer,

@@ -22,10 +22,14 @@ from common import RESULTS, markdown, write_result
 from vllm_slo.bench import style
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.arrivals import read_trace
-from vllm_slo.sim.capacity import Capacity, Case, Question, Setting, Workers, find_capacities
-from vllm_slo.sim.cluster import Conditions
+from vllm_slo.sim.capacity import find_capacities
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import load_hardware
+from vllm_slo.sim.questions import Question
+from vllm_slo.sim.setting import Case, Setting
+from vllm_slo.sim.statistics import Capacity
 from vllm_slo.sim.systems import OURS
+from vllm_slo.sim.workers import Workers
 
 NINETY = Question(0.9)
 HARDWARE = "a100-opt-13b"

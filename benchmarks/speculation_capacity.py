@@ -15,28 +15,21 @@ import argparse
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from common import markdown, write_result
+from common import Stopwatch, markdown, times, write_result
 
 from vllm_slo.core.speculation.draft_lengths import Tier, plan_lengths
-from vllm_slo.sim.capacity import (
-    Capacity,
-    Case,
-    Question,
-    Setting,
-    Workers,
-    find_capacities,
-    quiet,
-    ratio,
-    sweep,
-)
-from vllm_slo.sim.cluster import Conditions
+from vllm_slo.sim.capacity import find_capacities, sweep
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import load_hardware
+from vllm_slo.sim.questions import Question
 from vllm_slo.sim.scenarios import LOOSE_TPOT_S, TIGHT_TPOT_S, applications_of
+from vllm_slo.sim.setting import Case, Setting
+from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import OURS, System, parse_system, speculating
+from vllm_slo.sim.workers import Workers, quiet
 
 SCENARIOS: Mapping[str, tuple[str, int]] = {
     "chatbot": ("a100-opt-13b", 150),
@@ -97,22 +90,8 @@ class Study:
 
     def __init__(self, plan: Plan, acceptance: float, workers: Workers) -> None:
         self.plan, self.acceptance, self.workers = plan, acceptance, workers
-        self.began_s = time.monotonic()
+        self.watch = Stopwatch()
         self.found: dict[Key, Capacity] = {}
-
-    @property
-    def minutes(self) -> float:
-        """Since the beginning."""
-        return (time.monotonic() - self.began_s) / 60
-
-    def progress(self, what: str) -> Callable[[int, int], None]:
-        """Tells when a phase is done."""
-
-        def show(done: int, of: int) -> None:
-            if done == of:
-                sys.stderr.write(f"{what}: {of} searches, {self.minutes:.1f} min so far\n")
-
-        return show
 
     def search(self, keys: Mapping[Key, System], seeds: Sequence[int], what: str) -> None:
         """Capacities of the systems in their scenarios."""
@@ -126,7 +105,7 @@ class Study:
             seeds,
             precision=self.plan.precision,
             processes=self.workers,
-            progress=self.progress(what),
+            progress=self.watch.phase(what),
         )
         self.found |= dict(zip(keys, (one for (one,) in found), strict=True))
 
@@ -254,14 +233,6 @@ def fold(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}x"
 
 
-def times(found: tuple[float, float, float] | None) -> str:
-    """A ratio with its interval."""
-    if found is None:
-        return "-"
-    mean, low, high = found
-    return f"{mean:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low < high else "")
-
-
 INTRODUCTION = """\
 The highest rate, in jobs per second and GPU, at which 90% of the jobs keep every objective (TTFT of
 every round, worst window of 10 tokens of every stage), by bisection on windows with seeds {seeds};
@@ -315,7 +286,7 @@ def main() -> None:
             stock=DRAFTED[STOCK].name,
             drafts=DRAFTED[OURS].drafts,
             acceptance=options.acceptance,
-            minutes=study.minutes,
+            minutes=study.watch.minutes,
             processes="one process" if count == 1 else f"{count} processes",
         ),
         parts[0],

@@ -34,7 +34,7 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http import routes as http_routes
 from vllm_slo.engine.telemetry import metrics, speculation_metrics
 from vllm_slo.engine.telemetry.series import SeriesMaker
-from vllm_slo.router import front, front_metrics, front_page
+from vllm_slo.router import front_metrics, front_page, front_server
 from vllm_slo.slo import carriers
 from vllm_slo.slo import model as slo
 from vllm_slo.slo.claims import HEADER_FIELDS
@@ -601,8 +601,8 @@ def routes() -> list[list[str]]:
 def at_the_front() -> list[list[str]]:
     """(paths, what the front does with them)."""
     routed = ", ".join(map(code, sorted(carriers.ROUTES)))
-    proxied = ", ".join(map(code, sorted(front.PROXIED)))
-    refused = ", ".join(map(code, sorted(front._NOT_HERE)))
+    proxied = ", ".join(map(code, sorted(front_server.PROXIED)))
+    refused = ", ".join(map(code, sorted(front_server.ONE_REPLICA_ONLY)))
     return [
         [routed, "to the replica that can keep the promise"],
         [code(carriers.QUOTE_ROUTE), "replicas are asked in turn; the first yes is the answer"],
@@ -690,7 +690,9 @@ def http() -> str:
         "`vllm-slo serve --replicas` has one front with one port. What it does with a path:",
         table(["path", "what the front does"], at_the_front()),
         "These pages are the front's own:",
-        table(["path", "answer"], front_paths((router / "front.py").read_text(encoding="utf-8"))),
+        table(
+            ["path", "answer"], front_paths((router / "front_page.py").read_text(encoding="utf-8"))
+        ),
         "### Its errors",
         table(head, statuses("front", sorted(router.glob("*.py")))),
         flow(

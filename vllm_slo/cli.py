@@ -24,15 +24,14 @@ COMMANDS = {
 """Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""
 
 REPLICAS = "vllm_slo.router.serve"
-"""What ``serve`` becomes with ``--replicas`` and its like."""
-
+"""The module that runs ``serve`` with several replicas."""
 
 FLEET = "vllm_slo.router.draft_fleet"
-"""What starts draft servers beside ``serve``."""
+"""The module that starts draft servers beside ``serve``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. An error of ours is one line, not a traceback."""
+    """Run one command; returns the exit status. A `VllmSLOError` is printed as one line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="vllm-slo",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -16,21 +15,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from benchmark_script import FOLDER, load
 
 pytestmark = pytest.mark.slow
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-if not (FOLDER / "adaserve.py").is_file():
-    pytest.skip("the benchmarks are not here", allow_module_level=True)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
 
 engine = load("adaserve_engine")
 quiet = load("quiet")

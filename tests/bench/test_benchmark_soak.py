@@ -3,23 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_script import load
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-if not (FOLDER / "soak_report.py").is_file():
-    pytest.skip("the benchmarks are not here", allow_module_level=True)
-
-spec = importlib.util.spec_from_file_location("soak_report", FOLDER / "soak_report.py")
-report = importlib.util.module_from_spec(spec)
-sys.modules["soak_report"] = report  # dataclasses look their module up
-spec.loader.exec_module(report)
+report = load("soak_report")
 Process, Sample, Seen = report.Process, report.Sample, report.Seen
 
 MINUTES = 30

@@ -58,7 +58,7 @@ def test_a_mistake_is_one_line_before_ray_starts(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--draft-servers", "2"], "--draft-servers 2: name the one model that they draft with"),
+        (["--draft-servers", "2"], "--draft-servers 2: name the one model that drafts"),
         (
             ["--draft-servers", "2", "--draft-model", "tiny", "--draft-model", "tiny-middle"],
             "--draft-servers 2: name the one model",

@@ -171,7 +171,7 @@ def test_bodies_are_bounded_together(strict: FrontProcess, fakes: list[Fake]) ->
         answer = strict.post(content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
-        assert "holds too much" in answer.json()["error"]["message"]
+        assert "holds too many" in answer.json()["error"]["message"]
         assert strict.post().status_code == 200  # a small one
         client.close()
     eventually(

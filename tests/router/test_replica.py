@@ -36,9 +36,10 @@ from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.serving import lifeline
 from vllm_slo.engine.telemetry.state import StatePublisher
-from vllm_slo.router import replica
+from vllm_slo.router import replica, state_feed
 from vllm_slo.router.protocol import STATE_PATH
-from vllm_slo.router.replica import Guard, StateFeed
+from vllm_slo.router.state_feed import StateFeed
+from vllm_slo.router.token_guard import TokenGuard
 from vllm_slo.slo.carriers import FORWARDED
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
@@ -60,7 +61,7 @@ class App:
 
 def ask(headers: list[tuple[str, str]], path: str = "/v1/models") -> tuple[Any, App]:
     app = App()
-    guard = Guard(app, "secret", StateFeed())
+    guard = TokenGuard(app, "secret", StateFeed())
 
     async def run() -> Any:
         transport = httpx.ASGITransport(guard)
@@ -97,7 +98,7 @@ def test_websockets_are_guarded_too() -> None:
 
         scope = {"type": "websocket", "path": "/", "headers": []}
         nothing: Any = None
-        await Guard(App(), "secret", StateFeed())(scope, nothing, send)
+        await TokenGuard(App(), "secret", StateFeed())(scope, nothing, send)
         return sent
 
     assert asyncio.run(run()) == [{"type": "websocket.close", "code": 1008}]
@@ -148,7 +149,7 @@ def test_the_lifespan_is_the_apps() -> None:
         seen.append(scope)
 
     nothing: Any = None
-    asyncio.run(Guard(inner, "secret", StateFeed())({"type": "lifespan"}, nothing, nothing))
+    asyncio.run(TokenGuard(inner, "secret", StateFeed())({"type": "lifespan"}, nothing, nothing))
     assert seen == [{"type": "lifespan"}]
 
 
@@ -169,7 +170,9 @@ def test_a_feed_says_what_came_what_changed_and_that_it_lives(
         assert json.loads(await anext(lines)) == first
         assert time.monotonic() - begun > 0.2
 
-        monkeypatch.setattr(replica, "HEARTBEAT_S", 3_600.0)  # what follows does not wait for one
+        monkeypatch.setattr(
+            state_feed, "HEARTBEAT_S", 3_600.0
+        )  # what follows does not wait for one
         one = ReplicaState(model=MODEL, seen=3)
         publisher.publish(one, 0.0)
         line = json.loads(await anext(lines))

@@ -38,7 +38,7 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.engine.serving import serve as engine_serve
 from vllm_slo.errors import ConfigError
-from vllm_slo.router import app, arguments
+from vllm_slo.router import app, arguments, front_actor, replica_actor
 from vllm_slo.router import serve as router_serve
 from vllm_slo.router.arguments import AppArgs, Flags, api_key_digest, resources
 from vllm_slo.wire.ports import free_port
@@ -89,9 +89,9 @@ def test_a_config_file_of_vllm_is_looked_into(tmp_path: Path) -> None:
         (["-dp", "2"], "--data-parallel-size 2: each replica is one engine; use --replicas"),
         (["--data_parallel_size=4"], "--data-parallel-size 4"),
         (["--api-server-count", "3"], "--api-server-count 3: the front is the only API server"),
-        (["--nnodes=2"], "--nnodes 2: a replica lives on one node"),
+        (["--nnodes=2"], "--nnodes 2: a replica runs on one node"),
         (["--headless"], "--headless: a replica needs its API"),
-        (["--grpc"], "--grpc: the front speaks HTTP alone"),
+        (["--grpc"], "--grpc: the front only speaks HTTP"),
         (["--uds", "/run/s"], "--uds /run/s: "),
         (["--ssl-keyfile", "k", "--ssl-certfile", "c"], "--ssl-keyfile k: TLS is ended before"),
         (["--root-path", "/x"], "--root-path /x: strip the prefix"),
@@ -99,8 +99,8 @@ def test_a_config_file_of_vllm_is_looked_into(tmp_path: Path) -> None:
         (["-pp", "0"], "--pipeline-parallel-size 0: not"),
         (["--additional-config", "{"], "--additional-config: not JSON"),
         (["--additional-config", "[]"], "--additional-config: not a JSON object"),
-        (["--host", "h"], "vllm_args: --host is an argument of its own"),
-        (["--port=1"], "vllm_args: --port is an argument of its own"),
+        (["--host", "h"], "vllm_args: use the argument host: instead of --host"),
+        (["--port=1"], "vllm_args: use the argument port: instead of --port"),
     ],
 )
 def test_what_does_not_go_with_replicas_is_refused(words: list[str], expected: str) -> None:
@@ -140,7 +140,7 @@ def test_bad_arguments_are_one_line(args: dict[str, Any], expected: str) -> None
 
 
 def test_a_model_is_needed() -> None:
-    with pytest.raises(ConfigError, match="args: model: is needed"):
+    with pytest.raises(ConfigError, match="args: model: is required"):
         AppArgs.checked({})
 
 
@@ -293,7 +293,7 @@ def test_the_command_line_of_a_replica_and_its_environment(monkeypatch: pytest.M
     monkeypatch.setenv("KEYS", "secret,other")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    monkeypatch.setattr(app, "_environment_at_start", frozenset)
+    monkeypatch.setattr(replica_actor, "_environment_at_start", frozenset)
     front, replica = bound(
         {"model": "m", "replicas": 2, "api_key_env": "KEYS", "env": {"HF_X": "1"}}
     )
@@ -310,12 +310,14 @@ def test_the_command_line_of_a_replica_and_its_environment(monkeypatch: pytest.M
     config = json.loads(front.init_args[0].command()[-1])
     assert config["api_key_sha256"] == [api_key_digest("secret"), api_key_digest("other")]
     assert config["served_model_names"] == ["m"]
-    monkeypatch.setattr(app, "_environment_at_start", lambda: frozenset({"OMP_NUM_THREADS"}))
+    monkeypatch.setattr(
+        replica_actor, "_environment_at_start", lambda: frozenset({"OMP_NUM_THREADS"})
+    )
     assert spec.environment(node_cores=8)["OMP_NUM_THREADS"] == "1"  # the user's own choice
     spec = bound({"model": "m", "gpus_per_replica": 1})[1].init_args[0]
     assert "VLLM_CPU_OMP_THREADS_BIND" not in spec.environment(node_cores=8)
     spec = bound({"model": "m", "replicas": 9, "cpus_per_replica": 2})[1].init_args[0]
-    monkeypatch.setattr(app, "_environment_at_start", frozenset)
+    monkeypatch.setattr(replica_actor, "_environment_at_start", frozenset)
     assert spec.environment(node_cores=4)["OMP_NUM_THREADS"] == "2"
     spec = bound({"model": "m", "replicas": 2, "vllm_args": ["-tp", "2"]})[1].init_args[0]
     assert spec.environment(node_cores=16)["OMP_NUM_THREADS"] == "4"  # for each of its workers
@@ -336,9 +338,9 @@ def test_a_replica_that_is_stuck_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     with socket.create_server(("127.0.0.1", 0)) as stuck:
         url = f"http://127.0.0.1:{stuck.getsockname()[1]}"
         with pytest.raises(OSError, match="timed out"):
-            app.require_answer(url, "t", 0.1)
+            replica_actor.require_answer(url, "t", 0.1)
     with pytest.raises(OSError, match="refused"):
-        app.require_answer(url, "t", patience(1.0))
+        replica_actor.require_answer(url, "t", patience(1.0))
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -350,7 +352,7 @@ def test_a_replica_that_is_stuck_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
         thread = threading.Thread(target=answer)
         thread.start()
-        app.require_answer(url, "t", patience(5.0))  # any answer will do
+        replica_actor.require_answer(url, "t", patience(5.0))  # any answer will do
         thread.join()
 
 
@@ -369,13 +371,15 @@ def test_a_front_that_came_back_is_left_alone(
 ) -> None:
     (tmp_path / "dies_twice.py").write_text(DIES_TWICE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    spec = app.FrontSpec("dies_twice", "127.0.0.1", 0, "null", (), "KEYS", ("0" * 64,), (), 1.0)
+    spec = front_actor.FrontSpec(
+        "dies_twice", "127.0.0.1", 0, "null", (), "KEYS", ("0" * 64,), (), 1.0
+    )
 
-    class Front(app.Front):
+    class Front(front_actor.Front):
         def __del__(self) -> None:  # type: ignore[override]
             """Serve awaits it; nobody does here."""
 
-    async def while_healthy(front: app.Front) -> None:
+    async def while_healthy(front: front_actor.Front) -> None:
         while True:
             await front.check_health()
             await asyncio.sleep(0.02)
@@ -384,9 +388,9 @@ def test_a_front_that_came_back_is_left_alone(
         front = Front.__new__(Front)
         await front.__init__(spec, None)  # type: ignore[misc,func-returns-value]  # as Serve does
         # Two die, and the third is still to come.
-        with pytest.raises(RuntimeError, match="the front process does not stay"):
+        with pytest.raises(RuntimeError, match="the front process keeps failing"):
             await while_healthy(front)
-        while len((tmp_path / "starts").read_text()) < 3 or not front._said:
+        while len((tmp_path / "starts").read_text()) < 3 or not front._report:
             await asyncio.sleep(0.02)
         await front.check_health()
         await front.drain()
@@ -587,8 +591,8 @@ def test_more_replicas_are_started_when_the_front_wants_them() -> None:
 
 def test_the_environment_at_start_is_that_of_the_process() -> None:
     code = (
-        "import os; os.environ['LATER'] = '1'; from vllm_slo.router import app;"
-        "print(sorted(app._environment_at_start() & {'AT_START', 'LATER'}))"
+        "import os; os.environ['LATER'] = '1'; from vllm_slo.router import replica_actor as a;"
+        "print(sorted(a._environment_at_start() & {'AT_START', 'LATER'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

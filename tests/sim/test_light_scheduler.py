@@ -22,14 +22,15 @@ from vllm.v1.request import Request
 
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.telemetry.recording import shape_of
-from vllm_slo.sim import replica as replicas
-from vllm_slo.sim.cluster import Conditions, Simulation
+from vllm_slo.sim import virtual_replicas as replicas
+from vllm_slo.sim.cluster import Simulation
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
 from vllm_slo.sim.light_scheduler import LightOutput, LightScheduler, LightSLOScheduler, _Step
-from vllm_slo.sim.scenarios import make_jobs
 from vllm_slo.sim.systems import OURS, System, speculating, system
+from vllm_slo.sim.workload import make_jobs
 
 pytestmark = pytest.mark.slow
 

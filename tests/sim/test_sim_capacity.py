@@ -20,34 +20,20 @@ from hypothesis import strategies as st
 from patience import patience
 
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.sim import capacity
-from vllm_slo.sim.capacity import (
-    Capacity,
-    Case,
-    Evidence,
-    Point,
-    Question,
-    Setting,
-    Threshold,
-    Watcher,
-    Workers,
-    best_of,
-    best_of_family,
-    find_capacities,
-    find_threshold,
-    mean_interval,
-    measure_window,
-    ratio,
-    run_tasks,
-    search_window,
-    sweep,
-)
+from vllm_slo.sim import windows
+from vllm_slo.sim.capacity import best_of, best_of_family, find_capacities, sweep
 from vllm_slo.sim.demand import binding, demand, start_rate
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
 from vllm_slo.sim.plan import smallest
+from vllm_slo.sim.questions import Evidence, Question, Watcher
+from vllm_slo.sim.search import Threshold, find_threshold
+from vllm_slo.sim.setting import Case, Setting
+from vllm_slo.sim.statistics import Capacity, mean_interval, ratio
 from vllm_slo.sim.systems import parse_system
+from vllm_slo.sim.windows import Point, measure_window, search_window
+from vllm_slo.sim.workers import Workers, run_tasks
 
 STEP = StepTimeModel(((0.0, 0.0, 0.006), (3e-5, 0.0, 0.002)), 1e-8, pair_s=1e-11)
 HARDWARE = Hardware("toy", 1, STEP, 300_000, frontend_s=0.01)
@@ -256,7 +242,7 @@ def test_a_watcher_stops_when_all_questions_are_answered():
 
 
 def test_no_counted_job_is_an_error():
-    with pytest.raises(SimulationError, match="none is left"):
+    with pytest.raises(SimulationError, match="none are left"):
         Watcher([], 0.2, [])
 
 
@@ -292,7 +278,7 @@ def faked(monkeypatch):
         calls.append((system.name, jobs[-1].arrival_s))
         return fake_simulate(jobs, system, *args, **more)
 
-    monkeypatch.setattr(capacity, "simulate", simulate)
+    monkeypatch.setattr(windows, "simulate", simulate)
     return calls
 
 
@@ -465,7 +451,7 @@ def test_workers_leave_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, time\n"
-        "from vllm_slo.sim.capacity import Workers\n"
+        "from vllm_slo.sim.workers import Workers\n"
         "if __name__ == '__main__':\n"
         "    with Workers(2) as workers:\n"
         "        pids = {workers.pool().submit(os.getpid).result() for _ in range(2)}\n"

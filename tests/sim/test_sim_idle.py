@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 
 import test_light_scheduler as twin
 
-from vllm_slo.sim.cluster import Conditions, Simulation
+from vllm_slo.sim.cluster import Simulation
+from vllm_slo.sim.conditions import Conditions
 
 
 @pytest.mark.parametrize("scenario", twin.SETTINGS)

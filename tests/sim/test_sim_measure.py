@@ -200,7 +200,7 @@ def test_measures_that_do_not_exist():
     cut = measure_job(result([one_round()], [RoundResult(0.0, (), False)]))
     s = summarise([cut], 1.0)
     assert (s.ttft_p99_s, s.tpot_p99_s, s.missed_latency_p99_s, s.promised) == (None,) * 4
-    with pytest.raises(SimulationError, match="none is left"):
+    with pytest.raises(SimulationError, match="none are left"):
         summarise([], 1.0)
     with pytest.raises(SimulationError, match="window_s"):
         summarise([cut], 0.0)

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from vllm_slo.bench import traces
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.sim import arrivals
-from vllm_slo.sim.arrivals import draw, read_trace
+from vllm_slo.sim.arrivals import ARRIVALS, draw, read_trace
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.jobs import Job
-from vllm_slo.sim.scenarios import ARRIVALS, SCENARIOS, make_jobs
+from vllm_slo.sim.scenarios import SCENARIOS
+from vllm_slo.sim.workload import make_jobs
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.002)), 1e-7, pair_s=1e-9)
 ROOMY = Hardware("roomy", 1, MODEL, 1_000_000, max_model_len=131_072, frontend_s=0.01)

@@ -18,7 +18,8 @@ import zmq
 from patience import patience
 
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
-from vllm_slo.router.draft_server import VerifierLink, _Stop, serve
+from vllm_slo.router.draft_server import StopSignal, serve
+from vllm_slo.router.verifier_link import VerifierLink
 from vllm_slo.wire.draft_messages import (
     WIRE,
     Answer,
@@ -159,7 +160,7 @@ class RawDrafter:
 
 def main(address: str, name: str) -> None:
     link = VerifierLink(address, read_token(None), hello(name))
-    serve(link, EchoDrafter(), _Stop())
+    serve(link, EchoDrafter(), StopSignal())
     link.close()
 
 

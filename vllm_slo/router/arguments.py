@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several replicas are started with: checked before anything starts."""
+"""The arguments of several replicas, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ HEAD_NODE: Final = "node:__internal_head__"
 _REFUSED: Final = {
     "--data-parallel-size": "each replica is one engine; use --replicas (replicas: in YAML)",
     "--api-server-count": "the front is the only API server; remove the flag",
-    "--nnodes": "a replica lives on one node; use fewer GPUs for each",
+    "--nnodes": "a replica runs on one node; use fewer GPUs for each",
     "--distributed-executor-backend": "Ray places whole replicas here; remove the flag",
     "--headless": "a replica needs its API; remove the flag",
-    "--grpc": "the front speaks HTTP alone; remove the flag",
+    "--grpc": "the front only speaks HTTP; remove the flag",
     "--uds": "replicas are reached over the network; remove the flag",
     "--root-path": "strip the prefix in the proxy before the front; remove the flag",
     "--ssl-keyfile": "TLS is ended before the front, in a proxy; remove the flag",
@@ -62,8 +62,8 @@ class AppArgs(BaseModel):
         default=None,
         ge=1,
         le=10_000,
-        description="Replicas, 1 to 10000; unset: min_replicas to max_replicas, or 1. More than "
-        "the cluster has room for: the rest waits for nodes.",
+        description="Number of replicas, 1 to 10000; unset: min_replicas to max_replicas, or 1. "
+        "More than the cluster can hold: the others wait for nodes.",
     )
     min_replicas: int | None = Field(
         default=None,
@@ -77,27 +77,27 @@ class AppArgs(BaseModel):
         ge=1,
         le=10_000,
         description="Most replicas under autoscaling, 1 to 10000. Too low: objectives are missed; "
-        "too high: a burst of hopeless requests rents a cluster.",
+        "too high: a burst of requests that no replica could serve in time starts many nodes.",
     )
     upscale_delay_s: float = Field(
         default=10.0,
         ge=0.0,
         le=86_400.0,
-        description="Seconds that more replicas must be wanted before they are started, 0 to "
-        "86400. Scope: autoscaling. Too low: replicas come and go.",
+        description="Seconds for which more replicas must be wanted before they are started, 0 to "
+        "86400. Scope: autoscaling. Too low: replicas are started and stopped again and again.",
     )
     downscale_delay_s: float = Field(
         default=300.0,
         ge=0.0,
         le=86_400.0,
-        description="Seconds that fewer replicas must do before they are stopped, 0 to 86400. "
-        "Scope: autoscaling. Too low: the next burst waits for a model to load.",
+        description="Seconds for which fewer replicas must be enough before some are stopped, 0 to "
+        "86400. Scope: autoscaling. Too low: the next burst waits for a model to load.",
     )
     host: str = Field(
         default="0.0.0.0",
         min_length=1,
-        description="Address of the public port, on the node of the front. 127.0.0.1 admits "
-        "clients of that node alone.",
+        description="Address of the public port, on the node of the front. 127.0.0.1 admits only "
+        "clients of that node.",
     )
     port: int = Field(
         default=8000,
@@ -109,7 +109,7 @@ class AppArgs(BaseModel):
     private_host: str | None = Field(
         default=None,
         description="Address that replicas listen on; unset: the address of their node in Ray. It "
-        "must be reachable from the front and be the same word on every node.",
+        "is the same on every node and must be reachable from the front.",
     )
     slo_config: str | dict[str, Any] | None = Field(
         default=None,
@@ -124,9 +124,10 @@ class AppArgs(BaseModel):
     api_key_env: str = Field(
         default=API_KEY_ENV,
         min_length=1,
-        description="Environment variable that holds the API key (a variable of another name: "
-        "several, with commas) on the node of the front or where the application is built. Unset "
-        "there: no key is asked for; under another name the deployment fails instead.",
+        description="Environment variable with the API key, on the node of the front or where the "
+        "application is built. A variable with another name than the default may hold several "
+        "keys, separated by commas. If it is not set: the default needs no key, and with another "
+        "name the deployment fails.",
     )
     api_key_sha256: tuple[str, ...] = Field(
         default=(),
@@ -144,27 +145,27 @@ class AppArgs(BaseModel):
         default=None,
         gt=0.0,
         le=4_096.0,
-        description="CPU cores that Ray sets aside for each replica, and on CPU the threads of its "
-        "engine; unset: next to none are set aside and the cores of the node are shared out. "
+        description="CPU cores that Ray reserves for each replica, and on CPU the threads of its "
+        "engine; unset: almost none are reserved, and replicas divide the cores of their node. "
         "More than a node has: the replicas wait for ever.",
     )
     front_resources: dict[str, float] = Field(
         default_factory=lambda: {HEAD_NODE: 0.001},
-        description="Ray resources that say where the front may run; default: the head node. "
-        "Resources that no node has: the deployment waits for ever.",
+        description="Ray resources that a node of the front must have; default: the head node. "
+        "If no node has them: the deployment waits for ever.",
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables of the replica processes, besides those of the node. "
-        "They are visible in Ray's state; nothing secret belongs here.",
+        description="Environment variables of the replica processes, in addition to those of the "
+        "node. They are visible in Ray's state, so they must hold no secret.",
     )
     replica_module: str = Field(
         default="vllm_slo.router.replica",
-        description="Python module that is run as a replica process. For tests.",
+        description="Python module of a replica process. For tests.",
     )
     front_module: str = Field(
         default="vllm_slo.router.front",
-        description="Python module that is run as the front process. For tests.",
+        description="Python module of the front process. For tests.",
     )
 
     @field_validator("vllm_args", mode="before")
@@ -172,8 +173,8 @@ class AppArgs(BaseModel):
     def _split_words(cls, given: Any) -> Any:
         if isinstance(given, str):
             return tuple(shlex.split(given))
-        if isinstance(given, list | tuple):  # YAML reads a number as a number
-            return tuple(str(one) if isinstance(one, int | float) else one for one in given)
+        if isinstance(given, list | tuple):  # YAML makes numbers of some words
+            return tuple(str(word) if isinstance(word, int | float) else word for word in given)
         return given
 
     @field_validator("front_resources", "env", mode="before")
@@ -196,9 +197,7 @@ class AppArgs(BaseModel):
 
     @classmethod
     def checked(cls, args: Mapping[str, Any]) -> AppArgs:
-        """Validate, the vLLM flags included.
-
-        API keys among the flags become digests.
+        """Validate arguments and the flags of vLLM in them; API keys in flags become digests.
 
         Raises:
             ConfigError: one line that names the argument or flag and the fix.
@@ -211,7 +210,7 @@ class AppArgs(BaseModel):
         _refuse(flags.with_config_file())
         for flag in ("--host", "--port"):
             if flags.values(flag) is not None:
-                raise ConfigError(f"vllm_args: {flag} is an argument of its own here ({flag[2:]}:)")
+                raise ConfigError(f"vllm_args: use the argument {flag[2:]}: instead of {flag}")
         update: dict[str, Any] = {}
         if (keys := flags.values("--api-key")) is not None:
             update["api_key_sha256"] = (*parsed.api_key_sha256, *map(api_key_digest, keys))
@@ -229,12 +228,12 @@ class AppArgs(BaseModel):
 
     @property
     def fewest(self) -> int:
-        """Replicas at the start, and the fewest ever."""
+        """Replicas at the start, and the smallest number."""
         return self.replicas or self.min_replicas or 1
 
     @property
     def most(self) -> int:
-        """The most replicas there will be."""
+        """The largest number of replicas."""
         return self.replicas or self.max_replicas or 1
 
     @property
@@ -259,12 +258,12 @@ class AppArgs(BaseModel):
 
     @property
     def served_model_names(self) -> list[str]:
-        """The names by which clients ask for the model."""
+        """The names of the model in requests."""
         given = Flags(self.vllm_args).with_config_file().values("--served-model-name")
         return given or [self.model]
 
     def additional_config(self) -> dict[str, Any]:
-        """vLLM's additional_config with the SLO configuration itself in it, not its path.
+        """vLLM's additional_config with the SLO configuration itself instead of its path.
 
         Raises:
             ConfigError: it cannot be read or used.
@@ -283,9 +282,9 @@ class AppArgs(BaseModel):
 def embedded_config(
     slo_config: Any, additional_json: str | None, draft_model: list[str] | None = None
 ) -> dict[str, Any]:
-    """vLLM's additional_config for processes that may run where our files are not.
+    """vLLM's additional_config for processes that may run on machines without these files.
 
-    A profile and draft models that are here get their whole path.
+    Paths of a profile and of draft models on this machine become absolute.
 
     Raises:
         ConfigError: the JSON or the SLO configuration cannot be used.
@@ -306,27 +305,27 @@ def embedded_config(
         additional[DRAFT_KEY] = pool_value(pool)
     if additional.get(CONFIG_KEY) is None:
         return additional
-    said = config.model_dump(exclude_unset=True)
-    if said.get("profile") and Path(said["profile"]).exists():
-        said["profile"] = str(Path(said["profile"]).resolve())
-    return {**additional, CONFIG_KEY: said}
+    given = config.model_dump(exclude_unset=True)
+    if given.get("profile") and Path(given["profile"]).exists():
+        given["profile"] = str(Path(given["profile"]).resolve())
+    return {**additional, CONFIG_KEY: given}
 
 
 def _whole_path(model: str) -> str:
-    """A model's folder from the root, if it is one here; else its name."""
+    """The absolute path of a model's folder on this machine; else its name."""
     here = model not in BUILT_IN_DRAFTS and Path(model).is_dir()
     return str(Path(model).resolve()) if here else model
 
 
 def api_keys_in(environment: Mapping[str, str], variable: str) -> list[str]:
-    """API keys that a variable holds; vLLM's own variable holds one, any other several."""
-    said = environment.get(variable, "")
-    keys = [said] if variable == API_KEY_ENV else said.split(",")
+    """API keys in a variable; vLLM's variable holds one, any other may hold several."""
+    value = environment.get(variable, "")
+    keys = [value] if variable == API_KEY_ENV else value.split(",")
     return [key for key in keys if key]
 
 
 def api_key_digest(key: str) -> str:
-    """What the front knows of an API key."""
+    """The digest of an API key; the front does not get the key itself."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -348,7 +347,7 @@ def _first_mistake(error: ValidationError, fields: Mapping[str, Any]) -> str:
     if first["type"] == "extra_forbidden":
         return f"args: {key}: unknown key; known: {', '.join(fields)}"
     if first["type"] == "missing":
-        return f"args: {key}: is needed"
+        return f"args: {key}: is required"
     if first["type"] == "value_error" and not key:
         return f"args: {first['ctx']['error']}"
     return f"args: {key}: {first['msg']}"
@@ -356,23 +355,25 @@ def _first_mistake(error: ValidationError, fields: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray sets aside for one replica."""
+    """The resources that Ray reserves for one replica."""
 
     cpus: float
     gpus: float
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The one bundle of a replica's placement group: all its devices on one node."""
+        """The only bundle of a replica's placement group: all its devices are on one node."""
         return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
 
 
 TOKEN_CPUS: Final = 0.1
-"""CPU resource of a replica that was not given any: Ray counts them, it does not enforce them."""
+"""CPU resource of a replica without ``cpus_per_replica``; Ray counts CPUs but does not limit them.
+"""
 
 
 def resources(args: AppArgs, *, cluster_has_gpus: bool) -> Resources:
-    """What each replica is given."""
+    """The resources of each replica."""
+
     gpus = args.gpus_per_replica
     if gpus is None:
         gpus = float(args.parallel_size) if cluster_has_gpus else 0.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the front needs to know of a generation request, read from its body.
+"""Reads the body of a generation request: its objectives, prompt and most tokens.
 
-JSON is read in one C call that holds the interpreter's lock, so a large body stops all streams of
-the front for as long as it takes, in a thread as well. Longest gap that a heartbeat in the event
-loop saw while one body was read (uvloop, two cores of an AMD EPYC, others at work beside):
+Parsing JSON is one C call that holds the interpreter's lock, so a large body stops all streams of
+the front, even in another thread. Longest gap of a heartbeat in the event loop while one body was
+read (uvloop, two cores of an AMD EPYC that also did other work):
 
 ============================  =======  ========  =======
 body                          in loop  a thread  process
@@ -17,9 +17,9 @@ body                          in loop  a thread  process
 32 MiB, empty lists          8,692 ms 10,006 ms    65 ms
 ============================  =======  ========  =======
 
-msgspec instead of json halves the times of text and gains nothing on empty lists, and it refuses
-what vLLM takes (NaN, half characters, UTF-16). So bodies above `LARGE_BYTES` are read by one
-process, which starts with the first of them (about a second).
+msgspec instead of json halves the times of text, gains nothing on empty lists, and refuses input
+that vLLM accepts (NaN, lone surrogates, UTF-16). So another process reads bodies above
+`LARGE_BYTES`. It starts with the first such body, which takes about a second.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from vllm_slo.slo.model import SLO
 __all__ = ["Asked", "BodyReader", "UnreadError", "read"]
 
 LARGE_BYTES: Final = 256 * 1024
-"""Bodies up to here are read in the loop: at worst some 16 ms, as measured above."""
+"""Largest body that is read in the event loop: 16 ms at worst, as measured above."""
 
 
 class UnreadError(Exception):
-    """The process that reads large bodies died; what it was to read may be sent again."""
+    """The process that reads large bodies died; the request may be sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a generation request asks for.
+    """The parts of a generation request that routing needs.
 
     Attributes:
-        slo: its own, or that of the default class; None: it has none.
-        prompt: as far as it can be told without a tokenizer.
-        max_tokens: the most tokens of its answer; None: the model's length bounds it.
+        slo: the request's or the default class's; None: there is none.
+        prompt: as estimated without a tokenizer.
+        max_tokens: most tokens of the answer; None: only the model's length limits it.
     """
 
     slo: SLO | None
@@ -67,14 +67,16 @@ class Asked:
 
 
 def read(body: bytes, headers: Mapping[str, str], policy: Policy, now_s: float) -> Asked | None:
-    """Read a body; None where it is none that vLLM takes: the replica has its own answer to that.
+    """Read a body; None if vLLM would refuse it, because the replica answers that itself.
 
     Args:
+        body: as received.
         headers: as `slo_headers` gives them.
-        now_s: seconds since 1970, for `prefill_ddl`.
+        policy: of carriers and classes.
+        now_s: epoch seconds, for `prefill_ddl`.
 
     Raises:
-        InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
+        InvalidSLOError: a carrier has a mistake, or two carriers disagree.
     """
     request = read_body(body)
     if request is None:
@@ -88,7 +90,7 @@ def read(body: bytes, headers: Mapping[str, str], policy: Policy, now_s: float) 
 
 
 class BodyReader:
-    """Reads bodies: small ones at once, large ones in a process of its own."""
+    """Reads small bodies at once and large ones in another process."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -99,7 +101,7 @@ class BodyReader:
 
         Raises:
             InvalidSLOError: as there.
-            UnreadError: nobody could read it.
+            UnreadError: the process died.
         """
         if len(body) <= LARGE_BYTES:
             return read(body, headers, self._policy, now_s)
@@ -115,13 +117,14 @@ class BodyReader:
             raise UnreadError("the process that reads large bodies died") from error
 
     def close(self) -> None:
-        """End the process; what it has not begun to read is left."""
+        """End the process; bodies that it has not begun to read are dropped."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _begin() -> None:
-    """The process begins. Signals to its group are the front's to obey; it ends with the front."""
+    """Set up the process: it ignores signals to its group and ends with the front."""
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # JSON has no cycles, and looking for them takes most of the time

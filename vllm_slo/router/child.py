@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A supervised child process that speaks JSON lines; nothing of it survives its supervisor."""
+"""A supervised child process that writes JSON lines and ends with its supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_slo.router import guard
 __all__ = ["Child", "keep_group_until_exit"]
 
 LEFTOVER_PATIENCE_S: Final = 1.0
-"""How long what a dead child left behind (an engine, a resource tracker) may take to end."""
+"""Time for processes that a dead child left behind (an engine, a resource tracker) to end."""
 _KEPT_LINES: Final = 200
 _MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 _PROCESS_PREFIX: Final = re.compile(r"^\([\w :.-]*pid=\d+\)\s*")
@@ -33,21 +33,21 @@ _TELLING: Final = re.compile(
 
 
 class Child:
-    """One child process in a group of its own, in the session of its supervisor.
+    """One child process in its own process group, in the session of its supervisor.
 
-    Not in a session of its own: Linux with autogroup shares the processors out by session, and on
-    two cores clients of an engine in another session were seen to wait for seconds to run.
+    It has no session of its own, because Linux with autogroup divides the processors by session: on
+    two cores, clients of an engine in another session waited for seconds to run.
 
-    The child's stdin stays open for as long as this process lives, so a child that watches it knows
-    when to leave. If it does not leave then, or leaves something behind, a guard process ends the
-    whole group; see `vllm_slo.router.guard`.
+    The child's stdin is open until this process ends, so a child that reads it knows when to end.
+    If the child does not end then, or leaves processes behind, a guard process ends the whole
+    group; see `vllm_slo.router.guard`.
+
+    Use `start`, then `read` until it returns None. All methods belong to one event loop.
 
     Args:
-        argv: the command line; nothing secret belongs here.
+        argv: the command line; it is visible to others, so it must hold no secret.
         env: the whole environment of the child.
-        patience_s: seconds that the group is given after the death of this process.
-
-    Use `start`, then `read` until it returns None; all methods belong to one event loop.
+        patience_s: seconds for the group to end after the death of this process.
     """
 
     def __init__(
@@ -84,21 +84,21 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, which is that of its group, too."""
+        """Process id, which is also the id of its group."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """As `subprocess.Popen.returncode`; None while it runs or before it was started."""
+        """As `subprocess.Popen.returncode`; None before the start and while the child runs."""
         return None if self._process is None else self._process.returncode
 
     async def read(self) -> dict[str, Any] | None:
-        """The next JSON object from stdout; None at its end. Other lines go to stderr."""
+        """The next JSON object from stdout, None at its end. Other lines go to stderr."""
         while True:
             try:
                 line = await self._stdout.readline()
-            except ValueError:  # a line above the limit; asyncio has dropped it
+            except ValueError:  # asyncio has dropped a line above the limit
                 continue
             if not line:
                 return None
@@ -108,33 +108,40 @@ class Child:
             self._say(line)
 
     def write(self, message: Mapping[str, Any]) -> None:
-        """Send one JSON line; nothing happens when the child is gone."""
+        """Send one JSON line; nothing happens if the child has ended."""
         if not self._stdin.is_closing():
             self._stdin.write(json.dumps(message).encode() + b"\n")
 
     async def wait(self) -> int:
         """Wait until the child and everything it started have ended; its return code."""
         code = int(await asyncio.shield(self._ended))
-        with suppress(asyncio.TimeoutError):  # a stranger may have inherited the pipe
+        with suppress(asyncio.TimeoutError):  # another process may have inherited the pipe
             await asyncio.wait_for(asyncio.shield(self._forwarding), 1.0)
         return code
 
     async def terminate(self, grace_s: float) -> int:
-        """SIGTERM, and SIGKILL to the whole group after ``grace_s``; the return code."""
+        """Send SIGTERM, and after ``grace_s`` SIGKILL to the whole group; the return code."""
         self._signal(signal.SIGTERM)
         with suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(self.wait(), grace_s)
         return await self.kill()
 
     async def kill(self) -> int:
-        """SIGKILL to the whole group; the return code."""
+        """Send SIGKILL to the whole group; the return code."""
         with suppress(ProcessLookupError, PermissionError):
             if self.returncode is None:
                 os.killpg(self.pid, signal.SIGKILL)
         return await self.wait()
 
+    async def obituary(self, what: str) -> str:
+        """Wait until the child ends; one line with the reason. ``what`` names the child."""
+
+        code = await self.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        return f"{what} {how}: {self.last_words()}"
+
     def last_words(self) -> str:
-        """What most likely says why the child ended: its last error line, else its last line."""
+        """The line most likely to say why the child ended: its last error, else its last line."""
         lines = [_without_prefix(line) for line in self._stderr]
         lines = [line for line in lines if line]
         telling = [line for line in lines if _TELLING.match(line)]
@@ -150,7 +157,7 @@ class Child:
         with suppress(OSError):
             os.write(self._lifeline, b"x")
         os.close(self._lifeline)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so nothing waits
             loop.call_soon_threadsafe(self._note_end, process.returncode)
 
     def _note_end(self, code: int) -> None:
@@ -182,16 +189,16 @@ async def _reader(pipe: IO[bytes]) -> asyncio.StreamReader:
 
 
 def keep_group_until_exit(group: int, patience_s: float) -> None:
-    """End a process group once this process is gone, however that came about."""
+    """End a process group after this process has ended for any reason."""
     _lifelines.append(_start_guard(group, patience_s))
 
 
 _lifelines: list[int] = []
-"""Open for as long as this process lives."""
+"""Pipes that stay open until this process ends."""
 
 
 def _start_guard(group: int, patience_s: float) -> int:
-    """Start the guard of a group; returns the lifeline, which is to be held open."""
+    """Start the guard of a group; returns the lifeline, which must stay open."""
     lifeline, ours = os.pipe()
     script = str(Path(guard.__file__))
     try:
@@ -209,5 +216,5 @@ def _start_guard(group: int, patience_s: float) -> int:
 
 
 def _without_prefix(line: str) -> str:
-    """A line of vLLM's log without the process and time that it begins with."""
+    """A line of vLLM's log without the process and time at its start."""
     return _LOG_PREFIX.sub("", _PROCESS_PREFIX.sub("", line)).strip()

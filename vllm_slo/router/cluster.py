@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas there are, and where one request goes among them."""
+"""All replicas of a front, and the placement of one request among them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm_slo.front")
 
 
 class Cluster:
-    """The replicas of the parent's list, and those that left it but still answer requests."""
+    """The replicas of the parent's list, and removed ones that still answer requests."""
 
     def __init__(self, routing: RoutingConfig) -> None:
         self.routing = routing
@@ -32,7 +32,7 @@ class Cluster:
         self._turn = 0
 
     def replace(self, specs: Iterable[ReplicaSpec]) -> None:
-        """Take over the parent's list; a name with another address is another replica."""
+        """Replace the list of replicas; a name with a new address is a new replica."""
         wanted = {spec.name: spec for spec in specs}
         for name, upstream in list(self.listed.items()):
             if wanted.get(name) != upstream.spec:
@@ -48,22 +48,24 @@ class Cluster:
                 logger.info("replica %s joins at %s", name, spec.url)
 
     def all(self) -> list[Upstream]:
-        """Listed and leaving ones."""
+        """Listed and leaving replicas."""
         return [*self.listed.values(), *self.leaving]
 
     def ready(self) -> list[Upstream]:
-        """Those that may get new requests."""
+        """The replicas that may get new requests."""
         if not self.is_open:
             return []
-        return [one for one in self.listed.values() if one.ready]
+        return [upstream for upstream in self.listed.values() if upstream.ready]
 
     def in_order(self, routed: RoutedRequest, now_s: float) -> list[Upstream]:
-        """The ready replicas as a request would try them if it came now, at most
-        `RoutingConfig.max_hops`: first who would promise, as far as is known here."""
-        ready = {one.name: one for one in self.ready()}
-        found = route(
+        """The ready replicas in the order in which a request would try them now.
+
+        Replicas whose shadow would promise come first; there are at most `RoutingConfig.max_hops`.
+        """
+        ready = {upstream.name: upstream for upstream in self.ready()}
+        choice = route(
             routed,
-            [one.virtual for one in ready.values()],
+            [upstream.virtual for upstream in ready.values()],
             now_s,
             policy=self.routing.policy,
             turn=self._turn + 1,
@@ -71,19 +73,19 @@ class Cluster:
             backup="best_effort",
             rng=self.rng,
         )
-        first = [ready.pop(name) for name in (found.target, *found.left) if name in ready]
+        first = [ready.pop(name) for name in (choice.target, *choice.left) if name in ready]
         return [*first, *ready.values()][: self.routing.max_hops]
 
     def next_turn(self) -> int:
-        """Counts requests, for round robin."""
+        """The number of the next request, for round robin."""
         self._turn += 1
         return self._turn
 
     async def tick(self, now_s: float, held_up_s: float) -> None:
-        """Look for silent replicas, and close those that left and are done."""
+        """Detect silent replicas; close removed ones whose requests have ended."""
         for upstream in self.all():
             upstream.tick(now_s, held_up_s)
-        for upstream in [one for one in self.leaving if not one.running]:
+        for upstream in [leaving for leaving in self.leaving if not leaving.running]:
             self.leaving.remove(upstream)
             await upstream.close()
 
@@ -91,10 +93,10 @@ class Cluster:
         """End every exchange and close every connection."""
         self.is_open = False
         self.abort(reason)
-        await asyncio.gather(*(one.close() for one in self.all()))
+        await asyncio.gather(*(upstream.close() for upstream in self.all()))
 
     def abort(self, reason: str) -> None:
-        """End every exchange; new ones find no replica."""
+        """End every exchange; new requests find no replica."""
         self.is_open = False
         for upstream in self.all():
             upstream.abort(reason)
@@ -102,14 +104,13 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where to try next.
+    """The next replica to try.
 
     Attributes:
-        upstream: None: nowhere; the request is declined if ``route.backup`` says so, else there
-            is no replica.
-        on_unattainable: what the replica is to do if it cannot promise after all; None: what the
-            request asks for.
-        route: what `route` said; None for requests that are not routed by their SLO.
+        upstream: the replica; None: the request is declined if ``route.backup`` says so, else no
+            replica is ready.
+        on_unattainable: what the replica does if it cannot promise; None: as the request asks.
+        route: the result of `route`; None for requests that are not routed by their SLO.
     """
 
     upstream: Upstream | None
@@ -118,12 +119,13 @@ class Choice:
 
 
 class Placement:
-    """The way of one request from replica to replica.
+    """The replicas that one request tries, in order.
 
-    A replica that failed gets it no more; one that refused gets it again only from the backup.
+    A replica that failed is not tried again. A replica that refused is tried again only as backup.
 
     Args:
-        routed: what it asks for; None: plain round robin.
+        cluster: all replicas.
+        routed: the request as routing sees it; None: plain round robin.
     """
 
     def __init__(self, cluster: Cluster, routed: RoutedRequest | None) -> None:
@@ -135,36 +137,36 @@ class Placement:
         self._turn = cluster.next_turn()
         self._failed: set[Upstream] = set()
         self._asked = 0
-        self._order: tuple[str, ...] | None = None  # where to go on; None: anywhere
+        self._order: tuple[str, ...] | None = None  # replicas left to ask; None: all
         self._last: Route | None = None
 
     def next(self, now_s: float) -> Choice:
-        """Where to try now."""
-        able = [one for one in self.cluster.ready() if one not in self._failed]
+        """The replica to try now."""
+        able = [each for each in self.cluster.ready() if each not in self._failed]
         if not able:
             return Choice(None, None, None)
         if self.routed is None:
             return Choice(able[self._turn % len(able)], None, None)
-        found = self._route(self.routed, able, now_s)
-        self._last = found
-        if found.target is None:
-            return Choice(None, None, found)
+        choice = self._route(self.routed, able, now_s)
+        self._last = choice
+        if choice.target is None:
+            return Choice(None, None, choice)
         backup = self.cluster.routing.backup
-        wish: OnUnattainable | None = None if backup == "as_asked" else backup
-        if found.promised and found.left:
-            wish = "decline"
-        return Choice(self.cluster.listed[found.target], wish, found)
+        on_unattainable: OnUnattainable | None = None if backup == "as_asked" else backup
+        if choice.promised and choice.left:
+            on_unattainable = "decline"
+        return Choice(self.cluster.listed[choice.target], on_unattainable, choice)
 
     def _route(self, routed: RoutedRequest, able: list[Upstream], now_s: float) -> Route:
         routing = self.cluster.routing
-        shadows = [one.virtual for one in able]
+        shadows = [upstream.virtual for upstream in able]
         asked, turn = self._asked, self._turn
         if self._order is not None:
-            by_name = {one.name: one for one in shadows}
-            going_on = [by_name[name] for name in self._order if name in by_name]
-            # With nobody left to ask, the backup acts among all of them.
-            shadows, turn = (going_on, 0) if going_on else (shadows, turn)
-            asked = asked if going_on else routing.max_hops
+            by_name = {shadow.name: shadow for shadow in shadows}
+            left = [by_name[name] for name in self._order if name in by_name]
+            # If no replica is left to ask, the backup chooses among all of them.
+            shadows, turn = (left, 0) if left else (shadows, turn)
+            asked = asked if left else routing.max_hops
         return route(
             routed,
             shadows,
@@ -178,7 +180,7 @@ class Placement:
         )
 
     def refused(self, retry_after_s: float) -> None:
-        """The replica made no promise after all."""
+        """Note that the replica of the last choice made no promise."""
         assert self._last is not None
         self.refusals += 1
         self.retry_after_s = min(self.retry_after_s, retry_after_s)
@@ -186,7 +188,8 @@ class Placement:
         self._order = self._last.left
 
     def failed(self, upstream: Upstream) -> bool:
-        """The replica failed before it answered; whether there may be another try."""
+        """Note that the replica failed before it answered; whether another try is allowed."""
+
         self._failed.add(upstream)
         self.failures += 1
         if self._last is not None and self._last.promised:

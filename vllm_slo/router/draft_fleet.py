@@ -3,10 +3,10 @@
 
 ``vllm-slo serve MODEL --draft-model D --draft-servers N`` starts one such command beside itself.
 
-Each actor supervises one ``vllm-slo draft-server`` process on its node and starts it anew when it
-ends; Ray starts an actor anew, elsewhere if need be, when its node or process is lost. Drafts do
-not pass through Ray: every process connects to the verifier itself. Nor does the secret: processes
-find it in the environment or in a file of their node.
+Each actor supervises one ``vllm-slo draft-server`` process on its node and restarts it when it
+ends. Ray restarts an actor, on another node if needed, when its node or process is lost. Every
+process connects to the verifier itself, so drafts do not pass through Ray. The secret does not
+either: processes read it from the environment or from a file of their node.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ __all__ = ["asked_for", "beside", "run"]
 POLL_S: Final = 1.0
 MOST: Final = 1024
 PAUSES_S: Final = (0.0, 1.0, 5.0, 15.0)
-"""Before a process that ended is started anew, for the first, second, .. time in a row."""
+"""Pauses before the first, second, ... restart of a process in a row."""
 STEADY_S: Final = 60.0
-"""A process that ran for so long begins a new row."""
+"""After a process that ran for so long, the next restart is the first in a row."""
 GRACE_S: Final = 5.0
 PATIENCE_S: Final = 20.0
-"""Seconds in which a fleet ends after the server that it was started for."""
+"""Time for the draft servers to end after the server that they were started for."""
 UNUSABLE: Final = 2
-"""Exit status of a process that cannot use its flags; starting it anew would not help."""
+"""Exit status of a process that cannot use its flags; a restart would not help."""
 
 
 class Watched(TypedDict):
-    """What an actor says of its process.
+    """The state of one draft server.
 
     Attributes:
-        node: where it is.
-        pid: of the process; 0: it is not running.
-        starts: how often it was started.
-        error: why it can never run, or "".
+        node: name of the node.
+        pid: of the process; 0: it does not run.
+        starts: how often the process was started.
+        error: why it cannot run at all, or "".
     """
 
     node: str
@@ -59,10 +59,10 @@ class Watched(TypedDict):
 
 
 class Supervisor:
-    """The body of an actor: one draft server, kept running.
+    """Keeps one draft server running; the class of a Ray actor.
 
     Args:
-        argv: the command line; nothing secret is in it.
+        argv: the command line; it is visible to others, so it must hold no secret.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ class Supervisor:
         self._error = ""
 
     async def watch(self) -> Watched:
-        """Start the process if it is not running; how it is."""
+        """Start the process if it does not run; returns its state."""
         if self._child is not None and self._child.returncode is not None:
             await self._ended(self._child)
         if self._child is None and not self._error and time.monotonic() >= self._next_s:
@@ -101,12 +101,12 @@ class Supervisor:
 
 
 def asked_for(args: argparse.Namespace) -> bool:
-    """Whether several are asked for, or Ray is to place one."""
+    """Whether the command line asks for several draft servers, or for Ray."""
     return args.count is not None or args.ray_address is not None
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Keep them running until SIGINT or SIGTERM.
+    """Keep draft servers running until SIGINT or SIGTERM.
 
     Raises:
         VllmSLOError: a flag cannot be used, or a draft server cannot run at all; one line.
@@ -134,18 +134,19 @@ def command_of(args: argparse.Namespace, rest: Sequence[str], name: str) -> list
 
 
 def beside(args: argparse.Namespace) -> None:
-    """With ``--draft-servers N`` in place of an address: start as many on this machine, for as long
-    as this process lives, and say in ``args`` where they will connect.
+    """If ``--draft-servers`` is a number, start that many here, until this process ends.
+
+    It then puts the address to which they connect into ``args``.
 
     Raises:
-        ConfigError: not one draft model is named, or Ray is missing.
+        ConfigError: there is not exactly one draft model, or Ray is missing.
     """
     if args.draft_servers is None or not args.draft_servers.isdecimal():
         return
     count, models = int(args.draft_servers), args.draft_model or []
     if len(models) != 1:
         raise ConfigError(
-            f"--draft-servers {count}: name the one model that they draft with: --draft-model D"
+            f"--draft-servers {count}: name the one model that drafts: --draft-model D"
         )
     if not 1 <= count <= MOST:
         raise ConfigError(f"--draft-servers {count}: choose 1 to {MOST}, or give an address")
@@ -164,7 +165,7 @@ def beside(args: argparse.Namespace) -> None:
 
 
 class _Fleet:
-    """The actors, on a cluster that is connected already."""
+    """The actors on a connected cluster."""
 
     def __init__(self, args: argparse.Namespace, rest: Sequence[str], count: int) -> None:
         import ray
@@ -183,7 +184,7 @@ class _Fleet:
         }
 
     def watch(self) -> None:
-        """Until a signal; tells what changes.
+        """Report changes until a signal comes.
 
         Raises:
             ConfigError: a draft server cannot use its flags.
@@ -191,29 +192,29 @@ class _Fleet:
         known: dict[str, Watched] = {}
         try:
             while True:
-                for name, one in self._look().items():
-                    if one["error"]:
-                        raise ConfigError(one["error"].removeprefix("vllm-slo: error: "))
-                    if one["pid"] and one != known.get(name):
-                        _say(f"draft server {name}: process {one['pid']} on {one['node']}")
-                    known[name] = one
+                for name, state in self._look().items():
+                    if state["error"]:
+                        raise ConfigError(state["error"].removeprefix("vllm-slo: error: "))
+                    if state["pid"] and state != known.get(name):
+                        _say(f"draft server {name}: process {state['pid']} on {state['node']}")
+                    known[name] = state
                 time.sleep(POLL_S)
         finally:
             self._stop()
 
     def _look(self) -> dict[str, Watched]:
-        """How each is that answers; one that Ray is starting anew does not."""
+        """The states of actors that answer; an actor that Ray restarts does not."""
         from ray.exceptions import RayError
 
         calls = {name: actor.watch.remote() for name, actor in self._actors.items()}
         self._ray.wait(list(calls.values()), num_returns=len(calls), timeout=POLL_S)
-        found: dict[str, Watched] = {}
+        states: dict[str, Watched] = {}
         for name, call in calls.items():
             try:
-                found[name] = self._ray.get(call, timeout=0)
+                states[name] = self._ray.get(call, timeout=0)
             except RayError:
                 continue
-        return found
+        return states
 
     def _stop(self) -> None:
         from ray.exceptions import RayError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the front's own: as the body of an answer, and at the end of a stream."""
+"""The front's own errors: as answers, and at the end of a stream."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MAX_RETRY_AFTER_MS: Final = 86_400_000
 BUSY_RETRY_MS: Final = 1_000
 REASON_HEADER: Final = "x-slo-reason"
 UNATTAINABLE: Final = "unattainable"
-"""The reason where no replica could be asked for one."""
+"""The reason if no replica could be asked for one."""
 _OVER: Final = (b"event: message_stop", b"event: error")
 
 
 class ErrorResponse(web.Response):
-    """An error in OpenAI's shape, until `put_for` puts it into that of the API that was called."""
+    """An error in OpenAI's shape; `put_for` changes it to the shape of the API that was called."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ErrorResponse(web.Response):
         self._message = text
 
     def put_for(self, path: str) -> ErrorResponse:
-        """Change the body to what clients of the API at ``path`` read."""
+        """Change the body to the shape of the API at ``path``."""
         if is_anthropic(path):
             self.body = json.dumps(error_body(path, self.status, "", self._message, None)).encode()
         return self
@@ -64,12 +64,12 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> ErrorResponse:
-    """A whole answer that is an error."""
+    """An answer that is an error."""
     return ErrorResponse(status, kind, text, param, headers)
 
 
 def json_response(body: bytes) -> web.Response:
-    """A whole answer of the front's own."""
+    """An answer of the front itself."""
     return web.Response(body=body, headers=_own_headers())
 
 
@@ -79,20 +79,20 @@ def not_found(path: str, why: str = "is not served here") -> ErrorResponse:
 
 
 def unauthorized() -> ErrorResponse:
-    """401, as vLLM's own server words it."""
+    """401 with the body of vLLM's server."""
     response = error_response(HTTPStatus.UNAUTHORIZED, "Unauthorized", "Unauthorized")
     response.body = b'{"error":"Unauthorized"}'
     return response
 
 
 def busy_response(text: str) -> ErrorResponse:
-    """503: it is worth trying again shortly."""
+    """503 with a short time to retry after."""
     headers = retry_headers(BUSY_RETRY_MS)
     return error_response(503, "ServiceUnavailableError", text, headers=headers)
 
 
 def decline_response(retry_after_s: float, status: int, reason: str) -> ErrorResponse:
-    """No promise can be made. As one server's own middleware words it."""
+    """The answer if no promise can be made, with the text of a single server."""
     retry_ms = retry_after_ms(retry_after_s)
     headers = {**retry_headers(retry_ms), REASON_HEADER: reason}
     return error_response(
@@ -101,19 +101,19 @@ def decline_response(retry_after_s: float, status: int, reason: str) -> ErrorRes
 
 
 def retry_after_ms(retry_after_s: float) -> int:
-    """A prediction as clients are told it: 1 ms to a day; a second when there is none."""
+    """Milliseconds for the headers, 1 ms to a day; a second if there is no prediction."""
     if not 0.0 < retry_after_s < math.inf:
         return 1_000
     return max(1, min(math.ceil(retry_after_s * 1000), MAX_RETRY_AFTER_MS))
 
 
 def retry_headers(retry_ms: int) -> dict[str, str]:
-    """Both headers by which clients are told when to come back."""
+    """The two headers that tell clients when to try again."""
     return {"Retry-After": str(max(1, -(-retry_ms // 1000))), "retry-after-ms": str(retry_ms)}
 
 
 def stream_end(path: str, sent: bytes, text: str) -> bytes:
-    """What is still to be sent of a stream whose replica failed.
+    """The rest of a stream whose replica failed.
 
     Args:
         path: of the request; it decides the shape.
@@ -121,9 +121,10 @@ def stream_end(path: str, sent: bytes, text: str) -> bytes:
         text: one line for the client.
 
     Returns:
-        An error event and what ends streams of this API. No error where the stream was complete, or
-        ended with one already.
+        An error event and the end of streams of this API. There is no error event if the stream was
+        complete or ended with an error.
     """
+
     newest = sent.rstrip(b"\r\n").replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
     error = json.dumps(error_body(path, 502, "BadGatewayError", text, None)).encode()
     if is_anthropic(path):

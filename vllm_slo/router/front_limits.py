@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients may take of the front: connections, memory and time for their requests."""
+"""Limits of the front: connections, memory, and the time of a request to arrive."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ __all__ = ["Body", "HeldBytes", "Refusal", "Server", "allow_files", "too_large"]
 logger = logging.getLogger("vllm_slo.front")
 
 MAX_CONNECTIONS: Final = 16_384
-"""Clients' connections at once, idle ones included; one takes 5 KB, and 9 KB after a request."""
+"""Most connections of clients, idle ones included; one takes 5 KB, and 9 KB after a request."""
 REFUSED_S: Final = 1.0
-"""How long a connection beyond `MAX_CONNECTIONS` is given to read why; closed at once, what the
-client sent meanwhile would make its system drop the answer."""
+"""Time for a client beyond `MAX_CONNECTIONS` to read the refusal. If the connection closed at once,
+data that the client still sends would make its system drop the answer."""
 SPARE_FILES: Final = 1_024
-"""Open files beside two for each connection, one to the client and one to a replica."""
+"""Open files besides two per connection (one to the client, one to a replica)."""
 MAX_LINE_BYTES: Final = 8_190
 MAX_FIELD_BYTES: Final = 16_384
 MAX_HEADERS: Final = 128
 IDLE_S: Final = 75.0
-"""For how long a connection may be without a whole head of a request, seconds."""
+"""Longest time of a connection without a whole request head, seconds."""
 BODY_PATIENCE_S: Final = 30.0
 """Longest pause between two pieces of a body, seconds."""
 BODY_S: Final = 300.0
-"""Longest time for a whole body, seconds: the largest one takes as long at 1 Mbit/s."""
+"""Longest time for a whole body, seconds: the largest body takes this long at 1 Mbit/s."""
 MAX_HELD_BYTES: Final = 512 * 1024 * 1024
-"""Bodies held at once, bytes: from their arrival to the beginning of their answer."""
+"""Most bytes of bodies in memory; a body counts from its arrival to the start of its answer."""
 
 
-class Refusal(Exception):  # noqa: N818  # an answer, not an error of ours
-    """The request is answered by the front itself."""
+class Refusal(Exception):  # noqa: N818  # an answer, not an error
+    """The front answers the request itself, with ``response``."""
 
     def __init__(self, response: ErrorResponse) -> None:
         self.response = response
 
 
 def allow_files() -> int:
-    """Raise the limit of open files as far as `MAX_CONNECTIONS` needs and the system lets; how many
-    connections that is enough for."""
+    """Raise this process's limit of open files for `MAX_CONNECTIONS`, if the system allows it.
+
+    Returns how many connections the limit is enough for.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MAX_CONNECTIONS + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -63,11 +65,11 @@ def allow_files() -> int:
 
 
 class Server(web.Server):
-    """aiohttp's low-level server with our connections and their limits.
+    """aiohttp's low-level server with limits.
 
     Args:
         handler: answers one request.
-        most: connections at once.
+        most: connections at the same time.
     """
 
     def __init__(self, handler: Any, most: int) -> None:
@@ -89,7 +91,7 @@ class Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         if len(self._connections) > self._most:
-            handler.close()  # it reads no request
+            handler.close()  # so that it reads no request
             transport.write(_TOO_MANY)
             transport.write_eof()
             self._loop.call_later(REFUSED_S, transport.abort)
@@ -108,7 +110,7 @@ _TOO_MANY: Final = _too_many()
 
 
 class _Connection(web.RequestHandler):
-    """One client connection; what the HTTP parser refuses is answered in OpenAI's shape."""
+    """One client connection; errors of the HTTP parser are answered in OpenAI's shape."""
 
     __slots__ = ()
 
@@ -134,17 +136,17 @@ class _Connection(web.RequestHandler):
 
 
 class HeldBytes:
-    """How much the bodies take that the front holds now."""
+    """Bytes of all bodies that the front holds now."""
 
     def __init__(self) -> None:
         self.total = 0
 
 
 class Body:
-    """The body of one request, counted from its first byte until `release`, or the end of `with`.
+    """The body of one request; it counts until `release` or the end of the `with` block.
 
     Attributes:
-        data: as received; empty when released.
+        data: as received; empty after its release.
     """
 
     def __init__(self, held: HeldBytes) -> None:
@@ -164,16 +166,16 @@ class Body:
         self.release()
 
     def release(self) -> None:
-        """It is not needed any more."""
+        """Drop the data."""
         self._held.total -= self._counted
         self._counted = 0
         self.data = b""
 
     async def read(self, request: web.BaseRequest) -> None:
-        """Receive it.
+        """Receive the body.
 
         Raises:
-            Refusal: it is too large, too slow, or broken, or the front holds too much already.
+            Refusal: it is too large, too slow or broken, or the front holds too much already.
         """
         content = request.content
         if content.at_eof():
@@ -194,10 +196,10 @@ class Body:
                     self._count(len(part))
                     data += part
         except TimeoutError:
-            text = f"the body took {BODY_S:g} s, or nothing of it came for {BODY_PATIENCE_S:g} s"
+            text = f"the body took {BODY_S:g} s, or paused for {BODY_PATIENCE_S:g} s"
             raise _closing(error_response(408, "BadRequestError", text)) from None
         except (web.RequestPayloadError, HttpProcessingError):
-            text = "the body is not what its headers say"
+            text = "the body does not match its headers"
             raise _closing(error_response(400, "BadRequestError", text)) from None
         self.data = bytes(data)
 
@@ -207,7 +209,8 @@ class Body:
         if self._counted > MAX_BODY_BYTES:
             raise too_large()
         if self._held.total > MAX_HELD_BYTES:
-            text = "the front holds too much of other requests; try again shortly"
+            text = "the front holds too many bytes of other requests; try again shortly"
+
             raise _closing(busy_response(text))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quote from several replicas: what a request would be promised if it was sent to the front.
+"""A quote from several replicas: what the front would promise a request if it was sent now.
 
-The replicas are asked in the order in which routing would try the request. The first "yes" is the
-answer; where there is none, the "no" whose offer is nearest to what was asked. Nothing is counted:
-neither a request, nor a turn of round robin, nor demand.
+The front asks the replicas in the order in which it would try the request. The first "yes" is the
+answer. Without one it is the "no" whose offer is nearest to what was asked. A quote does not count
+as a request, as a turn of round robin or as demand.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from aiohttp import web
 from vllm_slo.core.routing.policy import RoutedRequest
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.front_errors import busy_response
+from vllm_slo.router.front_headers import returned_headers
 from vllm_slo.router.protocol import TOKEN_HEADER
-from vllm_slo.router.relay import RETRIED, Wire, returned_headers
+from vllm_slo.router.relay import RETRIED, Wire
 from vllm_slo.router.upstream import Upstream
 
 __all__ = ["answer_quote"]
@@ -30,46 +31,47 @@ logger = logging.getLogger("vllm_slo.front")
 
 
 class _Answer(NamedTuple):
-    """What a replica said: to be passed on, and the quote in it; None: it is an error."""
+    """A replica's answer, and the quote in it; None if the answer is an error."""
 
     response: web.Response
     quote: dict[str, Any] | None
 
     @property
     def is_busy(self) -> bool:
-        """Whether the replica has too many quotes to work out already."""
+        """Whether the replica works on too many quotes already."""
         return self.response.headers.get("x-slo-reason") == "too_many_quotes"
 
 
 async def answer_quote(cluster: Cluster, wire: Wire, routed: RoutedRequest) -> web.Response:
-    """Ask until it is "yes"."""
+    """Ask replicas until one says "yes"; returns that answer or the best other one."""
     refusals: list[_Answer] = []
     failure: web.Response | None = None
     for upstream in cluster.in_order(routed, time.monotonic()):
-        said = await _ask(upstream, wire)
-        if said is None or said.response.status in RETRIED or said.is_busy:
-            failure = failure if said is None else said.response
-        elif said.quote is None or said.quote["promised"]:
-            return said.response
+        answer = await _ask(upstream, wire)
+        if answer is None or answer.response.status in RETRIED or answer.is_busy:
+            failure = failure if answer is None else answer.response
+        elif answer.quote is None or answer.quote["promised"]:
+            return answer.response
         else:
-            refusals.append(said)
+            refusals.append(answer)
     if refusals:
-        return min(refusals, key=lambda one: _stretch(one.quote or {}, wire, routed)).response
+        nearest = min(refusals, key=lambda answer: _stretch(answer.quote or {}, wire, routed))
+        return nearest.response
     return failure or busy_response("no replica is ready, or none answers; try again shortly")
 
 
 async def _ask(upstream: Upstream, wire: Wire) -> _Answer | None:
-    """What one replica says; None: it does not answer."""
+    """One replica's answer; None if it does not answer."""
     headers = wire.headers.copy()
     headers[TOKEN_HEADER] = upstream.spec.token
-    upstream.running += 1  # one that leaves waits for us
+    upstream.running += 1  # a replica that leaves waits for this
     try:
         async with (
             upstream.exchange(),
             upstream.request("POST", wire.target, headers, wire.body.data or None) as answer,
         ):
             body = await answer.read()
-    except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is one: the replica is gone
+    except (aiohttp.ClientError, OSError) as error:  # TimeoutError, too: the replica was aborted
         logger.warning("replica %s gives no quote: %r", upstream.name, error)
         return None
     finally:
@@ -80,7 +82,8 @@ async def _ask(upstream: Upstream, wire: Wire) -> _Answer | None:
 
 
 def _stretch(quote: dict[str, Any], wire: Wire, routed: RoutedRequest) -> tuple[float, float]:
-    """(how many times as long as asked the objectives of the offer are, when to ask again)."""
+    """Largest ratio of an offered to an asked objective, and when to ask again."""
+
     asked = {"ttft_ms": routed.deadline_s - wire.arrival_s, "tpot_ms": routed.tpot_s}
     offer = quote["cheapest"] or {}
     times = [ms / 1e3 / asked[name] for name, ms in offer.items() if ms is not None]

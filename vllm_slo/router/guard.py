@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a process group once the process that started it is gone, however that came about.
+"""Ends a process group after the process that started it has ended for any reason.
 
 ``python -I -S guard.py LIFELINE GROUP PATIENCE_S``: LIFELINE is the read end of a pipe whose only
-write end the owner holds. A byte dismisses the guard; end of file means that the owner died. Run
-as a script of the standard library alone, because it starts beside every child.
+write end the owner holds. A byte ends the guard; end of file means that the owner died. The script
+needs only the standard library, because one runs beside every child.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POLL_S = 0.05
 
 
 def end_group(group: int, patience_s: float) -> None:
-    """SIGTERM to what is left of the group; SIGKILL to what is left after ``patience_s``."""
+    """Send SIGTERM to the group, and SIGKILL to what is left of it after ``patience_s``."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGTERM)
         end = time.monotonic() + patience_s
@@ -29,11 +29,12 @@ def end_group(group: int, patience_s: float) -> None:
 
 
 def main(lifeline: int, group: int, patience_s: float) -> None:
-    """Wait for the owner's end; the owner itself goes on at once.
+    """Wait for the owner's end in a process of its own; the owner goes on at once.
 
-    The second fork makes the guard nobody's direct child: Ray kills those of a worker that exits,
-    and the guard has to outlive it.
+    The guard is not a direct child of the owner, because Ray kills the children of a worker that
+    exits and the guard has to outlive it.
     """
+
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that cost replicas something, and that anybody may ask for."""
+"""Results of expensive calls, shared by all who ask at about the same time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Final, Generic, TypeVar
 __all__ = ["KEPT_S", "Once"]
 
 KEPT_S: Final = 2.0
-"""How old such an answer may be, seconds. The live page asks as often, and servers take samples as
-often."""
+"""Largest age of an answer, seconds: the period of the live page and of servers' samples."""
 
 T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """The result of a call, made once for all who ask meanwhile and kept for a while.
+    """The result of a call that is made once for all who ask meanwhile, and kept for a while.
 
-    The call goes on when those who wait for it leave.
+    The call goes on if those who wait for it are cancelled.
 
     Args:
-        call: what is to be done.
-        kept_s: how old its result may be, seconds from its end.
+        call: returns the result.
+        kept_s: largest age of the result, seconds from the end of the call.
     """
 
     def __init__(self, call: Callable[[], Awaitable[T]], kept_s: float) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long is a prompt, and which replica has seen its beginning: estimates without a tokenizer."""
+"""Estimates without a tokenizer: the length of a prompt, and how much of it a replica caches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["PrefixIndex", "Prompt", "TokenRatio", "read_max_tokens", "read_promp
 CHUNK_BYTES: Final = 256
 CHUNK_IDS: Final = 64
 MAX_CHUNKS: Final = 256
-"""A prompt is compared over its first 64 KiB; what comes after is taken for new."""
+"""Only the first 64 KiB of a prompt are compared; the rest counts as new."""
 LEAST_CHUNKS: Final = 2
 INDEX_SIZE: Final = 16_384
 MESSAGE_TOKENS: Final = 4
-"""What a chat template adds to a message."""
+"""Tokens that a chat template adds to a message."""
 MEDIA_TOKENS: Final = 1_024
-"""An image or a sound, whatever its size: a tokenizer's word would be needed for better."""
+"""Tokens of an image or a sound of any size; a better estimate would need the tokenizer."""
 COMPLETION_TOKENS: Final = 16
 """OpenAI's (and vLLM's) default of `max_tokens` for completions."""
 MOST_TOKENS: Final = 2**31
-"""Longer answers are taken to be so long: JSON has integers that no float holds."""
+"""Longest answer: JSON has integers that are too large for a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Prompt:
         size: bytes of its text.
         tokens: tokens beyond the text: token ids, templates, media.
         chunks: chained hashes of its beginning; equal hashes mean an equal beginning up to there,
-            in whichever process they were made.
-        is_ids: whether a chunk is `CHUNK_IDS` token ids, and not `CHUNK_BYTES` of text.
-        is_plain: whether text and template are all of it, so that a token count teaches something.
+            in every process.
+        is_ids: whether a chunk is `CHUNK_IDS` token ids instead of `CHUNK_BYTES` of text.
+        is_plain: whether it is only text and template, so that its token count can be learnt from.
     """
 
     size: int = 0
@@ -52,8 +52,8 @@ class Prompt:
 class TokenRatio:
     """Bytes of text per token, learnt from the counts in answers.
 
-    Estimates are on the long side, by the mean deviation of what was seen: a prompt that is longer
-    than believed breaks a promise, one that is shorter leaves a moment unused.
+    Estimates of lengths are high by the mean deviation: a prompt longer than estimated breaks a
+    promise, a shorter one only leaves time unused.
     """
 
     SHARE: Final = 0.05
@@ -67,7 +67,7 @@ class TokenRatio:
 
     @property
     def bytes_per_token(self) -> float:
-        """What estimates are made with."""
+        """Bytes per token for estimates of lengths."""
         return max(self._mean - self._deviation, self.BOUNDS[0])
 
     def tokens(self, prompt: Prompt) -> int:
@@ -75,11 +75,11 @@ class TokenRatio:
         return max(prompt.tokens + math.ceil(prompt.size / self.bytes_per_token), 1)
 
     def chunk_tokens(self, prompt: Prompt) -> float:
-        """Tokens that one chunk of a prompt stands for, on the short side."""
+        """Tokens of one chunk of a prompt; the estimate is low."""
         return CHUNK_IDS if prompt.is_ids else CHUNK_BYTES / (self._mean + self._deviation)
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
-        """A prompt turned out to have so many tokens."""
+        """Learn from a prompt and its number of tokens."""
         text_tokens = prompt_tokens - prompt.tokens
         if not prompt.is_plain or prompt.size < self.LEAST_BYTES or text_tokens <= 0:
             return
@@ -92,7 +92,7 @@ class TokenRatio:
 
 
 class PrefixIndex:
-    """The beginnings of prompts that one replica has worked on, the latest `INDEX_SIZE` chunks."""
+    """The beginnings of prompts that one replica has computed: the latest `INDEX_SIZE` chunks."""
 
     def __init__(self, size: int = INDEX_SIZE) -> None:
         self._size = size
@@ -102,7 +102,7 @@ class PrefixIndex:
         return len(self._chunks)
 
     def add(self, chunks: tuple[bytes, ...]) -> None:
-        """A prompt was worked on. The end of a prompt is forgotten before its beginning."""
+        """Add a computed prompt. The end of a prompt is dropped before its beginning."""
         known = self._chunks
         for chunk in reversed(chunks):
             known.pop(chunk, None)
@@ -111,7 +111,7 @@ class PrefixIndex:
             del known[next(iter(known))]
 
     def matched(self, chunks: tuple[bytes, ...]) -> int:
-        """Leading chunks that are known; 0 when they are too few to mean anything."""
+        """Leading chunks that are known; 0 if there are fewer than `LEAST_CHUNKS`."""
         known, count = self._chunks, 0
         for chunk in chunks:
             if chunk not in known:
@@ -120,12 +120,12 @@ class PrefixIndex:
         return count if count >= LEAST_CHUNKS else 0
 
     def clear(self) -> None:
-        """The replica's cache is gone."""
+        """Drop everything, because the replica's cache is lost."""
         self._chunks.clear()
 
 
 def read_max_tokens(request: Mapping[str, Any]) -> int | None:
-    """The most tokens that an answer may have; None when the model's length bounds it."""
+    """Most tokens of an answer; None if only the model's length limits it."""
     fallback = COMPLETION_TOKENS if "prompt" in request and "max_tokens" not in request else None
     for key in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         given = request.get(key)
@@ -135,7 +135,7 @@ def read_max_tokens(request: Mapping[str, Any]) -> int | None:
 
 
 def read_prompt(request: Mapping[str, Any]) -> Prompt:
-    """The prompt of a generation request of any API; what is not understood counts 0.
+    """The prompt of a generation request of any API; unknown parts count 0.
 
     Raises:
         RecursionError: the request is nested too deeply.
@@ -180,7 +180,7 @@ def _of_messages(request: Mapping[str, Any], seed: bytes) -> Prompt:
 
 
 def _messages(given: Any) -> list[Any]:
-    """Messages one after the other; in a batch, they are those of several conversations."""
+    """All messages in order; those of a batch are from several conversations."""
     if isinstance(given, str):
         return [{"content": given}]
     if not isinstance(given, list):
@@ -190,7 +190,7 @@ def _messages(given: Any) -> list[Any]:
 
 
 def _add_content(content: Any, texts: list[str]) -> int:
-    """Add the text of a message, or of a part of one, to ``texts``; how many parts are media."""
+    """Add the text of a message or of its part to ``texts``; returns how many parts are media."""
     if isinstance(content, str):
         texts.append(content)
         return 0
@@ -198,9 +198,9 @@ def _add_content(content: Any, texts: list[str]) -> int:
         return sum(_add_content(part, texts) for part in content)
     if not isinstance(content, dict):
         return 0
-    for key in ("text", "thinking", "content"):  # the last is what a tool said
-        if isinstance(said := content.get(key), str | list):
-            return _add_content(said, texts)
+    for key in ("text", "thinking", "content"):  # the last is a tool's result
+        if isinstance(inner := content.get(key), str | list):
+            return _add_content(inner, texts)
     written = json.dumps(content)
     if content.get("type") == "tool_use":
         texts.append(written)
@@ -214,7 +214,7 @@ def _bytes_of(text: str) -> bytes:
 
 
 def _chunks(data: bytes, size: int, seed: bytes) -> tuple[bytes, ...]:
-    """Hashes of the first ``size`` bytes, of the first two times ``size``, and so on."""
+    """Hashes of the first ``size`` bytes, of the first 2 * ``size`` bytes, and so on."""
     digest = blake2b(seed, digest_size=8)
     chain = []
     for at in range(size, min(len(data), MAX_CHUNKS * size) + 1, size):
@@ -226,6 +226,6 @@ def _chunks(data: bytes, size: int, seed: bytes) -> tuple[bytes, ...]:
 def _chunks_of_ids(ids: list[Any], seed: bytes) -> tuple[bytes, ...]:
     try:
         packed = array("q", ids[: MAX_CHUNKS * CHUNK_IDS])
-    except (TypeError, OverflowError):  # not all are ids: the replica has its own answer to that
+    except (TypeError, OverflowError):  # not all are token ids: the replica answers with an error
         return ()
     return _chunks(packed.tobytes(), CHUNK_IDS * packed.itemsize, seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What front and replicas call the same thing: the private path and the headers between them."""
+"""The private path and headers between front and replicas."""
 
 from __future__ import annotations
 

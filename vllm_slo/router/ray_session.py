@@ -19,17 +19,17 @@ __all__ = ["cluster", "hurried", "import_ray", "interruptible", "require", "sign
 
 CONNECT_S: Final = 10.0
 OBJECT_STORE_BYTES: Final = 128 * 1024**2
-"""Nothing but small messages passes through Ray."""
+"""Size of Ray's object store: only small messages pass through Ray."""
 
 
 def import_ray(flag: str, *modules: str) -> None:
-    """Import Ray, and what else the command needs.
+    """Import Ray and other modules that the command needs.
 
     Raises:
-        ConfigError: one of them is not there; names the flag that asks for it, and the fix.
+        ConfigError: a module is missing; the message names the flag that needs it and the fix.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A process without GPUs of its own keeps what its node says of devices.
+    # Ray leaves CUDA_VISIBLE_DEVICES and the like as they are in an actor without GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         for module in ("ray", *modules):
@@ -39,14 +39,14 @@ def import_ray(flag: str, *modules: str) -> None:
 
 
 def require(address: str) -> None:
-    """Refuse a cluster that cannot be reached; Ray itself tries for minutes.
+    """Refuse a cluster that cannot be reached, because Ray itself tries for minutes.
 
     Raises:
         ConfigError: nothing listens there.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
-        return  # "auto", or something that Ray refuses itself
+        return  # "auto", or an address that Ray refuses itself
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -55,11 +55,11 @@ def require(address: str) -> None:
 
 @contextmanager
 def cluster(address: str | None, cpus: int) -> Iterator[None]:
-    """A connection to a cluster; without an address, to one that ends with this process.
+    """A connection to a cluster, or to a new local one that ends with this process.
 
     Args:
-        address: as ``ray.init`` takes it.
-        cpus: that such a cluster has at least, in Ray's books.
+        address: as for ``ray.init``; None: a new local cluster.
+        cpus: least CPU resource of a local cluster.
 
     Raises:
         ConfigError: Ray refuses.
@@ -79,7 +79,7 @@ def cluster(address: str | None, cpus: int) -> Iterator[None]:
     except (ConnectionError, OSError, ValueError, RuntimeError) as error:
         where = f"--ray-address {address}" if address else "Ray"
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
-    _install_handler()  # Ray puts its own in place
+    _install_handler()  # because Ray has installed its own
     try:
         yield
     finally:
@@ -91,7 +91,7 @@ _hurried = False
 
 
 def signals() -> int:
-    """Signals that came in `interruptible`; at least 2 once it is over."""
+    """Signals that came in `interruptible`; at least 2 after the block if any came."""
     return _signals
 
 
@@ -116,7 +116,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """The first signal ends the block, the second what the block does to end, the third all."""
+    """The first SIGINT or SIGTERM ends the block, the second its cleanup, the third the process."""
     global _signals, _hurried
     _signals, _hurried = 0, False
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -127,7 +127,8 @@ def interruptible() -> Iterator[None]:
         pass
     finally:
         if _signals:
-            _signals = 2  # this process is about to end; one more signal is the last
+            _signals = 2  # this process is about to end, so the next signal ends it at once
+
         else:
             for number, handler in before.items():
                 signal.signal(number, handler)

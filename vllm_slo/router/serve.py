@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo serve MODEL --replicas N``: starts or joins a Ray cluster and serves until stopped."""
+"""``vllm-slo serve MODEL --replicas N``: start or join a Ray cluster and serve until stopped."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _SECRET: Final = ("TOKEN", "KEY", "SECRET")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Our own flags of several replicas; all others are vLLM's."""
+    """The flags for several replicas; all others are vLLM's."""
     group = parser.add_argument_group("several replicas behind one port (vllm-slo[ray])")
 
     def add(flag: str, kind: Callable[[str], Any], text: str) -> None:
-        # vLLM takes underscores for dashes in its flags, so ours do too.
+        # vLLM's flags may have underscores instead of dashes, so these may, too.
         group.add_argument(flag, f"--{flag[2:].replace('-', '_')}", type=kind, help=text)
 
     group.add_argument("--replicas", type=int, help="number of replicas")
-    add("--min-replicas", int, "fewest replicas, when their number follows demand")
-    add("--max-replicas", int, "most replicas, when their number follows demand")
-    add("--ray-address", str, "Ray cluster to run on; default: one of its own on this machine")
+    add("--min-replicas", int, "fewest replicas, if their number follows demand")
+    add("--max-replicas", int, "most replicas, if their number follows demand")
+    add("--ray-address", str, "Ray cluster to run on; default: a new one on this machine")
     add("--gpus-per-replica", float, "default: tensor times pipeline parallel size")
-    add("--cpus-per-replica", float, "cores that each replica sets aside")
-    add("--replica-module", str, argparse.SUPPRESS)  # for tests: the processes without vLLM
+    add("--cpus-per-replica", float, "CPU cores reserved for each replica")
+    add("--replica-module", str, argparse.SUPPRESS)  # for tests: processes without vLLM
     add("--front-module", str, argparse.SUPPRESS)
 
 
 def asked_for(args: argparse.Namespace) -> bool:
-    """Whether the command line asks for this module, and not for a single server."""
+    """Whether the command line asks for replicas instead of a single server."""
     flags = ("replicas", "min_replicas", "max_replicas", "ray_address")
     return any(getattr(args, flag, None) is not None for flag in flags)
 
@@ -88,7 +88,7 @@ def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM; a second signal ends at once.
+    """Serve until SIGINT or SIGTERM; a second signal ends the drain.
 
     Raises:
         VllmSLOError: a flag, the port or the configuration cannot be used, or a replica does not
@@ -111,10 +111,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of this environment the replicas on other machines are given.
+    """The variables of this environment that replicas on other machines get.
 
-    Secrets are not: other tenants of a cluster can read the environment of an application. Which
-    devices a replica sees is up to Ray.
+    Secrets are left out, because other users of a cluster can read an application's environment.
+    ``CUDA_VISIBLE_DEVICES`` is left out, because Ray sets it.
     """
     return {
         name: value
@@ -126,7 +126,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Deployment:
-    """The application on a cluster that is connected already."""
+    """The application on a connected cluster."""
 
     def __init__(self, given: Mapping[str, Any], ray_address: str | None) -> None:
         import ray
@@ -148,7 +148,7 @@ class _Deployment:
         self._ran = False
 
     def serve(self) -> None:
-        """Deploy, say so, wait for a signal, drain; or say why it cannot be done.
+        """Deploy, wait for a signal, drain.
 
         Raises:
             VllmSLOError: a replica or the front does not start.
@@ -157,8 +157,8 @@ class _Deployment:
 
         if self._serve_ran and self._name in self._serve.status().applications:
             raise ConfigError(
-                f"--port {self._args.port}: an application {self._name} runs on this cluster "
-                "already; choose another port or delete it"
+                f"--port {self._args.port}: the application {self._name} already runs on this "
+                "cluster; choose another port or delete it"
             )
         try:
             self._serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
@@ -167,14 +167,14 @@ class _Deployment:
             self._await_ready()
             self._watch()
         except KeyboardInterrupt:
-            _say("stopping; once more to stop at once")
+            _say("stopping; a second signal stops at once")
             self._drain()
         finally:
-            # A local cluster ends anyway; only what ran well is waited for there.
+            # A local cluster ends anyway, so it is waited for only if the application ran.
             self._delete(wait=ray_session.signals() < 2 and (self._ran or not self._local))
 
     def _await_ready(self) -> None:
-        """Until the application runs and the front has all its replicas."""
+        """Wait until the application runs and the front has all its replicas."""
         told = ""
         while True:
             status = self._serve.status().applications.get(self._name)
@@ -197,7 +197,7 @@ class _Deployment:
         )
 
     def _watch(self) -> None:
-        """Until a signal; tells when the number of replicas changes."""
+        """Report changes of the number of ready replicas until a signal comes."""
         known = self._ready()
         while True:
             time.sleep(STATUS_EVERY_S)
@@ -211,7 +211,7 @@ class _Deployment:
 
         try:
             return int(self._handle.status.remote().result(timeout_s=10)["ready"])
-        except (RayError, TimeoutError):  # the front is being started, or started anew
+        except (RayError, TimeoutError):  # the front is starting or restarting
             return 0
 
     def _drain(self) -> None:
@@ -252,7 +252,8 @@ def _require_port(host: str, port: int) -> None:
 
 
 def _reason(message: str) -> str:
-    """The line of a Serve message that says why an actor did not start."""
+    """The line of a Serve message with the reason why an actor did not start."""
+
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith(("RuntimeError: the ", "vllm_slo.errors."))]
     line = (ours or lines or ["the deployment failed"])[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica as the front sees it: its connections, its word of itself, its virtual shadow."""
+"""One replica as the front sees it: connections, state stream, shadow state."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ logger = logging.getLogger("vllm_slo.front")
 
 CONNECT_S: Final = 2.0
 KEEPALIVE_S: Final = 3.0
-"""Idle connections are dropped well before the replica's server would (uvicorn: 5 s), so that no
-request is sent on one that is just being closed."""
+"""Idle connections are closed long before the replica's server closes them (after 75 s), so that no
+request is sent on a connection that is just being closed."""
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
@@ -40,7 +40,7 @@ _SKIPPED: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """Where a replica is: its name, the URL of its private port, and the token it demands."""
+    """The address of a replica: its name, the URL of its private port, and its token."""
 
     name: str
     url: str
@@ -51,14 +51,14 @@ class ReplicaSpec:
         """One entry of the parent's list.
 
         Raises:
-            ValueError: it is not such an entry.
+            ValueError: the entry is not valid.
         """
         try:
             spec = cls(given["name"], given["url"].rstrip("/"), given["token"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a replica: {error!r}") from error
-        if not all(isinstance(one, str) and one for one in (spec.name, spec.url, spec.token)):
-            raise ValueError("not a replica: name, url and token are text")
+        if not all(isinstance(text, str) and text for text in (spec.name, spec.url, spec.token)):
+            raise ValueError("not a replica: name, url and token must be text")
         return spec
 
     def __repr__(self) -> str:
@@ -68,11 +68,12 @@ class ReplicaSpec:
 class Upstream:
     """One replica: HTTP client, reader of its state stream, running exchanges.
 
-    Invariant: `ready` is true only while the state stream is connected, the last line is younger
-    than ``stale_after_s`` and the replica neither drains nor is dead. Silence is noticed by `tick`,
-    so that a front that was itself held up does not take its replicas for dead.
+    Invariant: `ready` is true only if the state stream is connected, its last line is younger than
+    ``stale_after_s``, and the replica neither drains nor is dead. `tick` detects silence;
+    time in which this process itself was held up does not count.
 
     Args:
+        spec: address of the replica.
         stale_after_s, dead_after_s: as in `RoutingConfig`.
     """
 
@@ -93,7 +94,7 @@ class Upstream:
         self._heard_s: float | None = None
         self._silent = True
         self._aborted = False
-        # Grows over restarts of the front too, since a replica remembers the highest it saw.
+        # Grows over restarts of the front, too, because a replica keeps the highest ticket it saw.
         self._ticket = time.time_ns() // 1_000
         self._scopes: set[asyncio.Timeout] = set()
         self._urls: dict[str, URL] = {}
@@ -105,7 +106,7 @@ class Upstream:
     # --- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the client and begin to listen to the replica."""
+        """Open the HTTP client and follow the state stream."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -118,7 +119,7 @@ class Upstream:
         self._watcher = asyncio.create_task(self._watch(), name=f"state of {self.name}")
 
     async def close(self) -> None:
-        """Stop listening and drop every connection."""
+        """Stop following the state stream and close every connection."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -134,12 +135,12 @@ class Upstream:
 
     @property
     def is_serving(self) -> bool:
-        """Whether its last word was that it takes requests."""
+        """Whether the replica takes requests by its last line."""
         return not (self.draining or self.engine_dead)
 
     @property
     def status(self) -> str:
-        """One word for operators."""
+        """The status in one word, for operators."""
         if self.engine_dead or self._aborted:
             return "dead"
         if self._heard_s is None:
@@ -149,14 +150,15 @@ class Upstream:
         return "ready" if self.ready else "stale"
 
     def age_s(self, now_s: float) -> float | None:
-        """Seconds since its last word; None before the first."""
+        """Seconds since the last line; None before the first."""
         return None if self._heard_s is None else max(now_s - self._heard_s, 0.0)
 
     def tick(self, now_s: float, held_up_s: float) -> None:
-        """Look for silence.
+        """Detect silence.
 
         Args:
-            held_up_s: seconds for which this process itself could not listen.
+            now_s: monotonic seconds.
+            held_up_s: seconds in which this process itself could not read.
         """
         if self._heard_s is None:
             return
@@ -165,22 +167,22 @@ class Upstream:
         self._silent = silence_s > self._stale_after_s
         if silence_s > self._dead_after_s and not self._aborted:
             self._aborted = True
-            logger.warning("replica %s: no word for %.1f s, taken for dead", self.name, silence_s)
+            logger.warning("replica %s: silent for %.1f s, treated as dead", self.name, silence_s)
             self.prefixes.clear()
-            self.abort("the replica that worked on this request fell silent")
+            self.abort("the replica that worked on this request stopped responding")
             if self._listening is not None:
-                self._listening.reschedule(0.0)  # another connection may be better
+                self._listening.reschedule(0.0)  # a new connection may work
 
     # --- requests --------------------------------------------------------------------------------
 
     def next_ticket(self) -> int:
-        """The mark of the next request sent here."""
+        """The ticket of the next request sent to this replica."""
         self._ticket += 1
         return self._ticket
 
     @asynccontextmanager
     async def exchange(self) -> AsyncIterator[None]:
-        """A part of an exchange with this replica.
+        """A part of an exchange with this replica, which `abort` can end.
 
         Raises:
             TimeoutError: `abort` was called inside.
@@ -202,7 +204,7 @@ class Upstream:
     def request(
         self, method: str, target: str, headers: Any, body: Any
     ) -> Any:  # aiohttp's awaitable context manager
-        """Send a request; ``target`` is path and query exactly as they are to be sent."""
+        """Send a request; ``target`` is path and query as sent, already encoded."""
         assert self._session is not None
         url = self._urls.get(target)
         if url is None:
@@ -212,7 +214,7 @@ class Upstream:
         return self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
 
     async def get(self, target: str, patience_s: float) -> tuple[int, bytes, str]:
-        """One of its own pages: status, body and content type.
+        """Get a page of the replica: status, body and content type.
 
         Raises:
             aiohttp.ClientError, OSError: it does not answer, or not in time.
@@ -248,7 +250,7 @@ class Upstream:
         """Read the state stream until it ends.
 
         Raises:
-            aiohttp.ClientError, OSError, ValueError: it broke, fell silent, or is no state stream.
+            aiohttp.ClientError, OSError, ValueError: it broke, stopped, or is no state stream.
         """
         headers = {TOKEN_HEADER: self.spec.token}
         async with (
@@ -269,33 +271,34 @@ class Upstream:
             if len(held) > MAX_LINE_BYTES:
                 raise ValueError("a line of the state stream does not end")
             if newline:
-                # Only the newest matters; the others were overtaken on their way.
+                # Only the newest line matters.
                 self.hear(lines.rpartition(b"\n")[2], time.monotonic())
                 if self._listening is None:
-                    # From here on `tick` looks after it.
+                    # From now on `tick` detects silence.
                     listening.reschedule(None)
                     self._listening = listening
 
     def hear(self, line: bytes, now_s: float) -> None:
-        """Take in one line of the state stream.
+        """Process one line of the state stream.
 
         Raises:
             ValueError: it is not JSON.
         """
-        said = json.loads(line)
-        if not isinstance(said, Mapping):
+        content = json.loads(line)
+        if not isinstance(content, Mapping):
             raise ValueError("a line of the state stream is not an object")
         self._heard_s, self._silent, self._aborted = now_s, False, False
         self.connected = True
-        self.draining = bool(said.get("draining"))
-        self.engine_dead = bool(said.get("dead"))
-        if (inner := said.get("state")) is not None:
-            self._update(inner, now_s - float(said.get("age_s") or 0.0))
+        self.draining = bool(content.get("draining"))
+        self.engine_dead = bool(content.get("dead"))
+        if (state := content.get("state")) is not None:
+            self._update(state, now_s - float(content.get("age_s") or 0.0))
 
-    def _update(self, inner: Any, taken_s: float) -> None:
+    def _update(self, state: Any, taken_s: float) -> None:
         try:
-            self.virtual.update(ReplicaState.from_dict(inner), taken_s)
+            self.virtual.update(ReplicaState.from_dict(state), taken_s)
         except ValueError as error:
             if not self._unreadable:
-                logger.warning("replica %s: its state is not understood: %s", self.name, error)
+                logger.warning("replica %s: its state cannot be read: %s", self.name, error)
+
             self._unreadable = True

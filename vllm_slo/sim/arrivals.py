@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When jobs arrive: recorded traces, a Poisson process, a square wave.
+"""Arrival times of jobs: recorded traces, a Poisson process, a square wave.
 
 Every kind gives ``count`` times in *mean gaps*: numbers in [0, count) that a rate turns into
-seconds. So for one (kind, count, seed) the pattern is the same whatever the rate, and the mean rate
-is exact over the window of ``count`` gaps, the one after the last arrival included.
+seconds. So for one (kind, count, seed) the pattern is the same at every rate. The mean rate is
+exact over a window of ``count`` gaps, which includes the gap after the last arrival.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ _FILES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recorded workload in order of time; ``source`` says what it was read or made from.
+    """A recorded workload, ordered by time.
 
-    ``rows_left_out``: rows of the file without prompt or output tokens.
+    Attributes:
+        source: the file it was read from, or what it was made from.
+        rows_left_out: rows of the file without prompt or output tokens.
     """
 
     source: str
@@ -60,7 +62,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Arrivals: ``at`` in mean gaps, never falling, in [0, count). ``rows`` of a trace, or ()."""
+    """Arrivals: ``at`` in mean gaps, sorted, in [0, count); ``rows`` of a trace, or ()."""
 
     at: Floats
     rows: tuple[traces.TraceRow, ...] = ()
@@ -81,10 +83,10 @@ def draw(
         kind: one of ``ARRIVALS``, or ``adaserve``.
         count: how many, at least 1.
         seed: chooses the stretch of the trace, or the random times.
-        rate: requests/s; only ``thin`` looks at it.
-        fit: ``rescale`` stretches a run of neighbouring rows to the rate; ``thin`` keeps the
-            recorded pace and draws the rows at random from ``count / rate`` seconds.
-        trace_file: read this one instead of the kind's own.
+        rate: requests/s; only ``thin`` uses it.
+        fit: ``rescale`` stretches a run of neighbouring rows to the rate. ``thin`` keeps the
+            recorded pace and draws rows at random from ``count / rate`` seconds.
+        trace_file: replaces the kind's own trace.
 
     Raises:
         SimulationError: an unknown kind, a broken file, a window that is empty or too small.
@@ -96,7 +98,7 @@ def draw(
             )
         if fit == "thin" or trace_file is not None:
             option = "fit: thin" if fit == "thin" else "trace_file"
-            raise SimulationError(f"{option}: {kind} arrivals come from no trace; leave it out")
+            raise SimulationError(f"{option}: {kind} arrivals come from no trace; do not set it")
         rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
         even = np.sort(rng.random(count)) * count
         return Stretch(even if kind == "poisson" else _square(even))
@@ -108,9 +110,9 @@ def draw(
 
 
 def _square(even: Floats) -> Floats:
-    """Bend even times: the first half of each period gets ``SQUARE_RATIO`` times the second's.
+    """Bend even times so that the rate of a period's first half is ``SQUARE_RATIO`` times higher.
 
-    A whole number of periods fills the window, each about ``SQUARE_PERIOD`` requests.
+    A whole number of periods fills the window, each with about ``SQUARE_PERIOD`` requests.
     """
     count = len(even)
     period = count / max(1, round(count / SQUARE_PERIOD))
@@ -129,10 +131,10 @@ def _enough(trace: Trace, count: int) -> None:
 
 
 def _neighbours(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
-    """A run of ``count`` rows from a random start, past the end of the trace to its beginning.
+    """A run of ``count`` rows from a random start; after the last row comes the first.
 
-    The trace is a ring (its ends lie one mean gap apart), so that every seed gives a stretch of
-    its own even when ``count`` is the whole trace.
+    The trace is a ring whose ends are one mean gap apart, so seeds give different stretches even if
+    ``count`` is the whole trace.
     """
     _enough(trace, count)
     total = len(trace.rows)
@@ -146,7 +148,7 @@ def _neighbours(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
 
 
 def _spread(trace: Trace, at_s: Floats, count: int) -> Floats:
-    """Seconds from 0 -> mean gaps; the gap after the last arrival is a mean one."""
+    """Seconds from 0 as mean gaps; the gap after the last arrival is one mean gap."""
     if count == 1:
         return np.zeros(1)
     span_s = float(at_s[-1])
@@ -159,7 +161,7 @@ def _spread(trace: Trace, at_s: Floats, count: int) -> Floats:
 
 
 def _whole(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
-    """``count`` rows at random from the whole trace, so that its shape survives."""
+    """``count`` random rows of the whole trace, which keeps its shape."""
     _enough(trace, count)
     kept = np.sort(rng.choice(len(trace.rows), count, replace=False))
     span_s = float(trace.at_s[-1] - trace.at_s[0]) * (1 + 1e-9)
@@ -170,7 +172,7 @@ def _whole(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
 
 
 def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) -> Stretch:
-    """``count`` rows at random from ``count / rate`` seconds of the trace at its own pace."""
+    """``count`` random rows from ``count / rate`` seconds of the trace at its own pace."""
     times, window_s = trace.at_s, count / rate
     span_s = float(times[-1] - times[0])
     if window_s > span_s:
@@ -198,13 +200,13 @@ def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) ->
 def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     """The recording of a kind: ``trace_file``, else the data folder's, else a seeded stand-in.
 
-    ``trace_file`` has any format that `traces.read_recording` takes: for ``adaserve`` AdaServe's,
-    for the others those without objectives.
-    Files are read once and kept until they change.
+    ``traces.read_recording`` describes the formats: ``adaserve`` needs AdaServe's, the other kinds
+    take those without objectives. A file is read again only after it has changed.
 
     Raises:
         SimulationError: the file cannot be read or is broken; names file, line and field.
     """
+
     path = trace_file
     if path is None:
         folder = traces.data_folder()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that one would patch into vLLM, here over its light scheduler.
-
-Each is what an operator could write in an afternoon; that is what makes them worth beating.
-"""
+"""Simple policies to compare with: each is a small patch of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from vllm_slo.sim.light_scheduler import LightScheduler
 
 
 class PrefillFirst(LightScheduler):
-    """Prompts before tokens: while one can be computed, nobody decodes (vLLM's old default)."""
+    """Prefill first: no request decodes while a prompt can be computed (vLLM's old default)."""
 
     max_num_active_reqs: int
 
@@ -26,12 +23,12 @@ class PrefillFirst(LightScheduler):
         decodes = [r for r in self.running if not r.is_prefill_chunk]
         if not (prefills or self._can_start()):
             return super().schedule(throttle_prefills)
-        seats = self.max_num_active_reqs
-        self.max_num_active_reqs = seats - len(decodes)
+        most = self.max_num_active_reqs
+        self.max_num_active_reqs = most - len(decodes)
         self.running = prefills
         output = super().schedule(throttle_prefills)
         self.running = decodes + self.running
-        self.max_num_active_reqs = seats
+        self.max_num_active_reqs = most
         if output.num_scheduled_tokens:
             return output
         return super().schedule(throttle_prefills)
@@ -41,17 +38,17 @@ class PrefillFirst(LightScheduler):
 
 
 class ShedEDF(LightScheduler):
-    """Drop what can no longer be in time, start the rest by earliest deadline.
+    """Drop requests that can no longer meet their TTFT; start the others by earliest deadline.
 
     Args:
         clock: time.
-        step_time: how long prompts take; with the margin that is to be kept.
+        step_time: predicts how long a prompt takes, with its safety factor.
     """
 
     def __init__(self, *args: Any, clock: Clock, step_time: StepTimeModel, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropped: list[str] = []
-        """Requests dropped since somebody last emptied this list."""
+        """Requests dropped since this list was last emptied."""
         self._clock = clock
         self._step_time = step_time
 
@@ -66,7 +63,8 @@ class ShedEDF(LightScheduler):
         return super().schedule(throttle_prefills)
 
     def _deadline_s(self, request: Request) -> float:
-        """Preempted requests first: they have begun to answer."""
+        """A request's deadline for its first token; 0 for preempted requests, which go first."""
+
         if request.num_output_tokens:
             return 0.0
         extra = request.sampling_params.extra_args or {}

@@ -1,41 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jobs ask of an engine on average, by hand: shares of its time and of its memory.
+"""The shares of an engine's time and memory that jobs need on average.
 
-An estimate without queues: what a rate needs at least, to say which resource binds and where a
-search for the capacity may begin. It is never reported as a capacity.
+This is an estimate without queues: the least that a rate needs. It names the resource that binds
+and gives a search for the capacity its first rate. It is never reported as a capacity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from vllm_slo.core.step_time.model import chunk_pairs
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job
-
-if TYPE_CHECKING:
-    from vllm_slo.sim.capacity import Setting
+from vllm_slo.sim.setting import Setting
 
 Resource = Literal["prefill", "decode", "memory"]
 
 _SAMPLE: Final = 1000
+"""Most jobs over which ``start_rate`` takes means."""
 _START_SHARE: Final = 0.5
+"""First rate of a search, as a share of the average limit. Bisection corrects any start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the mean job asks for.
+    """What the mean job needs.
 
     Attributes:
-        prefill_s: seconds of compute for its prompts: tokens at the compute-bound line's slope,
-            and their attention.
+        prefill_s: seconds of compute for its prompts: tokens at the slope of the compute-bound
+            line, and their attention.
         decode_s: the same for its answer, and reading its KV in each step.
-        kv_token_s: KV tokens times the seconds it holds them (its prompts at a lone request's
-            pace, its answer at its objective's: an engine near its capacity is not faster).
-        idle_s: share of each second that steps cost whatever is in them, at the slowest pace that
-            keeps the tightest TPOT.
+        kv_token_s: KV tokens times the seconds it holds them. Its prompts take the time of a lone
+            request. Its answer takes its TPOT: an engine near its capacity is not faster.
+        idle_s: share of each second that empty steps would take, at the slowest pace that keeps
+            the tightest TPOT.
     """
 
     prefill_s: float
@@ -44,7 +44,7 @@ class Demand:
     idle_s: float
 
     def shares(self, rate: float, hardware: Hardware) -> dict[Resource, float]:
-        """Shares of one engine that ``rate`` jobs/s take; prefill and decode share one second."""
+        """Shares of one engine that ``rate`` jobs/s take; prefill and decode add up to its time."""
         return {
             "prefill": rate * self.prefill_s,
             "decode": rate * self.decode_s + self.idle_s,
@@ -52,7 +52,7 @@ class Demand:
         }
 
     def limit(self, hardware: Hardware) -> float:
-        """Jobs/s of one engine beyond which its time or its memory does not suffice on average."""
+        """Jobs/s above which one engine's time or memory is too little on average."""
         free_s = 1.0 - self.idle_s if self.idle_s < 0.9 else 0.1
         work_s = max(self.prefill_s + self.decode_s, 1e-12)
         return min(free_s / work_s, hardware.kv_tokens / max(self.kv_token_s, 1e-12))
@@ -65,13 +65,13 @@ def demand(jobs: Sequence[Job], hardware: Hardware) -> Demand:
     prefill_s = decode_s = kv_token_s = 0.0
     for job in jobs:
         context = 0
-        for one in job.rounds:
-            pairs = chunk_pairs(one.prompt_tokens, context)
-            prefill_s += slope_s * one.prompt_tokens + model.pair_s * pairs
-            held = context + one.prompt_tokens
-            alone_s = hardware.zero_load_ttft_s(one.prompt_tokens, context) - hardware.frontend_s
+        for asked in job.rounds:
+            pairs = chunk_pairs(asked.prompt_tokens, context)
+            prefill_s += slope_s * asked.prompt_tokens + model.pair_s * pairs
+            held = context + asked.prompt_tokens
+            alone_s = hardware.zero_load_ttft_s(asked.prompt_tokens, context) - hardware.frontend_s
             kv_token_s += held * alone_s
-            for stage in one.stages:
+            for stage in asked.stages:
                 mean = held + stage.tokens / 2
                 decode_s += stage.tokens * (slope_s + (model.kv_s + model.pair_s) * mean)
                 kv_token_s += mean * stage.tokens * stage.tpot_s
@@ -84,18 +84,14 @@ def demand(jobs: Sequence[Job], hardware: Hardware) -> Demand:
 
 
 def binding(shares: dict[Resource, float]) -> Resource:
-    """What is used most: memory, or where time is, the larger of prefill and decode."""
+    """The resource used most: memory, or if that is time, the larger part of it."""
     if shares["memory"] > shares["prefill"] + shares["decode"]:
         return "memory"
     return "prefill" if shares["prefill"] >= shares["decode"] else "decode"
 
 
 def start_rate(setting: Setting) -> float:
-    """A rate in jobs/s per GPU at which a search may begin: half of the average limit."""
-    # Lengths are the same however a trace is fitted, and thinning may refuse this rate.
-    jobs = replace(setting, fit="rescale").make(1.0, min(setting.jobs, _SAMPLE), 0)
-    return (
-        _START_SHARE
-        * demand(jobs, setting.hardware).limit(setting.hardware)
-        / (setting.hardware.gpus)
-    )
+    """First rate of a search, jobs/s per GPU: half of the average limit."""
+    hardware = setting.hardware
+    limit = demand(setting.sample(_SAMPLE), hardware).limit(hardware)
+    return _START_SHARE * limit / hardware.gpus

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error of the simulator: bad input, or a simulation that cannot go on."""
+"""The error of the simulator."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from vllm_slo.errors import VllmSLOError
 
 
 class SimulationError(VllmSLOError, ValueError):
-    """Bad input to the simulator; one line that names the field (or file and line) and the fix."""
+    """Bad input, or a worker that died; one line names the field (or file and line) and the fix."""

@@ -1,38 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front of simulated replicas: ``core.routing.policy``, driven as the real front drives it.
+"""The front of simulated replicas: it routes by ``core.routing.policy`` as the real front does.
 
-Doubles learn a replica's state when it has done a step, at most every ``STATE_INTERVAL_S``. What
-they promise is confirmed by the replica itself while there are others to turn to.
+The front keeps a shadow of each replica's state. A shadow learns the true state after a step of its
+replica, at most every ``STATE_INTERVAL_S``. A replica confirms what its shadow promised, unless no
+other replica is left to ask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, prefix_first, route
 from vllm_slo.core.types import INFINITY, RoutingPolicy
-
-if TYPE_CHECKING:
-    from vllm_slo.sim.cluster import Offer, Replica
+from vllm_slo.sim.replica import Replica, RoundRequest
 
 STATE_INTERVAL_S: Final = 0.02
 
 
 class Front:
-    """Sends offers to replicas.
+    """Sends requests to replicas.
 
     Args:
         replicas: all of them.
-        policy: as ``core.routing.policy`` names it. Replicas that promise nothing are not asked
-        under
-            ``slo``: they take turns, where a prefix is cached first.
-        max_hops: replicas asked for a promise before a request goes best effort.
+        policy: as ``core.routing.policy`` names it. Under ``slo``, replicas that promise nothing
+            are not asked: they take turns, and a replica that caches the prefix goes first.
+        max_hops: replicas asked for a promise before a request becomes best effort.
         seed: of the policies that draw.
 
     Attributes:
-        asked: promises asked for, of shadows; ``wrong``: those that the replica then refused.
+        asked: promises asked of shadows.
+        wrong: promises of shadows that the replica then refused.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Front:
             self.stepped(number)
 
     def stepped(self, number: int) -> None:
-        """A replica may have news."""
+        """Update the shadow of replica ``number`` after a step, if an update is due."""
         if len(self.replicas) == 1:
             return
         replica = self.replicas[number]
@@ -63,64 +62,71 @@ class Front:
             self._told_s[number] = replica.now_s
             self._shadows[number].update(state, replica.now_s)
 
-    def send(self, offer: Offer, cached: dict[str, int]) -> None:
-        """Route one offer; ``cached`` are the tokens of its prompt by replica that holds them."""
+    def send(self, request: RoundRequest, cached: dict[str, int]) -> None:
+        """Route one request; ``cached``: replica -> tokens of the prompt that it caches."""
         turn, self._turn = self._turn, self._turn + 1
         if len(self.replicas) == 1:
-            self.replicas[0].accept(offer, 0)
+            self.replicas[0].accept(request, 0)
             return
-        request = routed(offer, cached)
+        seen = routed(request, cached)
         shadows = self._shadows
         if self._policy == "slo" and all(shadow.state is None for shadow in shadows):
-            first = prefix_first(request, shadows, turn, self._rng)[0]
-            self._accept(int(first.name), offer, request)
+            first = prefix_first(seen, shadows, turn, self._rng)[0]
+            self._accept(int(first.name), request, seen)
             return
         hops = 0
         while True:
-            found = route(
-                request,
+            choice = route(
+                seen,
                 shadows,
-                offer.seen_s,
+                request.seen_s,
                 policy=self._policy,
                 turn=turn,
                 max_hops=self._max_hops,
                 rng=self._rng,
                 already_asked=hops,
             )
-            assert found.target is not None
-            number = int(found.target)
-            self.asked += found.hops - hops
-            if not (found.promised and found.left) or self._promise(number, offer, request):
-                if not found.promised or not found.left:
-                    self._accept(number, offer, request, promised=found.promised)
+            assert choice.target is not None
+            number = int(choice.target)
+            self.asked += choice.hops - hops
+            if not (choice.promised and choice.left):
+                self._accept(number, request, seen, promised=choice.promised)
+                return
+            if self._promise(number, request, seen):
                 return
             self.wrong += 1
-            shadows = [self._shadows[int(name)] for name in found.left]
-            hops, turn = found.hops, 0
+            shadows = [self._shadows[int(name)] for name in choice.left]
+            hops, turn = choice.hops, 0
 
     def _ticket(self) -> int:
         self._tickets += 1
         return self._tickets
 
-    def _promise(self, number: int, offer: Offer, request: RoutedRequest) -> bool:
+    def _promise(self, number: int, request: RoundRequest, seen: RoutedRequest) -> bool:
         ticket = self._ticket()
-        if not self.replicas[number].promise(offer, ticket):
+        if not self.replicas[number].promise(request, ticket):
             return False
-        self._note(number, ticket, offer, request, promised=True)
+        self._note(number, ticket, request, seen, promised=True)
         return True
 
     def _accept(
-        self, number: int, offer: Offer, request: RoutedRequest, *, promised: bool = False
+        self, number: int, request: RoundRequest, seen: RoutedRequest, *, promised: bool = False
     ) -> None:
         ticket = self._ticket()
-        self.replicas[number].accept(offer, ticket)
-        self._note(number, ticket, offer, request, promised=promised)
+        self.replicas[number].accept(request, ticket)
+        self._note(number, ticket, request, seen, promised=promised)
 
     def _note(
-        self, number: int, ticket: int, offer: Offer, request: RoutedRequest, *, promised: bool
+        self,
+        number: int,
+        ticket: int,
+        request: RoundRequest,
+        seen: RoutedRequest,
+        *,
+        promised: bool,
     ) -> None:
-        self._sent[offer.name] = number, ticket
-        self._shadows[number].sent(ticket, request, offer.seen_s, promised=promised)
+        self._sent[request.name] = number, ticket
+        self._shadows[number].sent(ticket, seen, request.seen_s, promised=promised)
 
     def ended(self, name: str) -> None:
         """A request was answered, or dropped."""
@@ -128,13 +134,13 @@ class Front:
         self._shadows[number].ended(ticket)
 
 
-def routed(offer: Offer, cached: dict[str, int]) -> RoutedRequest:
-    """An offer as routing sees it: nobody is told how long its answer will be."""
-    slo = offer.slo
+def routed(request: RoundRequest, cached: dict[str, int]) -> RoutedRequest:
+    """A request as routing sees it, without the length of its answer."""
+    slo = request.slo
     return RoutedRequest(
-        len(offer.prompt),
+        len(request.prompt),
         None,
-        deadline_s=INFINITY if slo.ttft_ms is None else offer.sent_s + slo.ttft_ms / 1e3,
+        deadline_s=INFINITY if slo.ttft_ms is None else request.sent_s + slo.ttft_ms / 1e3,
         tpot_s=INFINITY if slo.tightest_tpot_ms is None else slo.tightest_tpot_ms / 1e3,
         wants_promise=slo.effective_tier == "guaranteed",
         slo_class=slo.slo_class or "custom",

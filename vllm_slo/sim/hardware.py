@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is simulated on: one replica's step times, memory and limits.
+"""Simulated hardware: step times, memory and limits of one replica.
 
-A profile is a built-in name (``profiles_data/*.yaml`` beside this file: roofline numbers from data
-sheets, each with its source), a YAML file of the same shape, or a JSON file that ``vllm-slo
-profile`` measured.
+A profile is a built-in one (``profiles_data/*.yaml``: roofline numbers from data sheets, each with
+its source), a YAML file with the same keys, or a JSON file that ``vllm-slo profile`` measured.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _POSITIVE: Final = ("gpus", "kv_tokens", "block_size", "max_num_seqs", "max_mode
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model beside the target, as far as it takes something from it.
+    """The time and memory that a draft model takes from its target.
 
-    What one of its sequential steps takes is the step-time model's second coefficient.
+    The time of one of its sequential steps is the step-time model's second coefficient.
 
     Attributes:
         name: of the model.
-        token_s: seconds per token that the target computes: the draft reads each of them, too.
-        kv_share: of the target's KV tokens that still fit, in (0, 1].
+        token_s: seconds per token that the target computes, because the draft computes it, too.
+        kv_share: share of the target's KV tokens that still fit, in (0, 1].
 
     Raises:
         SimulationError: a number is out of range.
@@ -76,15 +75,15 @@ class Hardware:
         step_time: batch shape -> seconds.
         kv_tokens: KV-cache size, tokens.
         block_size: tokens per KV block.
-        max_num_seqs: seats: the most requests in one step.
-        max_model_len: the most tokens of one request, prompt and answer.
+        max_num_seqs: most requests in one step.
+        max_model_len: most tokens of one request, prompt and answer.
         frontend_s: seconds before the engine sees a request; part of every TTFT.
         sources: field -> where its number comes from.
-        scheduled: whether the step times hold what scheduling takes, as measured ones do.
-        draft: the draft model that speculation would use; None: there is none.
+        scheduled: whether the step times include scheduling, as measured ones do.
+        draft: the draft model for speculation; None: there is none.
 
     Raises:
-        SimulationError: a field is out of range; names it.
+        SimulationError: a field is out of range; the message names it.
     """
 
     name: str
@@ -118,7 +117,7 @@ class Hardware:
             )
         if self.kv_tokens < self.block_size:
             raise SimulationError(
-                f"hardware {self.name}: kv_tokens: {self.kv_tokens} are less than one block of "
+                f"hardware {self.name}: kv_tokens: {self.kv_tokens} is less than one block of "
                 f"{self.block_size}"
             )
 
@@ -128,6 +127,9 @@ class Hardware:
         Args:
             new_tokens: prompt tokens to compute, at least 1; chunks of ``CHUNK_TOKENS``.
             context_tokens: tokens before them whose KV is cached.
+
+        Raises:
+            SimulationError: a number of tokens is out of range.
         """
         if new_tokens < 1 or context_tokens < 0:
             raise SimulationError(
@@ -141,11 +143,11 @@ class Hardware:
         return total_s
 
     def zero_load_tpot_s(self) -> float:
-        """Seconds of a step that decodes one token of a lone request with a short context."""
+        """Seconds per decoded token of a lone request with a short context."""
         return self.step_time.predict_s(1)
 
     def with_draft_step(self, step_s: float) -> Hardware:
-        """The same with a draft, its own or any, of which one step takes ``step_s``."""
+        """The same hardware with a draft (its own, if it has one) whose step takes ``step_s``."""
         (k1, _, b), (m1, _, d) = self.step_time.terms
         model = replace(self.step_time, terms=((k1, step_s, b), (m1, step_s, d)))
         given = {**self.sources, "draft.step_s": "given by the caller"}
@@ -153,15 +155,15 @@ class Hardware:
         return replace(self, step_time=model, draft=draft, sources=given)
 
     def speculating(self) -> Hardware:
-        """What is left for the target beside its draft: step times, KV cache.
+        """The same hardware with the time and memory that its draft leaves to the target.
 
         Raises:
             SimulationError: there is no draft.
         """
         if self.draft is None:
             raise SimulationError(
-                f"hardware {self.name}: it has no draft to speculate with; say what a step of one "
-                "takes with --draft-step-ms, or choose another hardware"
+                f"hardware {self.name}: it has no draft to speculate with; give the time of a "
+                "draft step with --draft-step-ms, or choose other hardware"
             )
         return replace(
             self,
@@ -179,15 +181,15 @@ def built_in() -> list[str]:
 
 
 def load_hardware(name_or_path: str | Path, **options: Any) -> Hardware:
-    """A built-in profile, a YAML file of the same shape, or a measured JSON profile.
+    """A built-in profile, a YAML file with the same keys, or a measured JSON profile.
 
     Args:
         name_or_path: one of ``built_in()``, or a path that ends in .yaml, .yml or .json.
         options: ``name``, ``gpus``, ``kv_tokens``, ``block_size``, ``max_num_seqs``,
-            ``max_model_len``, ``frontend_s`` instead of the profile's; None keeps it. A JSON
-            profile holds step times, block size and parallelism only, so it starts from
+            ``max_model_len``, ``frontend_s`` replace the profile's values; None keeps a value. A
+            JSON profile has only step times, block size and parallelism. Its defaults for the rest:
             ``kv_tokens`` 65,536, ``max_num_seqs`` 256, ``max_model_len`` 32,768 (at most the KV
-            cache) and ``frontend_s`` 0.010.
+            cache), ``frontend_s`` 0.010.
 
     Raises:
         SimulationError: no such profile, an unreadable file, an unknown key or option, a bad
@@ -229,8 +231,8 @@ def _near(word: str, known: list[str]) -> str:
 def _checked(hardware: Hardware, origin: str) -> Hardware:
     if hardware.kv_tokens < hardware.max_model_len:
         raise SimulationError(
-            f"{origin}: kv_tokens: {hardware.kv_tokens} cannot hold one request of max_model_len "
-            f"{hardware.max_model_len} (vLLM would not start); lower max_model_len"
+            f"{origin}: kv_tokens: {hardware.kv_tokens} is too small for a request of "
+            f"max_model_len {hardware.max_model_len} (vLLM would not start); lower max_model_len"
         )
     return hardware
 
@@ -254,7 +256,7 @@ def _measured(path: Path, options: dict[str, Any]) -> Hardware:
         "frontend_s": FRONTEND_S,
     }
     for name in defaults:
-        sources.setdefault(name, "assumed: the profile does not say")
+        sources.setdefault(name, "assumed: not in the profile")
     sources |= dict.fromkeys(options, "given by the caller")
     hardware = Hardware(
         step_time=report.model, scheduled=True, sources=sources, **(defaults | options)
@@ -263,13 +265,13 @@ def _measured(path: Path, options: dict[str, Any]) -> Hardware:
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 5e-6 as text: say so instead of "not a number"."""
+    """Refuse numbers that YAML reads as text, such as 5e-6, with a message that says so."""
     if isinstance(value, str):
         try:
             float(value)
         except ValueError:
             return value
-        raise ValueError(f"YAML takes {value} for a text; write it with a point, as 5.0e-6")
+        raise ValueError(f"YAML reads {value} as text; write it with a point, as in 5.0e-6")
     return value
 
 
@@ -367,7 +369,8 @@ def _kind(data: Any) -> str:
 
 
 def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str:
-    """One line for one mistake: an unknown key before what it left missing, else the first."""
+    """One line about one mistake: an unknown key if there is one, else the first mistake."""
+
     mistakes = error.errors(include_url=False)
     unknown = [mistake for mistake in mistakes if mistake["type"] == "extra_forbidden"]
     first = (unknown or mistakes)[0]

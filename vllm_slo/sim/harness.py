@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A virtual engine: vLLM's real scheduler, made-up tokens, a clock that a step-time function moves.
+"""A virtual engine: a real scheduler, made-up tokens, and a clock that steps move.
 
-Time passes in a step: the scheduler's own (a given or the measured one), then the batch's, and the
-draft's passes. With drafts (``speculative_config`` among the engine's arguments) a request keeps
-each drafted token with its own probability a, as long as it kept those before. With the verifier's
-own token a step of k drafts yields (1 - a^(k+1)) / (1 - a) tokens on average: SLOs-Serve's Acc(sl)
-(section 3.2.3), where sl = k + 1 tokens are verified.
+A step takes the scheduler's time (given or measured), then the time of its batch and of the draft's
+passes. With drafts (``speculative_config`` in ``engine_args``) a request accepts each drafted token
+with its own probability a, if it accepted the ones before. With the verifier's own token a step of
+k drafts yields (1 - a^(k+1)) / (1 - a) tokens on average: SLOs-Serve's Acc(sl) (section 3.2.3),
+where sl = k + 1 tokens are verified.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from vllm.config import CacheConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -75,7 +76,7 @@ class Outcome:
 
 
 class KnownEnds:
-    """Where stages end, by the lengths that a simulation knows beforehand.
+    """The ends of stages, which a simulation knows beforehand.
 
     Attributes:
         ends: request id -> number of the last token of each of its stages but the last.
@@ -85,7 +86,7 @@ class KnownEnds:
         self.ends: dict[str, tuple[int, ...]] = {}
 
     def check(self, slo: SLO) -> None:
-        """Every end is known."""
+        """Accept every objective: all ends are known."""
 
     def first_stage(self, request: Request, slo: SLO) -> int:
         return 0
@@ -101,7 +102,7 @@ class KnownEnds:
 
 @dataclass
 class EngineShape:
-    """Size of the virtual engine: KV blocks, tokens per block, seats, tokens per step."""
+    """Size of the virtual engine, in vLLM's words."""
 
     num_blocks: int = 10_000
     block_size: int = 16
@@ -110,23 +111,60 @@ class EngineShape:
     max_model_len: int = 4096
 
 
+def _config(
+    scheduler_cls: type[AsyncScheduler],
+    model: str | Path,
+    shape: EngineShape,
+    slo_config: dict[str, Any] | None,
+    engine_args: Mapping[str, Any],
+) -> VllmConfig:
+    """vLLM's configuration of an engine of that size, without weights or a tokenizer."""
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        max_model_len=shape.max_model_len,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        block_size=shape.block_size,
+        scheduler_cls=scheduler_cls,
+        additional_config={"slo_config": slo_config or {}},
+        **engine_args,
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = shape.num_blocks
+    return config
+
+
+def _block_hasher(config: CacheConfig, block_size: int) -> Callable[[Request], list[Any]] | None:
+    """Hashes the blocks of a request for the prefix cache; None without one."""
+    hash_fn = get_hash_fn_by_name(config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    if not config.enable_prefix_caching:
+        return None
+    return get_request_block_hasher(block_size, hash_fn)
+
+
 class VirtualEngine:
     """Runs a scheduler class step by step.
 
     Args:
-        scheduler_cls: vLLM's or ours.
+        scheduler_cls: vLLM's, vllm-slo's, or a light one.
         model: folder with a ``config.json``; no weights are read.
         step_time: the true time of a step by its shape, seconds.
         shape: the engine's size.
-        believed: the step-time model our scheduler is given; None: it learns from the prior.
-        margin: margin on it until live steps have shown one.
+        believed: the step-time model of vllm-slo's scheduler; None: it learns one from its prior.
+        margin: safety factor on it until live steps have shown one.
         overlap: schedule each step while the one before it runs, as async scheduling does.
-        slo_config: our configuration, inline.
-        overhead: seconds that scheduling a step of so many requests takes; ``None``: no time, and
-            ``"measured"``: what it takes here and now.
-        seed: of what drafts are accepted.
+        slo_config: configuration of vllm-slo, inline.
+        overhead: seconds to schedule a step of so many requests. ``None``: no time.
+            ``"measured"``: the time that it takes in this process.
+        seed: of which drafts are accepted.
         options: further arguments of the scheduler class.
         engine_args: further arguments of vLLM's ``EngineArgs``.
+
+    Attributes:
+        keep_history: whether ``history`` keeps the output of every step.
     """
 
     def __init__(
@@ -153,7 +191,7 @@ class VirtualEngine:
         self.outcomes: dict[str, Outcome] = {}
         self.lengths: dict[str, int] = {}
         self.finished: list[str] = []
-        """Requests that have ended since somebody last emptied this list."""
+        """Requests that have ended since this list was last emptied."""
         self._light = issubclass(scheduler_cls, LightScheduler)
         self._overhead = overhead
         self._rng = np.random.default_rng(seed)
@@ -162,50 +200,29 @@ class VirtualEngine:
         """Wall-clock seconds spent in the scheduler so far."""
         self._flight: deque[tuple[SchedulerOutput, list[str], float]] = deque()
         self._free_s = 0.0
-        config = EngineArgs(
-            model=str(model),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            enforce_eager=True,
-            max_model_len=shape.max_model_len,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            block_size=shape.block_size,
-            scheduler_cls=scheduler_cls,
-            additional_config={"slo_config": slo_config or {}},
-            **engine_args,
-        ).create_engine_config()
-        config.cache_config.num_gpu_blocks = shape.num_blocks
-        spec = FullAttentionSpec(
-            block_size=shape.block_size, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
-        )
-        hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hash_fn)
-        self._hasher = (
-            get_request_block_hasher(shape.block_size, hash_fn)
-            if config.cache_config.enable_prefix_caching
-            else None
-        )
-        estimator = StepTimeEstimator(believed)
-        estimator.correction = OnlineCorrection(margin)
-        options = dict(options or {})
         self.seal = Seal.from_environment() or Seal("virtual")
         self.stages = KnownEnds()
+        self.config = _config(scheduler_cls, model, shape, slo_config, engine_args)
+        self._hasher = _block_hasher(self.config.cache_config, shape.block_size)
+        options = dict(options or {})
         if issubclass(scheduler_cls, Scheduler):
-            options["step_time"] = estimator
+            options["step_time"] = StepTimeEstimator(believed)
+            options["step_time"].correction = OnlineCorrection(margin)
             options.setdefault("stage_marks", self.stages)
             options.setdefault("seal", self.seal)
         if issubclass(scheduler_cls, Scheduler | ShedEDF):
             options["clock"] = self.clock
-        self.config = config
+        spec = FullAttentionSpec(
+            block_size=shape.block_size, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+        )
         self.scheduler = scheduler_cls(
-            vllm_config=config,
+            vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=shape.num_blocks,
                 kv_cache_tensors=[],
                 kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             ),
-            structured_output_manager=StructuredOutputManager(config),
+            structured_output_manager=StructuredOutputManager(self.config),
             block_size=shape.block_size,
             log_stats=not self._light,
             **options,
@@ -227,10 +244,23 @@ class VirtualEngine:
         quote: bool = False,
         stop: Sequence[str] = (),
     ) -> Request:
-        """Send a request now: a prompt (or its length), and the output length and the ends of its
-        stages (see ``KnownEnds``) that only we know. A ``quote`` only asks; a text of ``stop`` may
-        end the answer."""
-        ids = self._prompt(request_id, prompt) if isinstance(prompt, int) else list(prompt)
+        """Send a request now.
+
+        Args:
+            request_id: unique among the live requests.
+            prompt: token ids, or how many.
+            output_tokens: length of the answer; the scheduler does not see it.
+            slo: its objectives.
+            max_tokens: the request's own limit; None: ``output_tokens``.
+            priority: vLLM's.
+            arrival_s: on the virtual clock; None: now.
+            acceptance: probability that a drafted token is accepted.
+            ticket: number that a front gave the request; 0: none.
+            stage_ends: see ``KnownEnds``.
+            quote: only ask what the request would be promised.
+            stop: texts that may end the answer.
+        """
+        ids = own_text(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked: dict[str, Any] | None = slo.to_extra_args() if slo else None
         if asked and ticket:
             asked = self.seal.sealed({**asked, TICKET_KEY: ticket})
@@ -258,21 +288,17 @@ class VirtualEngine:
         self.scheduler.add_request(request)
         return request
 
-    @staticmethod
-    def _prompt(request_id: str, length: int) -> list[int]:
-        return own_text(request_id, length)
-
     def abort(self, request_id: str) -> None:
-        """The client went away."""
+        """End a request as if its client had disconnected."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def forget(self, request_id: str) -> Outcome:
-        """Hand out what became of a request, and keep nothing of it."""
+        """Return the outcome of a request and remove everything about it."""
         del self.lengths[request_id], self.stages.ends[request_id]
         return self.outcomes.pop(request_id)
 
     def wait_until(self, time_s: float) -> None:
-        """An engine that has nothing to do idles until then; a busy one is not disturbed."""
+        """Advance the clock of an idle engine to ``time_s``; a busy engine is left alone."""
         if not self.busy and time_s > self.clock.now_s:
             self.clock.advance(time_s - self.clock.now_s)
 
@@ -287,8 +313,11 @@ class VirtualEngine:
         return bool(self._flight) or self.scheduler.has_requests()
 
     def step(self) -> SchedulerOutput:
-        """Schedule one step and process the output that is due: its own, or with ``overlap`` the
-        one before it. The clock ends up where the engine would be asked again."""
+        """Schedule one step and process the output that is due.
+
+        That is the step's own output, or with ``overlap`` the one before it. The clock ends at the
+        time of the next step.
+        """
         output = self._timed(self.scheduler.schedule)
         if self.keep_history:
             self.history.append(output)
@@ -305,15 +334,18 @@ class VirtualEngine:
         return output
 
     def _shape(self, output: SchedulerOutput) -> BatchShape:
-        """What the worker does in a step. Behind it the draft guesses for the next one, in as many
-        passes as the scheduler asks for, however few of them are verified there."""
+        """The shape of a step.
+
+        After the target, the draft model does as many passes as the scheduler asks for, even if
+        fewer drafts are verified in the next step.
+        """
         shape = output.batch if isinstance(output, LightOutput) else shape_of(output)
         if self.config.speculative_config is None:
             return shape
         return replace(shape, spec_steps=output.num_spec_tokens_to_schedule)
 
     def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the scheduler; what it takes is counted, and charged where that is asked for."""
+        """Call the scheduler; its time is counted and, if overhead is measured, spent."""
         begun_s = time.perf_counter()
         answer = call(*arguments)
         took_s = time.perf_counter() - begun_s
@@ -360,7 +392,7 @@ class VirtualEngine:
         )
 
     def _light_result(self, output: LightOutput) -> LightResult:
-        """What the light scheduler's requests sample; it does not hand the tokens back."""
+        """The sampled tokens of a light step; their times are noted here, not on its output."""
         now_s, drafts = self.clock.now_s, output.scheduled_spec_decode_tokens
         sampled = []
         for request in output.sampling:
@@ -377,12 +409,13 @@ class VirtualEngine:
         return LightResult(output.sampling, sampled)
 
     def _tokens(self, request_id: str, drafted: int) -> list[int]:
-        """What a request samples."""
+        """The tokens that a request samples in a step."""
         request = self.scheduler.requests.get(request_id)
         return self._drawn(request_id, request.num_output_tokens if request else 0, drafted)
 
     def _drawn(self, request_id: str, made: int, drafted: int) -> list[int]:
-        """After ``made`` tokens: the drafts that are accepted, and one more."""
+        """The accepted drafts after ``made`` tokens, and one more token."""
+
         acceptance, accepted = self.outcomes[request_id].acceptance, 0
         while accepted < drafted and self._rng.random() < acceptance:
             accepted += 1

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is simulated: jobs of one or more rounds, and what became of them.
+"""Simulated jobs of one or more rounds, and their results.
 
-A job is what a user waits for: one request, or a chain of requests that a tool loop sends
-(SLOs-Serve, table 1). Each round is one request to the engine; its answer has one or more stages,
-each with a TPOT of its own (thinking, then response). Times are seconds from the start of the
-simulation.
+A job is one request, or a chain of requests that a tool loop sends (SLOs-Serve, table 1). Each
+round is one request to the engine. Its answer has one or more stages, each with its own TPOT
+(thinking, then response). Times are seconds from the start of the simulation.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of one answer: how many tokens it has, and the TPOT asked for it (seconds)."""
+    """A part of an answer: its number of tokens and its TPOT objective in seconds."""
 
     tokens: int
     tpot_s: float
@@ -25,10 +24,10 @@ class Round:
     """One request to the engine.
 
     Attributes:
-        prompt_tokens: new prompt tokens; they follow everything the rounds before it held.
-        stages: the answer, at least one stage of at least one token.
-        ttft_s: objective for the first token, counted from when the client sent it.
-        wait_s: from the end of the round before until this one is sent (a tool at work).
+        prompt_tokens: new prompt tokens; they follow prompts and answers of the previous rounds.
+        stages: of the answer, at least one stage of at least one token.
+        ttft_s: objective for the first token, from when the client sends the request.
+        wait_s: from the end of the previous round until this one is sent (a tool works).
     """
 
     prompt_tokens: int
@@ -43,13 +42,13 @@ class Round:
 
     @property
     def tightest_tpot_s(self) -> float:
-        """What stands for a request whose stages differ (SLOs-Serve, section 3.2.1)."""
+        """The tightest TPOT, which stands for all stages (SLOs-Serve, section 3.2.1)."""
         return min(stage.tpot_s for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One user's errand. ``application`` is its SLO class; ``rounds`` has at least one."""
+    """What one user waits for. ``application`` is its SLO class; there is at least one round."""
 
     job_id: str
     application: str
@@ -58,7 +57,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Prompt and answer tokens that it computes, each counted once."""
+        """Prompt and answer tokens, each counted once."""
         return sum(r.prompt_tokens + r.output_tokens for r in self.rounds)
 
 
@@ -70,9 +69,9 @@ class RoundResult:
         sent_s: when the client sent it.
         token_times_s: when each token came, never decreasing.
         finished: whether the whole answer came.
-        promised: whether the scheduler promised its objectives; None where it promises nothing.
-        replica: who served it.
-        reason: what stood in the way of a promise when it was first asked for, or None.
+        promised: whether the scheduler promised its objectives; None if it promises nothing.
+        replica: number of the replica that served it.
+        reason: why no promise was made when it was first asked for, or None.
     """
 
     sent_s: float
@@ -85,7 +84,7 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """A job and the rounds that were begun; fewer than it has where one did not finish."""
+    """A job and the rounds that were sent; the last of them may be unfinished."""
 
     job: Job
     rounds: tuple[RoundResult, ...]

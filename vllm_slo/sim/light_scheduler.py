@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The light scheduler: vLLM's scheduler object with a shorter ``schedule`` and
-``update_from_output``.
+"""The light scheduler: vLLM's scheduler with a shorter ``schedule`` and ``update_from_output``.
 
-Queues, requests, KV-cache manager, prefix cache, preemption and freeing are vLLM's own; left out is
-what a simulation of plain text requests never uses (LoRA, encoders, connectors, messages to
-workers, events), and the KV-cache manager is asked only where its answer is not known beforehand: a
-decode step that stays within its block and completes none changes nothing there. Drafts are chains
-of a fixed length that a request may have cut, as vLLM's own methods make them. A test holds the
-twin to the real scheduler, step for step.
+Queues, requests, KV-cache manager, prefix cache, preemption and freeing are vLLM's own. It leaves
+out what a simulation of text requests never uses: LoRA, encoders, connectors, messages to workers,
+events. It calls the KV-cache manager only if the answer is not known beforehand: a decode step that
+stays within its block and completes none changes nothing there. Drafts are chains of a fixed
+length, which a request may cut, as vLLM's own methods make them. A test compares the light
+scheduler with the real one, step by step.
 
-With ``harness`` and ``baselines`` one of the three files of ``sim`` that import vLLM.
+``harness``, ``baselines`` and this file are the only files of ``sim`` that import vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vllm_slo.engine.scheduler import Scheduler
 
 
 class LightOutput(SchedulerOutput):
-    """What one step runs, as far as a simulation cares.
+    """One step, reduced to what a simulation reads.
 
     Attributes:
         batch: shape of the step.
@@ -42,9 +41,9 @@ class LightOutput(SchedulerOutput):
 
 
 class LightResult:
-    """What a step sampled: ``sampled_token_ids``, a list for each request of ``sampling``.
+    """Sampled tokens of a step, in the form of vLLM's ``ModelRunnerOutput``.
 
-    ``req_id_to_index`` says where a request's is, as in vLLM's ``ModelRunnerOutput``.
+    ``sampled_token_ids`` has a list for each request of ``sampling``.
     """
 
     def __init__(self, sampling: Sequence[Request], sampled_token_ids: list[list[int]]) -> None:
@@ -59,7 +58,7 @@ class LightResult:
 class _Step:
     """One step while it is being filled.
 
-    ``inputs`` is what vLLM's buffers still hold: a draft model needs slots of its own there.
+    ``inputs`` is the free space in vLLM's input buffers, where a draft model needs slots, too.
     """
 
     __slots__ = (
@@ -80,11 +79,11 @@ class _Step:
 
 
 class LightScheduler(AsyncScheduler):
-    """vLLM's scheduler, step by step and without overlap, at a fraction of its cost.
+    """vLLM's scheduler without overlap of steps, at a fraction of its cost.
 
     Args:
-        received_kv: requests bring the KV of their prompts along (the decoding side of
-            disaggregated serving over an ideal link): their prefill costs one token.
+        received_kv: requests arrive with the KV of their prompts, so their prefill costs one token
+            (the decode side of disaggregated serving over an ideal link).
     """
 
     running: list[Request]
@@ -105,8 +104,8 @@ class LightScheduler(AsyncScheduler):
             or (spec is not None and received_kv)
         ):
             raise ValueError(
-                "the light scheduler knows one kind of attention, drafts of one length, no LoRA "
-                "and no connector"
+                "the light scheduler supports one kind of attention and drafts of one length, "
+                "but no LoRA and no connector"
             )
         self._draft_slots = 0 if spec is None else spec.max_num_new_slots_for_drafting
         self._blocks = managers[0].req_to_blocks
@@ -145,7 +144,7 @@ class LightScheduler(AsyncScheduler):
         return output
 
     def _schedule_running(self, step: _Step) -> bool:
-        """Give the running requests their tokens; False when one had to be preempted."""
+        """Give the running requests their tokens; False if a request had to be preempted."""
         running, blocks, cached = self.running, self._blocks, self._cached
         size, caching, hook = self._block_size, self._caching, self._hook
         longest, slots, ahead = self.max_model_len - 1, self._draft_slots, self.num_lookahead_tokens
@@ -191,7 +190,11 @@ class LightScheduler(AsyncScheduler):
         return intact
 
     def _allocate(self, step: _Step, request: Request, new: int, index: int) -> tuple[bool, int]:
-        """Blocks for a running request, from preempted ones if need be; (found, its index)."""
+        """Allocate blocks for a running request, preempting others if needed.
+
+        Returns whether it got them, and its index in ``running`` now.
+        """
+
         allocate, ahead = self.kv_cache_manager.allocate_slots, self.num_lookahead_tokens
         while allocate(request, new, num_lookahead_tokens=ahead) is None:
             if self.policy == SchedulingPolicy.PRIORITY:
@@ -258,8 +261,11 @@ class LightScheduler(AsyncScheduler):
                 step.drafts[request.request_id] = [-1] * self.num_spec_tokens
 
     def _padded(self, request: Request, computed: int, step: _Step, beside: bool) -> int:
-        """Tokens of a request that starts with its last one, padded by vLLM to a row of drafts; 0:
-        it is not. ``beside``: running requests are in the step, too."""
+        """Tokens of a waiting request that vLLM pads to a row of drafts; 0 if it does not.
+
+        It pads a request that has only its last token to compute. ``beside``: running requests are
+        in the step, too.
+        """
         drafts = self.num_spec_tokens
         decodes = request.num_tokens - computed == 1 and not step.prefills
         if not drafts or not decodes or not (beside or computed):
@@ -267,7 +273,7 @@ class LightScheduler(AsyncScheduler):
         return 1 + drafts if computed + drafts + 2 <= self.max_model_len else 0
 
     def _apply(self, step: _Step) -> None:
-        """Count what was scheduled: shape of the step, progress of its requests."""
+        """Add up the shape of the step and advance its requests."""
         context = pairs = 0
         sample = step.sampling.append
         placeholders = [-1] * self.num_spec_tokens
@@ -299,9 +305,9 @@ class LightScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: LightOutput, model_runner_output: LightResult
     ) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's; what comes back tells of requests that finished only."""
+        """As vLLM's, but only finished requests have an output."""
         ended: list[EngineCoreOutput] = []
-        gone: set[Request] = set()
+        finished: set[Request] = set()
         update, live = self._update_request_with_output, self.requests
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for request, tokens in zip(
@@ -316,7 +322,7 @@ class LightScheduler(AsyncScheduler):
             if stopped:
                 reason = request.get_finished_reason()
                 params, _ = self._free_request(request)
-                gone.add(request)
+                finished.add(request)
                 ended.append(
                     EngineCoreOutput(
                         request_id=request.request_id,
@@ -326,8 +332,8 @@ class LightScheduler(AsyncScheduler):
                         kv_transfer_params=params,
                     )
                 )
-        if gone:
-            self.running = [request for request in self.running if request not in gone]
+        if finished:
+            self.running = [request for request in self.running if request not in finished]
         return {0: EngineCoreOutputs(outputs=ended)} if ended else {}
 
     def _update_request_with_output(
@@ -344,14 +350,14 @@ class LightScheduler(AsyncScheduler):
         if self._caching:
             if len(every) // size > before // size:
                 request.update_block_hashes()
-            # What was cut off behind a stop was computed in vain.
+            # Tokens after a stop were computed but do not count.
             computed = min(request.num_computed_tokens, len(every) - 1)
             if computed // size > self._cached.get(request.request_id, 0):
                 self.kv_cache_manager.cache_blocks(request, computed)
         return new_token_ids, stopped
 
     def _stops(self, request: Request, token: int) -> bool:
-        """Whether a request ends with the token it was given last."""
+        """Whether a request ends with its last token."""
         if token in request.sampling_params.stop_token_ids:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = token
@@ -364,7 +370,7 @@ class LightScheduler(AsyncScheduler):
 
 
 class LightSLOScheduler(Scheduler, LightScheduler):
-    """Our scheduler over the light scheduler: the very same parts and policies."""
+    """vllm-slo's scheduler over the light scheduler: the same controller and policies."""
 
     def batch_shape(self, output: SchedulerOutput) -> BatchShape:
         return output.batch if isinstance(output, LightOutput) else super().batch_shape(output)

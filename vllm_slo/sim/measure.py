@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which simulated jobs kept their objectives, and what a window of them looked like.
+"""Which simulated jobs kept their objectives, and the summary of a window.
 
-A job attains when every round finished, every round's first token came within ``ttft_s`` of the
-moment its client sent it, and every stage's worst window of ten tokens kept ``tpot_s`` (SLOs-Serve,
-section 6, "SLOs"). The gap before a stage's first token belongs to that stage, so every gap after
+A job attains if every round finished, the first token of every round came within ``ttft_s`` after
+its client sent it, and the worst window of ten tokens of every stage kept ``tpot_s`` (SLOs-Serve,
+section 6, "SLOs"). The gap before a stage's first token belongs to that stage, so each gap after
 the first token counts once; a stage without a gap cannot miss. Times are seconds.
 """
 
@@ -21,9 +21,9 @@ from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult
 
 TOLERANCE_S: Final = 1e-9
-"""What the summing of step times may add to a latency."""
+"""Most that rounding adds to a latency when step times are summed."""
 DEFAULT_WARMUP: Final = 0.2
-"""Share of a window's jobs, by arrival, that find the system emptier than it will be."""
+"""First share of a window's jobs that is not counted, because the system is not yet full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class JobMeasure:
         application: its SLO class.
         tokens: prompt and answer tokens that it has to compute.
         output_tokens: tokens that came.
-        attained: whether it kept everything.
-        finished: whether every round came in full.
-        promised: whether any round was promised; None where the system promises nothing.
-        broken: whether a round that was promised missed its objectives.
-        reason: what stood in the way of a promise for the first round that missed, or None.
-        latency_s: arrival to last token, tools included; None where unfinished.
-        ttfts_s: per round that got a first token.
+        attained: whether it kept all objectives.
+        finished: whether every round finished.
+        promised: whether any round was promised; None if the system promises nothing.
+        broken: whether a promised round missed its objectives.
+        reason: why the first round that missed was not promised, or None.
+        latency_s: arrival to last token, tools included; None if unfinished.
+        ttfts_s: of each round that got a first token.
         tpots_s: worst window per stage that has a gap.
     """
 
@@ -60,7 +60,7 @@ class JobMeasure:
 def stage_tpots_s(asked: Round, token_times_s: Sequence[float]) -> list[float | None]:
     """Worst window of each stage in seconds per token; None for a stage without a gap.
 
-    Tokens that have not come count as absent, so a cut-off answer is measured as far as it went.
+    Only tokens that came are measured, so an unfinished answer is measured up to its last token.
     """
     found: list[float | None] = []
     start = 0
@@ -87,19 +87,19 @@ def round_kept(asked: Round, got: RoundResult) -> bool:
 
 
 def job_finished(result: JobResult) -> bool:
-    """Whether every round of the job came in full."""
+    """Whether every round of the job finished."""
     every = len(result.rounds) == len(result.job.rounds)
     return every and all(got.finished for got in result.rounds)
 
 
 def job_attained(result: JobResult) -> bool:
-    """Whether the job kept everything it asked for."""
+    """Whether the job kept all its objectives."""
     pairs = zip(result.job.rounds, result.rounds, strict=False)
     return job_finished(result) and all(round_kept(asked, got) for asked, got in pairs)
 
 
 def measure_job(result: JobResult) -> JobMeasure:
-    """All that is reported about one job."""
+    """The measures of one job."""
     job = result.job
     pairs = list(zip(job.rounds, result.rounds, strict=False))
     kept = [round_kept(asked, got) for asked, got in pairs]
@@ -124,7 +124,8 @@ def measure_job(result: JobResult) -> JobMeasure:
 
 
 def counted(jobs: Sequence[Job], warmup: float = DEFAULT_WARMUP) -> list[Job]:
-    """The jobs that count, by arrival: without the first ``warmup`` share of them (by number)."""
+    """The jobs that count, by arrival: all but the first ``warmup`` share of their number."""
+
     if not 0 <= warmup < 1:
         raise SimulationError(f"warmup: must be a share from 0 to below 1, got {warmup}")
     ordered = sorted(jobs, key=lambda job: job.arrival_s)
@@ -150,13 +151,13 @@ class Summary:
         jobs: how many.
         attainment: share that attained.
         by_application: the same per application, by name.
-        token_attainment: share of the jobs' tokens (prompt and answer) that attaining jobs hold.
+        token_attainment: share of all tokens (prompt and answer) that belong to attaining jobs.
         ttft_p50_s, ttft_p99_s: over rounds that got a token; None without one.
         tpot_p50_s, tpot_p99_s: worst window, over stages that have a gap; None without one.
-        missed_latency_p99_s: arrival to last token of jobs that finished and missed; None without.
-        promised: jobs with a promised round; None where the system promises nothing.
+        missed_latency_p99_s: arrival to last token of finished jobs that missed; None without one.
+        promised: jobs with a promised round; None if the system promises nothing.
         promised_missed: jobs in which a promised round missed.
-        reasons: how many missed by what stood in the way of a promise, most frequent first.
+        reasons: why no promise was made -> number of jobs that missed, most frequent first.
         unfinished: jobs that did not end; only systems that drop requests have them.
         goodput_jobs_per_s: attaining jobs over ``window_s``.
         goodput_tokens_per_s: answer tokens of attaining jobs over ``window_s``.
@@ -180,7 +181,7 @@ class Summary:
 
     @property
     def smallest(self) -> float:
-        """Attainment of the application that fares worst."""
+        """The lowest attainment of an application."""
         return min(self.by_application.values())
 
 
@@ -194,12 +195,13 @@ def _share(flags: Sequence[bool]) -> float:
 
 
 def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
-    """Sum up jobs that arrived within ``window_s`` seconds in all (several windows: their sum).
+    """Summarise jobs that arrived within ``window_s`` seconds, the sum over their windows.
 
-    Raises SimulationError without a job, or for a ``window_s`` that is not above 0.
+    Raises:
+        SimulationError: there is no job, or ``window_s`` is not above 0.
     """
     if not measures:
-        raise SimulationError("jobs: none is left to measure after the warm-up")
+        raise SimulationError("jobs: none are left to measure after the warm-up")
     if not window_s > 0:
         raise SimulationError(f"window_s: must be above 0 s, got {window_s}")
     names = sorted({m.application for m in measures})
@@ -231,10 +233,12 @@ def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests in the system over time: from when they were sent until their last token.
+    """Requests in the system over time: each from when it was sent until its last token.
 
-    ``times_s`` rises; ``promised`` and ``best_effort`` hold the numbers from each time on. Where a
-    system promises nothing all of them are in ``best_effort`` and ``promises`` is False.
+    Attributes:
+        times_s: rising.
+        promised, best_effort: how many at each time. Without promises all are ``best_effort``.
+        promises: whether the system promises anything.
     """
 
     times_s: tuple[float, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo plan``: how many replicas a rate needs, and what runs short with one fewer."""
+"""``vllm-slo plan``: how many replicas a rate needs, and what is too little with one fewer."""
 
 from __future__ import annotations
 
@@ -12,36 +12,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vllm_slo.sim.capacity import (
-    Case,
-    Point,
-    Processes,
-    Progress,
-    Question,
-    Setting,
-    Workers,
-    measure_window,
-    quiet,
-    run_jobs,
-    run_tasks,
-)
 from vllm_slo.sim.demand import Demand, binding, demand
-from vllm_slo.sim.main import (
+from vllm_slo.sim.options import (
     add_setting_arguments,
-    bar,
     check_drafts,
     need_vllm,
     number,
     processes_of,
-    say_left_out,
     seeds_of,
     settings_of,
     whole,
-    wide_console,
-    with_replicas,
 )
+from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import hardware_dict, machine, percent, versions
+from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.systems import System, parse_system
+from vllm_slo.sim.terminal import bar, say_left_out, wide_console
+from vllm_slo.sim.windows import Point, measure_window, run_jobs
+from vllm_slo.sim.workers import Processes, Progress, Workers, quiet, run_tasks
 
 SCHEMA: Final = "vllm-slo-plan/1"
 
@@ -49,11 +37,11 @@ SCHEMA: Final = "vllm-slo-plan/1"
 def smallest(keeps: Callable[[int], bool], most: int, guess: int = 1) -> int | None:
     """Smallest n in 1..``most`` that keeps; None if none does.
 
-    From ``guess`` in steps that double, then by bisection, so that what is far from the answer is
-    rarely tried. ``keeps`` should be false up to some n and true from there on; each n is tried
-    once.
+    The search goes from ``guess`` in steps that double and then bisects, so it rarely tries numbers
+    far from the answer. ``keeps`` should be false below some n and true from there on. Each n is
+    tried once.
     """
-    low, high = 0, most + 1  # the largest known to miss, the smallest known to keep
+    low, high = 0, most + 1  # the largest n that misses, the smallest n that keeps
     place, stride = min(max(guess, 1), most), 1
     while high - low > 1:
         if keeps(place):
@@ -78,17 +66,18 @@ def window_keeps(case: Case, rate: float, seed: int, question: Question) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What came out.
+    """How many replicas a rate needs.
 
     Attributes:
-        setting, system: what was planned; ``setting`` with one replica.
-        rate: jobs/s in all.
-        question: attainment asked for in every window.
-        replicas: the smallest number found to keep it; None where ``max_replicas`` do not.
+        setting: of one replica.
+        system: what each replica runs.
+        rate: jobs/s of all replicas.
+        question: the attainment to keep in every window.
+        replicas: the smallest number found to keep it; None if ``max_replicas`` do not.
         max_replicas: the most that were allowed.
         jobs: per window.
         points: replicas -> measures, for ``replicas`` (or the most) and one fewer.
-        shares: the same -> average demand per engine, by hand.
+        shares: replicas -> shares of an engine that the rate needs on average.
     """
 
     setting: Setting
@@ -103,7 +92,7 @@ class Plan:
 
     @property
     def short(self) -> int | None:
-        """The largest number of replicas known not to keep it; None where one replica does."""
+        """The largest number of replicas known not to keep it; None if one replica does."""
         if self.replicas is None:
             return self.max_replicas
         return self.replicas - 1 or None
@@ -135,18 +124,18 @@ class Plan:
         return "\n".join(lines)
 
     def why(self) -> str:
-        """What binds with one replica fewer."""
+        """What binds with one replica fewer, in words."""
         if self.short is None:
-            return "one replica suffices, so nothing binds"
+            return "one replica is enough, so nothing binds"
         shares = self.shares[self.short]
         what = binding(shares)  # type: ignore[arg-type]
         used = shares["memory"] if what == "memory" else shares["prefill"] + shares["decode"]
         name = "memory (KV cache)" if what == "memory" else f"{what} time"
         if used >= 1:
-            return f"what binds with {_count(self.short)}: {name}, {used:.0%} of it is asked for"
+            return f"what binds with {_count(self.short)}: {name}, {used:.0%} of it is needed"
         return (
             f"what binds with {_count(self.short)}: {name} is closest to its limit, at {used:.0%} "
-            "on average; bursts and deadlines ask for the rest"
+            "on average; bursts and deadlines need the rest"
         )
 
     def to_dict(self, command: str) -> dict[str, Any]:
@@ -204,18 +193,18 @@ def make_plan(
 ) -> Plan:
     """Search the smallest number of replicas.
 
-    All numbers of replicas meet the same windows: ``setting.jobs`` jobs for each of the engines
-    that the rate would keep half busy, so that a window lasts long enough to build a queue.
+    Every number of replicas gets the same windows: ``setting.jobs`` jobs for each of the engines
+    that the rate would keep half busy, so that a window is long enough to build a queue.
 
     Args:
-        setting: with one replica.
+        setting: of one replica.
         system: what each replica runs.
-        rate: jobs/s in all.
-        question: what every window has to keep.
+        rate: jobs/s of all replicas.
+        question: the attainment to keep in every window.
         seeds: of the windows.
         max_replicas: the most to try.
         processes: as ``run_tasks``.
-        progress: told the numbers of replicas tried, of the most that a search can take.
+        progress: called with how many numbers were tried, and the most that a search can try.
     """
     hardware = setting.hardware
     need = demand(replace(setting, fit="rescale").make(rate, setting.jobs, 0), hardware)
@@ -224,15 +213,15 @@ def make_plan(
     tried = 0
 
     def case(replicas: int) -> Case:
-        return Case(with_replicas(setting, replicas), system, jobs)
+        return Case(setting.with_replicas(replicas), system, jobs)
 
     def keeps(replicas: int) -> bool:
         nonlocal tried
         tried += 1
         if progress is not None:
             progress(tried, 2 * math.ceil(math.log2(max_replicas)) + 2)
-        one = case(replicas)
-        tasks = [(one, rate / one.gpus, seed, question) for seed in seeds]
+        scaled = case(replicas)
+        tasks = [(scaled, rate / scaled.gpus, seed, question) for seed in seeds]
         return all(run_tasks(window_keeps, tasks, processes))
 
     least = math.ceil(rate / need.limit(hardware) / system.engines)
@@ -259,15 +248,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of jobs that must keep their objectives, in every window "
         "(default: 0.9)")  # fmt: skip
     add("--every-application", action="store_true",
-        help="each application has to keep that share by itself")  # fmt: skip
-    add("--system", default="vllm-slo", help="as for 'simulate --systems' (default: vllm-slo)")
+        help="the jobs of each application must keep that share")  # fmt: skip
+    add("--system", default="vllm-slo",
+        help="a system as in 'simulate --systems' (default: vllm-slo)")  # fmt: skip
     add("--max-replicas", default="16", help="the most to try (default: 16)")
     add_setting_arguments(parser)
     add("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``vllm-slo plan``: 0 with a plan, 1 where ``--max-replicas`` do not suffice."""
+    """Run ``vllm-slo plan``: 0 with a plan, 1 if ``--max-replicas`` are not enough."""
+
     from rich.console import Console
 
     rate = number("--rate", args.rate, 0, above=True)

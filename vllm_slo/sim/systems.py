@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: our scheduler, vLLM's own settings, and policies one would patch into it."""
+"""The systems that are compared: vllm-slo, vLLM's own settings, and patched policies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ OVERHEAD_S: Final[Mapping[bool, tuple[float, float]]] = {
     False: (20e-6, 13e-6),
     True: (250e-6, 18e-6),
 }
-"""Ours or not -> seconds that scheduling takes: per step, and per request in it.
+"""Whether it is vllm-slo's scheduler -> seconds to schedule: per step, and per request in it.
 
 Measured on the real scheduler objects with a prompt in every step, 16 to 256 requests, on one core
 of an Intel Xeon with AMX (benchmarks/scheduler_overhead.py).
 """
 
 DRAFTS: Final = 8
-"""Tokens drafted where a name says no number: lengths stay below 10, the verifier's own token
-included (SLOs-Serve, appendix D)."""
+"""Tokens drafted if a name has no number. With the verifier's own token a length stays below 10
+(SLOs-Serve, appendix D)."""
 MOST_DRAFTS: Final = 32
 
 SWEPT_BUDGETS: Final = (256, 512, 1024, 2048)
@@ -33,13 +33,13 @@ SWEPT_BUDGETS: Final = (256, 512, 1024, 2048)
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One set-up of one replica.
+    """How one replica is set up.
 
     Attributes:
-        name: what ``parse_system`` reads.
-        policy: who decides.
+        name: as ``parse_system`` reads it.
+        policy: of the scheduler.
         token_budget: most tokens of a step (``--max-num-batched-tokens``).
-        prefill, decode: engines of each kind where the two are apart, else 0.
+        prefill, decode: engines of each kind if disaggregated, else 0.
         drafts: tokens drafted for each decoding request in a step; 0: no speculation.
     """
 
@@ -52,16 +52,16 @@ class System:
 
     @property
     def engines(self) -> int:
-        """Engines that make one replica."""
+        """Engines of one replica."""
         return self.prefill + self.decode or 1
 
     @property
     def stock(self) -> bool:
-        """Whether vLLM's own flags are all it takes."""
+        """Whether vLLM's own flags are enough to run it."""
         return self.policy in ("fcfs", "priority")
 
     def overhead_s(self, requests: int) -> float:
-        """Seconds that scheduling a step of so many requests takes."""
+        """Seconds to schedule a step of so many requests."""
         step_s, request_s = OVERHEAD_S[self.policy == "slo"]
         return step_s + request_s * requests
 
@@ -81,10 +81,10 @@ def system(policy: Policy, token_budget: int, prefill: int = 0, decode: int = 0)
     return System(name, policy, token_budget, prefill, decode)
 
 
-def speculating(one: System, drafts: int = DRAFTS) -> System:
+def speculating(plain: System, drafts: int = DRAFTS) -> System:
     """The same system with speculation; see ``System.drafts``."""
     length = "" if drafts == DRAFTS else drafts
-    return replace(one, name=f"{one.name}-spec{length}", drafts=drafts)
+    return replace(plain, name=f"{plain.name}-spec{length}", drafts=drafts)
 
 
 def parse_system(text: str) -> System:
@@ -118,11 +118,11 @@ def parse_system(text: str) -> System:
 
 
 def families(step_time: StepTimeModel, tightest_tpot_s: float) -> dict[str, tuple[System, ...]]:
-    """Name of a baseline -> the settings among which its best is to be found.
+    """Name of a baseline -> the settings among which the best is chosen.
 
     Args:
         step_time: of the engine.
-        tightest_tpot_s: of the scenario; Sarathi's budget is the largest step within it.
+        tightest_tpot_s: of the scenario; Sarathi's token budget is the largest step within it.
     """
     sarathi = min(max(step_time.time_to_tokens(tightest_tpot_s), 64), 8192)
     swept = sorted({*SWEPT_BUDGETS, sarathi})
@@ -148,4 +148,4 @@ STOCK_FAMILIES: Final = (
     "Sarathi (best budget)",
     "vLLM priority = deadline",
 )
-"""Baselines that need nothing but vLLM's own flags."""
+"""Baselines that need only vLLM's own flags."""

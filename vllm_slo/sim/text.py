@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up text: what only has to be unlike every other request's, or like its own."""
+"""Made-up tokens of prompts and answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _FILLER = 5
 
 
 def own_text(name: str, length: int) -> list[int]:
-    """Token ids of a prompt that begins like no other, so that no block of it is cached."""
+    """Token ids of a prompt with a unique beginning, so that no block of it is cached."""
+
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     head = [3 + number // 997**place % 997 for place in range(6)]
     return [*head, *[_FILLER] * (length - len(head))][:length]

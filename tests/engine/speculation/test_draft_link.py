@@ -44,8 +44,8 @@ from vllm_slo.engine.speculation.draft_link import DraftLink, Exchange
 from vllm_slo.engine.speculation.draft_peer import SPARE_MESSAGES
 from vllm_slo.engine.speculation.servers_report import DrafterView, Fault
 from vllm_slo.errors import ConfigError
-from vllm_slo.router import draft_server
-from vllm_slo.router.draft_server import VerifierLink
+from vllm_slo.router import verifier_link
+from vllm_slo.router.verifier_link import VerifierLink
 from vllm_slo.wire.draft_messages import (
     MAX_ANSWER_BYTES,
     Answer,
@@ -295,7 +295,7 @@ def test_without_the_token_nobody_is_heard(
         drafting(link.address, "friend"),
     ):
         until_ready(link, "friend")
-        until(link, lambda: "does not know the token" in caplog.text)
+        until(link, lambda: "has another token" in caplog.text)
         assert view(link, "stranger") is None
         assert ask(link, "friend").answers
     assert not link.faults
@@ -364,7 +364,7 @@ def test_padding_of_a_known_vocabulary_does_no_harm() -> None:
 def test_a_refused_drafter_says_so_and_asks_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(draft_server, "RETRY_S", 0.05)
+    monkeypatch.setattr(verifier_link, "RETRY_S", 0.05)
     with new_link(max_drafters=1) as link, ExitStack() as first:
         first.enter_context(drafting(link.address, "a"))
         until_ready(link, "a")
@@ -997,7 +997,7 @@ def test_a_verifier_that_restarts_is_found_again(
             assert ask(again, "a", [1, 2, 3]).answers["s"].tokens == echo([1, 2, 3], 3)
         assert drafter.prefixes == [[1, 2], [1, 2, 3]]
     said = [record.getMessage().rpartition(f"{address} ")[2] for record in caplog.records]
-    assert said[:3] == ["is there", "is gone; looking for it", "is there"]
+    assert said[:3] == ["is connected", "has disconnected; trying to reconnect", "is connected"]
 
 
 def test_drafts_for_an_earlier_verifier_are_not_sent_to_the_next(link: DraftLink) -> None:
@@ -1046,7 +1046,7 @@ def test_what_an_earlier_connection_left_is_no_welcome(link: DraftLink) -> None:
 
 def test_something_else_at_the_address_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZMQ gives up for good where it meets another protocol; a verifier there later is found."""
-    monkeypatch.setattr(draft_server, "FRUITLESS_S", 0.3)
+    monkeypatch.setattr(verifier_link, "FRUITLESS_S", 0.3)
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     with drafting(address, "a"):

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headers that the front passes on, to replicas and back to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from multidict import CIMultiDict
+
+from vllm_slo.router.protocol import OWN_PREFIX
+from vllm_slo.router.upstream import Upstream
+
+REPLICA_HEADER: Final = "x-vllm-slo-replica"
+REQUEST_ID: Final = "X-Request-Id"
+HOP_BY_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_NOT_SENT: Final = HOP_BY_HOP | {"host", "content-length", "expect"}
+_NOT_RETURNED: Final = HOP_BY_HOP | {"content-length"}
+
+
+def forwarded_headers(headers: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
+    """A client's headers as a replica gets them."""
+    named = _connection_options(headers.get("Connection"))
+    kept = CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if (low := name.lower()) not in _NOT_SENT
+        and not low.startswith(OWN_PREFIX)
+        and low not in named
+    )
+    kept[REQUEST_ID] = request_id
+    return kept
+
+
+def returned_headers(
+    headers: Mapping[str, str], upstream: Upstream, request_id: str
+) -> CIMultiDict[str]:
+    """A replica's headers as the client gets them, without those that hold its private address."""
+    named = _connection_options(headers.get("Connection"))
+    address = upstream.spec.url.rpartition("://")[2].lower()
+    kept = CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if (low := name.lower()) not in _NOT_RETURNED
+        and not low.startswith(OWN_PREFIX)
+        and low not in named
+        and address not in value.lower()
+    )
+    kept[REPLICA_HEADER] = upstream.name
+    kept[REQUEST_ID] = request_id
+    return kept
+
+
+def _connection_options(value: str | None) -> frozenset[str] | set[str]:
+    """Names of further headers that are for one connection only."""
+
+    return {one.strip().lower() for one in value.split(",")} if value else frozenset()

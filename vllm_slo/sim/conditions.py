@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions of a simulation beyond jobs, system and hardware."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from vllm_slo.core.step_time.model import BatchShape
+from vllm_slo.core.types import RoutingPolicy
+from vllm_slo.sim.errors import SimulationError
+from vllm_slo.sim.hardware import Hardware
+
+Overhead = Literal["modelled", "measured", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Replicas, routing, and how the true step times differ from the believed ones.
+
+    Attributes:
+        replicas: engines (or groups of them) that share the load.
+        bias: true step time over the believed one.
+        noise: relative standard deviation of a step's true time (lognormal, mean 1).
+        seed: of the noise, and of which drafts are accepted.
+        exact: vLLM's whole scheduler object instead of the light scheduler.
+        hops: replicas asked for a promise before a request becomes best effort.
+        routing: which replica a request goes to, as ``core.routing.policy`` names it.
+        acceptance: application -> probability that a drafted token is accepted.
+        overhead: scheduling time added to each step. ``modelled``: as measured on the real objects;
+            nothing if the hardware's step times include it. ``measured``: the time it takes in this
+            process; needs ``exact`` and is not repeatable. ``none``: no time.
+
+    Raises:
+        SimulationError: a field is out of range.
+    """
+
+    replicas: int = 1
+    bias: float = 1.0
+    noise: float = 0.0
+    seed: int = 0
+    exact: bool = False
+    hops: int = 1 << 30
+    routing: RoutingPolicy = "slo"
+    acceptance: Mapping[str, float] = field(default_factory=dict)
+    overhead: Overhead = "modelled"
+
+    def __post_init__(self) -> None:
+        for name, low in (("replicas", 1), ("hops", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value < low:
+                raise SimulationError(f"{name}: must be at least {low}, not {value}")
+        if not 0.0 < self.bias < math.inf:
+            raise SimulationError(f"bias: must be a positive factor, not {self.bias}")
+        if not 0.0 <= self.noise <= 1.0:
+            raise SimulationError(f"noise: must be between 0 and 1, not {self.noise}")
+        if self.routing not in get_args(RoutingPolicy):
+            raise SimulationError(
+                f"routing: must be one of {', '.join(get_args(RoutingPolicy))}, "
+                f"not {self.routing!r}"
+            )
+        if self.overhead not in get_args(Overhead):
+            raise SimulationError(
+                f"overhead: must be one of {', '.join(get_args(Overhead))}, not {self.overhead!r}"
+            )
+        if self.overhead == "measured" and not self.exact:
+            raise SimulationError("overhead: measured also needs exact")
+        for name, share in self.acceptance.items():
+            if not 0.0 <= share <= 1.0:
+                raise SimulationError(
+                    f"acceptance of {name!r}: must be between 0 and 1, not {share}"
+                )
+
+    def true_step_time(self, hardware: Hardware, engine: int) -> Callable[[BatchShape], float]:
+        """The true time of a step of ``engine``; policies see the model without bias and noise."""
+        predict = hardware.step_time.predict_shape_s
+        if self.noise == 0.0:
+            return lambda shape: self.bias * predict(shape)
+        rng = np.random.default_rng([self.seed, engine])
+        sigma = math.sqrt(math.log1p(self.noise**2))
+
+        def noisy(shape: BatchShape) -> float:
+            return self.bias * predict(shape) * math.exp(rng.normal(-0.5 * sigma**2, sigma))
+
+        return noisy
+
+    @property
+    def known(self) -> bool:
+        """Whether the believed step times are the true ones."""
+        return self.bias == 1.0 and self.noise == 0.0
+
+    @property
+    def margin(self) -> float:
+        """Safety factor of a baseline that predicts step times; vllm-slo learns its own."""
+
+        return self.bias * (1.0 + self.noise)
