@@ -10,8 +10,7 @@ carries an SLO, nothing is arranged and the scheduler is vLLM's, decision for de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -113,20 +112,20 @@ class Scheduler(AsyncScheduler):
         speculation.propose(active=controller.active)
         plan = controller.plan() if self._pause_state == PauseState.UNPAUSED else None
         speculation.select(plan)
-        with self._arranged(plan):
-            output = super().schedule(throttle_prefills)
+        output = self._schedule(throttle_prefills, plan)
         shape = speculation.attach(output, self.batch_shape(output))
         controller.on_scheduled(output, shape, plan)
         return output
 
-    @contextmanager
-    def _arranged(self, plan: StepSchedule | None) -> Iterator[None]:
-        """What vLLM's ``schedule()`` finds: the plan, and drafts padded as speculation has them."""
+    def _schedule(self, throttle_prefills: bool, plan: StepSchedule | None) -> SchedulerOutput:
+        """vLLM's ``schedule()`` with the plan applied, and drafts padded as speculation has it."""
         padding, self.num_spec_tokens = self.num_spec_tokens, self._speculation.draft_padding
         self._step, self._in_step = plan, True
         try:
-            with nullcontext() if plan is None else applied(self, plan, self._state):
-                yield
+            if plan is None:
+                return super().schedule(throttle_prefills)
+            with applied(self, plan, self._state):
+                return super().schedule(throttle_prefills)
         finally:
             self.num_spec_tokens = padding
             self._step, self._in_step = None, False
@@ -135,17 +134,19 @@ class Scheduler(AsyncScheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """vLLM's per-request token hook, asked for each running and waiting request it looks at."""
-        if self._step is not None:
-            granted = self._step.tokens.get(request.request_id)
+        step = self._step
+        if step is not None:
+            granted = step.tokens.get(request.request_id)
             # A waiting request's last token, padded by vLLM to a row of drafts: all of it or none.
-            padded = (
-                request.status != RequestStatus.RUNNING
-                and num_new_tokens > request.num_tokens - num_computed_tokens
-            )
-            if granted is not None and granted < num_new_tokens and not (padded and granted):
-                num_new_tokens = granted
-                if num_new_tokens == 0:
+            if granted is not None and granted < num_new_tokens:
+                padded = (
+                    request.status != RequestStatus.RUNNING
+                    and num_new_tokens > request.num_tokens - num_computed_tokens
+                )
+                if granted == 0:
                     return 0
+                if not padded:
+                    num_new_tokens = granted
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def batch_shape(self, output: SchedulerOutput) -> BatchShape:

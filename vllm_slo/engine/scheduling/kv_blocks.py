@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
@@ -44,6 +46,11 @@ class KVBlocks:
         run alone is not refused for memory."""
         blocks = sum(-(-tokens // size) for size in self.sizes)
         return min(blocks, self.total)
+
+    def needed_by_all(self, tokens: NDArray[np.int64]) -> int:
+        """`needed` of (n,) requests, together."""
+        blocks = sum(-(-tokens // size) for size in self.sizes)
+        return int(np.minimum(blocks, self.total).sum())
 
     def held(self, request: Request) -> int:
         """Blocks that a request holds."""

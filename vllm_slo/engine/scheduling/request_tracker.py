@@ -19,6 +19,7 @@ class RequestTracker:
 
     Attributes:
         live: the requests by id, in the order in which they arrived.
+        changes: how often requests came, ended, or were promised or not promised any more.
         unpromised: how many of them have no promise.
         arrived: whether one has arrived since `planned` was called.
         ended: promises that have ended, or draw less, since then.
@@ -29,6 +30,7 @@ class RequestTracker:
     def __init__(self, now_s: float) -> None:
         self.live: dict[str, SLORequest] = {}
         self.unpromised = 0
+        self.changes = 0
         self.arrived = False
         self.ended = 0
         self.reordered = False
@@ -61,11 +63,13 @@ class RequestTracker:
         """A request has arrived."""
         self.live[tracked.request.request_id] = tracked
         self.unpromised += 1
+        self.changes += 1
         self.arrived = True
 
     def promise(self, tracked: SLORequest, begin_by_s: float) -> None:
         """A request is promised its objectives."""
         tracked.promise(begin_by_s)
+        self.changes += 1
         self.unpromised -= 1
         self.reordered = True
         if tracked.first_token_s is None:
@@ -74,6 +78,7 @@ class RequestTracker:
     def withdraw(self, tracked: SLORequest) -> None:
         """A promise ends; the request goes on as best effort."""
         tracked.promised = False
+        self.changes += 1
         self.unpromised += 1
         self.reordered = True
         self._unstarted.pop(tracked.request.request_id, None)
@@ -88,6 +93,7 @@ class RequestTracker:
         if tracked is None:
             return None
         self._unstarted.pop(request_id, None)
+        self.changes += 1
         if tracked.promised:
             self.ended += 1
             # The time before it arrived is no wait for its end.

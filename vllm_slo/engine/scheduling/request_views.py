@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_slo.core.batching.decodes import NONE as NO_DECODES
+from vllm_slo.core.batching.decodes import Decodes
 from vllm_slo.core.lengths.output_length import LengthPrediction
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
+from vllm_slo.engine.scheduling.decode_model import TokenYields
 from vllm_slo.engine.scheduling.request_facts import is_decoding, tokens_to_next_sample
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 
@@ -50,6 +56,48 @@ def decode_view(
         tpot_s,
         tokens,
         context,
+    )
+
+
+def decode_rows(
+    tracked: Sequence[SLORequest], start_s: float, strength: float, yields: TokenYields
+) -> Decodes:
+    """`decode_view` of promised requests that decode, all at once.
+
+    Args:
+        tracked: the requests; all have the same TPOT window.
+        start_s: when the step begins.
+        strength: share of each TPOT to work towards.
+        yields: what drafts are expected to yield.
+    """
+    if not tracked:
+        return NO_DECODES
+    requests = [t.request for t in tracked]
+    names = [request.request_id for request in requests]
+    measures = [t.tpot.measure for t in tracked]
+    held = np.array([m.open_tokens for m in measures], dtype=np.float64)
+    in_flight, next_step = yields.in_flight, yields.next_step
+    if in_flight:
+        held += [
+            in_flight.get(name, request.num_output_placeholders)
+            for name, request in zip(names, requests, strict=True)
+        ]
+    else:
+        held += [request.num_output_placeholders for request in requests]
+    expected = np.ones(len(names))
+    if next_step:
+        expected[:] = [next_step.get(name, 1.0) for name in names]
+    tokens = np.array([1 + len(request.spec_token_ids) for request in requests], dtype=np.int64)
+    context = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
+    return Decodes.in_windows(
+        names,
+        start_s,
+        (np.array([m.open_start_s for m in measures]), held),
+        np.array([t.first_token_s is not None for t in tracked]),
+        expected,
+        np.array([t.tpot_s for t in tracked]) * strength,
+        tracked[0].window,
+        (tokens, context),
     )
 
 

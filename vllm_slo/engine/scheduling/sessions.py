@@ -50,6 +50,7 @@ class SessionRounds:
         self._clock = clock
         self._metrics = metrics
         self._sessions = Sessions(config.idle_s)
+        self._block_size = min(blocks.sizes, default=1)
         self._warm = WarmPrefixes(blocks.pool, int(config.kv_share * blocks.total))
 
     def gauges(self) -> dict[str, float]:
@@ -162,7 +163,7 @@ class SessionRounds:
 
     def scheduled(self, tokens: int) -> None:
         """A step computes so many tokens; each takes its share of a block."""
-        self._warm.used(tokens / min(self._blocks.sizes, default=1))
+        self._warm.used(tokens / self._block_size)
 
     def close_quiet(self, now_s: float) -> None:
         """Sessions of which nothing is heard any more have ended."""

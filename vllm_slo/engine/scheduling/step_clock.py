@@ -51,6 +51,7 @@ class StepClock:
     Attributes:
         clock: time, to be read where the moment matters; `now_s` is the time of a whole step.
         now_s: when the step that is being planned, or processed, was begun.
+        ticks: how often the clock was read for `now_s`.
         expected_model: typical step times, drafting included.
         promise_model: step times to promise by, drafting included.
         verifying_model, plain_promise_model: the same without drafting.
@@ -65,6 +66,7 @@ class StepClock:
     ) -> None:
         self.clock = clock
         self.now_s = clock.monotonic_s()
+        self.ticks = 0
         self.estimator = estimator
         self.verified_s = 0.0
         self.mean_s = 0.0
@@ -82,6 +84,7 @@ class StepClock:
     def tick(self) -> float:
         """Read the clock: from here on `now_s` is this moment."""
         self.now_s = self.clock.monotonic_s()
+        self.ticks += 1
         return self.now_s
 
     @property

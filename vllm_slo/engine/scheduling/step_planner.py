@@ -309,7 +309,7 @@ class StepPlanner:
         )
         return step.plan_step(
             self.start_s,
-            [workload.decode_view(t, self.start_s) for t in self.decodes],
+            workload.decode_rows(self.decodes, self.start_s),
             [request_views.prefill_view(t) for t in self.prefills],
             others,
             self.model,

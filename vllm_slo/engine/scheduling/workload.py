@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from vllm_slo.core.admission.program import PLAIN, Capacity, work_tokens
+from vllm_slo.core.batching.decodes import Decodes
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.sessions.end_to_end import end_to_end_pace
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import INFINITY, DecodeView, Demand
+from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_views
 from vllm_slo.engine.scheduling.decode_model import DecodeModel, WayToDecode
@@ -31,7 +36,7 @@ class CommittedLoad(NamedTuple):
     """
 
     pending: list[Demand]
-    decoding: dict[float, int]
+    decoding: Mapping[float, int]
     context: int
     blocks: int
 
@@ -87,6 +92,7 @@ class Workload:
         self._guard = guard
         self._can_promise = can_promise
         self._ways = _Ways(-INFINITY, INFINITY, [])
+        self._committed: tuple[tuple[object, ...], CommittedLoad] | None = None
 
     # What one request asks.
 
@@ -145,13 +151,10 @@ class Workload:
         )
         return self.blocks.needed(tokens)
 
-    def decode_view(self, tracked: SLORequest, start_s: float) -> DecodeView:
-        """A promised decoding request before a step that begins at ``start_s``."""
-        name, yields = tracked.request.request_id, self._decoding.yields
-        expected, in_flight = yields.next_step.get(name, 1.0), yields.in_flight.get(name)
-        return request_views.decode_view(
-            tracked, start_s, self._clock.strength, expected, in_flight
-        )
+    def decode_rows(self, tracked: Sequence[SLORequest], start_s: float) -> Decodes:
+        """Promised decoding requests before a step that begins at ``start_s``."""
+        strength, yields = self._clock.strength, self._decoding.yields
+        return request_views.decode_rows(tracked, start_s, strength, yields)
 
     # What all of them ask, and what is left.
 
@@ -159,21 +162,43 @@ class Workload:
         self, start_s: float, model: StepTimeModel, origin_s: float = 0.0
     ) -> CommittedLoad:
         """What is promised. Deadlines are counted from ``origin_s``."""
-        pending: list[Demand] = []
-        decoding: dict[float, int] = {}
-        context = blocks = 0
-        for tracked in self._tracker:
-            if not tracked.promised:
-                continue
-            if tracked.decodes:
-                blocks += self._blocks_of(tracked)
-                decoding[tracked.reserved_tpot_s] = decoding.get(tracked.reserved_tpot_s, 0) + 1
-                context += tracked.request.num_computed_tokens
-            else:
-                demand = self.demand(tracked, start_s, model, origin_s)
-                blocks += demand.blocks
-                pending.append(demand)
-        return CommittedLoad(pending, decoding, context, blocks)
+        asked = self._clock.ticks, self._tracker.changes, start_s, model, origin_s
+        if self._committed is None or self._committed[0] != asked:
+            self._committed = asked, self._load(start_s, model, origin_s)
+        return self._committed[1]
+
+    def _load(self, start_s: float, model: StepTimeModel, origin_s: float) -> CommittedLoad:
+        promised = [t for t in self._tracker.live.values() if t.promised]
+        decodes = [t for t in promised if t.decodes]
+        pending = []
+        if len(decodes) < len(promised):
+            pending = [self.demand(t, start_s, model, origin_s) for t in promised if not t.decodes]
+        return CommittedLoad(
+            pending,
+            Counter([t.reserved_tpot_s for t in decodes]),
+            sum([t.request.num_computed_tokens for t in decodes]),
+            sum([demand.blocks for demand in pending]) + self._blocks_of_all(decodes),
+        )
+
+    def _blocks_of_all(self, decodes: Sequence[SLORequest]) -> int:
+        """KV blocks to set aside for requests that decode."""
+        by_class: dict[str, list[tuple[int, int, int, int]]] = {}
+        for tracked in decodes:
+            request = tracked.request
+            by_class.setdefault(tracked.slo_class, []).append(
+                (
+                    request.num_prompt_tokens,
+                    request.max_tokens,
+                    tracked.slo.expected_output_tokens or 0,
+                    tracked.recorded,
+                )
+            )
+        return sum(
+            self.blocks.needed_by_all(
+                self.lengths.expected_holds(name, *np.array(rows, dtype=np.int64).T)
+            )
+            for name, rows in by_class.items()
+        )
 
     def capacity(self, promised: int, blocks: int) -> Capacity:
         """What is left beside so many promises that hold so many KV blocks."""

@@ -26,7 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.config.speculation import SpeculationConfig
-from vllm_slo.core.batching.step import decode_limit_s
+from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.candidate_trees import tpot_needs
 from vllm_slo.core.speculation.draft_rounds import Crowd, DraftTimes, plan_round
@@ -176,7 +176,7 @@ class DraftServers:
         verifying_s = self._clock.verifying_model.predict_s(tokens, context)
         start_s = self._clock.start_s
         limits_s = (
-            decode_limit_s(start_s, self._view(tracked, start_s), 0.0)
+            limit_of(start_s, self._view(tracked, start_s), 0.0)
             for tracked in self._tracker
             if tracked.promised and tracked.decodes
         )

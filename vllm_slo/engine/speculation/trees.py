@@ -26,7 +26,8 @@ from vllm.v1.request import Request
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
-from vllm_slo.core.batching.step import Pressure, decode_limit_s
+from vllm_slo.core.batching.decodes import limit_of
+from vllm_slo.core.batching.step import Pressure
 from vllm_slo.core.speculation import token_tree
 from vllm_slo.core.speculation.calibration import ACCEPTED_NODE, DraftCalibration, outcomes
 from vllm_slo.core.speculation.candidate_trees import (
@@ -508,7 +509,7 @@ class Trees:
             tracked = self._tracker.live[name]
             view = self._view(tracked)
             if view.window_end_s > start_s:  # else it is lost, and hurries nobody
-                limit_s = decode_limit_s(start_s, view, 0.0)
+                limit_s = limit_of(start_s, view, 0.0)
                 tpot_s = tracked.tpot_s * self._counted_share(view)
                 found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found

@@ -13,6 +13,7 @@ from vllm_slo.core.sessions.stages import StageResult
 from vllm_slo.engine.telemetry.exposition import SeriesFile
 from vllm_slo.engine.telemetry.series import RATIO_BUCKETS, Members, SeriesMaker
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
+from vllm_slo.engine.telemetry.step_series import StepSeries
 
 __all__ = ["SchedulerMetrics"]
 
@@ -104,15 +105,8 @@ class SchedulerMetrics:
             "Sessions that ended, by whether every round and the whole attained.",
             *("slo_class", "attained"),
         )
-        self._step_ratio = make.histogram(
-            "vllm_slo:step_time_ratio",
-            "Measured step time over predicted step time.",
-            buckets=RATIO_BUCKETS,
-        ).of()
-        self._predicted = make.counter(
-            "vllm_slo:step_predicted_seconds", "Predicted step time."
-        ).of()
-        self._actual = make.counter("vllm_slo:step_seconds", "Measured step time.").of()
+        self._steps = StepSeries(str(engine))
+        self.registry.register(self._steps)
         self._gauges = {
             name: make.gauge(f"vllm_slo:{name}", text) for name, text in _GAUGES.items()
         }
@@ -162,10 +156,7 @@ class SchedulerMetrics:
 
     def step(self, predicted_s: float, actual_s: float) -> None:
         """Compare one step's time with its prediction."""
-        if predicted_s > 0 and actual_s > 0:
-            self._step_ratio.observe(actual_s / predicted_s)
-            self._predicted.inc(predicted_s)
-            self._actual.inc(actual_s)
+        self._steps.observe(predicted_s, actual_s)
 
     @cached_property
     def _promised(self) -> Members[Counter]:
