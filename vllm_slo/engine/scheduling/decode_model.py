@@ -33,9 +33,11 @@ class DecodeModel(Protocol):
 
     Attributes:
         yields: what drafts are expected to yield.
+        speculates: whether there may ever be drafts; else `speculative` is always None.
     """
 
     yields: TokenYields
+    speculates: bool
 
     def plain(self) -> StepTimeModel:
         """Times of steps without drafts, for promises to count on."""
@@ -53,6 +55,8 @@ class PlainDecoding:
     Args:
         clock: the step times.
     """
+
+    speculates = False
 
     def __init__(self, clock: StepClock) -> None:
         self.yields = TokenYields()

@@ -20,6 +20,7 @@ class RequestTracker:
     Attributes:
         live: the requests by id, in the order in which they arrived.
         changes: how often requests came, ended, or were promised or not promised any more.
+        decoding_changes: those of `changes` that were of requests with a token.
         unpromised: how many of them have no promise.
         arrived: whether one has arrived since `planned` was called.
         ended: promises that have ended, or draw less, since then.
@@ -31,6 +32,7 @@ class RequestTracker:
         self.live: dict[str, SLORequest] = {}
         self.unpromised = 0
         self.changes = 0
+        self.decoding_changes = 0
         self.arrived = False
         self.ended = 0
         self.reordered = False
@@ -69,7 +71,7 @@ class RequestTracker:
     def promise(self, tracked: SLORequest, begin_by_s: float) -> None:
         """A request is promised its objectives."""
         tracked.promise(begin_by_s)
-        self.changes += 1
+        self._count_change(tracked)
         self.unpromised -= 1
         self.reordered = True
         if tracked.first_token_s is None:
@@ -78,7 +80,7 @@ class RequestTracker:
     def withdraw(self, tracked: SLORequest) -> None:
         """A promise ends; the request goes on as best effort."""
         tracked.promised = False
-        self.changes += 1
+        self._count_change(tracked)
         self.unpromised += 1
         self.reordered = True
         self._unstarted.pop(tracked.request.request_id, None)
@@ -93,7 +95,7 @@ class RequestTracker:
         if tracked is None:
             return None
         self._unstarted.pop(request_id, None)
-        self.changes += 1
+        self._count_change(tracked)
         if tracked.promised:
             self.ended += 1
             # The time before it arrived is no wait for its end.
@@ -103,6 +105,10 @@ class RequestTracker:
         else:
             self.unpromised -= 1
         return tracked
+
+    def _count_change(self, tracked: SLORequest) -> None:
+        self.changes += 1
+        self.decoding_changes += tracked.first_token_s is not None
 
     # What is asked once.
 

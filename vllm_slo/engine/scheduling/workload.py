@@ -46,6 +46,32 @@ class CommittedLoad(NamedTuple):
         return len(self.pending) + sum(self.decoding.values())
 
 
+class _DecodingLoad(NamedTuple):
+    """Of `CommittedLoad`, the part of the requests that decode."""
+
+    tpots_s: Mapping[float, int]
+    context: int
+    blocks: int
+
+
+class _Need(NamedTuple):
+    """What a request needs by a model of step times.
+
+    Attributes:
+        model: the model.
+        work_tokens: its prefill, in tokens of no context.
+        prefill_s: seconds of it.
+        length: of its answer.
+        blocks: KV blocks to set aside.
+    """
+
+    model: StepTimeModel
+    work_tokens: float
+    prefill_s: float
+    length: LengthPrediction
+    blocks: int
+
+
 class _Ways(NamedTuple):
     """What promises may count on at a time, beside requests of which this is the tightest TPOT."""
 
@@ -93,6 +119,9 @@ class Workload:
         self._can_promise = can_promise
         self._ways = _Ways(-INFINITY, INFINITY, [])
         self._committed: tuple[tuple[object, ...], CommittedLoad] | None = None
+        self._decoding_load: tuple[tuple[int, int], _DecodingLoad] | None = None
+        self._needs: dict[str, _Need] = {}
+        self._needs_of = -1
 
     # What one request asks.
 
@@ -113,19 +142,31 @@ class Workload:
 
         Its deadline is counted from ``origin_s``.
         """
-        request = tracked.request
-        length = self.predicted_length(tracked)
-        self.blocks.look_up_prefix(tracked)
-        work = work_tokens(model, tracked.remaining_tokens, request.num_computed_tokens)
+        need = self._need(tracked, model)
         return request_views.demand(
             tracked,
             start_s - origin_s,
-            tracked.due_s(start_s, model.predict_s(work)),
-            work,
-            length,
-            self._blocks_of(tracked),
+            tracked.due_s(start_s, need.prefill_s),
+            need.work_tokens,
+            need.length,
+            need.blocks,
             origin_s + model.predict_s(0),
         )
+
+    def _need(self, tracked: SLORequest, model: StepTimeModel) -> _Need:
+        """What a request needs; worked out once while nothing happens to it."""
+        ticks, name = self._clock.ticks, tracked.request.request_id
+        if self._needs_of != ticks:
+            self._needs_of = ticks
+            self._needs.clear()
+        need = self._needs.get(name)
+        if need is None or need.model is not model:
+            self.blocks.look_up_prefix(tracked)
+            computed = tracked.request.num_computed_tokens
+            work = work_tokens(model, tracked.remaining_tokens, computed)
+            length, blocks = self.predicted_length(tracked), self._blocks_of(tracked)
+            need = self._needs[name] = _Need(model, work, model.predict_s(work), length, blocks)
+        return need
 
     def keep_end_to_end(self, tracked: SLORequest) -> None:
         """Derive from a request's end-to-end objective what it may take to its first token, and for
@@ -169,15 +210,22 @@ class Workload:
 
     def _load(self, start_s: float, model: StepTimeModel, origin_s: float) -> CommittedLoad:
         promised = [t for t in self._tracker.live.values() if t.promised]
-        decodes = [t for t in promised if t.decodes]
-        pending = []
-        if len(decodes) < len(promised):
-            pending = [self.demand(t, start_s, model, origin_s) for t in promised if not t.decodes]
-        return CommittedLoad(
-            pending,
+        pending = [t for t in promised if not t.decodes]
+        demands = [self.demand(t, start_s, model, origin_s) for t in pending]
+        asked = self._clock.ticks, self._tracker.decoding_changes
+        if self._decoding_load is None or self._decoding_load[0] != asked:
+            decodes = [t for t in promised if t.decodes] if pending else promised
+            self._decoding_load = asked, self._load_of(decodes)
+        decoding = self._decoding_load[1]
+        blocks = decoding.blocks + sum([demand.blocks for demand in demands])
+        return CommittedLoad(demands, decoding.tpots_s, decoding.context, blocks)
+
+    def _load_of(self, decodes: Sequence[SLORequest]) -> _DecodingLoad:
+        """The load of promised requests that decode."""
+        return _DecodingLoad(
             Counter([t.reserved_tpot_s for t in decodes]),
             sum([t.request.num_computed_tokens for t in decodes]),
-            sum([demand.blocks for demand in pending]) + self._blocks_of_all(decodes),
+            self._blocks_of_all(decodes),
         )
 
     def _blocks_of_all(self, decodes: Sequence[SLORequest]) -> int:
@@ -223,6 +271,8 @@ class Workload:
     def ways_to_decode(self, tpot_s: float = INFINITY) -> list[WayToDecode]:
         """What a promise may count on: plain steps, and steps with drafts; also for a request that
         is not tracked, of such a TPOT."""
+        if not self._decoding.speculates:
+            return [(self._decoding.plain(), PLAIN)]
         known, now_s = self._ways, self._clock.now_s
         if known.now_s == now_s and known.tightest_s <= tpot_s:
             return known.ways

@@ -169,6 +169,8 @@ class Chains:
         yields: tokens that steps are expected to yield, of requests with a TPOT.
     """
 
+    speculates = True
+
     def __init__(
         self,
         state: SchedulerState,

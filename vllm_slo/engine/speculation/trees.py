@@ -139,6 +139,7 @@ class Trees:
     """
 
     draft_padding = 0
+    speculates = True
 
     def __init__(
         self,
