@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 
 from common import markdown, write_result
 
-from vllm_slo.core.speculation.draft_lengths import Tier, plan_lengths
+from vllm_slo.core.speculation.draft_lengths import plan_lengths
+from vllm_slo.core.speculation.tiers import Tier
 from vllm_slo.sim.capacity import (
     Capacity,
     Case,

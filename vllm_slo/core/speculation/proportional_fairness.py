@@ -4,7 +4,7 @@
 Source: GoodSpeed, sections III-B and III-C. A client i is a draft server, or a tenant of one
 server; each of its drafted tokens is accepted with probability a_i, those before it being accepted.
 A round that verifies S_i of them yields mu(S_i, a_i) = (1 - a_i^(S_i + 1)) / (1 - a_i) tokens on
-average, which is Acc(S_i + 1) of `core.speculation.draft_lengths`. The long-run goodputs x_i,
+average, which is Acc(S_i + 1) of `core.speculation.acceptance`. The long-run goodputs x_i,
 tokens per round, are to maximise sum_i w_i U(x_i), where U is log (proportional fairness) or, in
 general, alpha-fair: U'(x) = x^-alpha. Both what is accepted and what comes out are smoothed::
 

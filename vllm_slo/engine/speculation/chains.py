@@ -41,21 +41,19 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.speculation.acceptance import AcceptanceEstimator, expected_tokens
 from vllm_slo.core.speculation.draft_lengths import (
-    AcceptanceEstimator,
-    DraftPassTime,
     LengthPlan,
-    Tier,
-    expected_tokens,
     fastest_pace_s,
-    gather_tiers,
     plan_lengths,
-    stretched_s,
     warm_up,
-    working_tpot_s,
 )
+from vllm_slo.core.speculation.draft_pass_time import DraftPassTime
+from vllm_slo.core.speculation.tiers import Tier, gather_tiers
 from vllm_slo.core.speculation.tree_budget import MeasuredTrees, sustained_trees
-from vllm_slo.core.speculation.window_odds import SURE, WindowOdds
+from vllm_slo.core.speculation.window_odds import WindowOdds
+from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN as SURE
+from vllm_slo.core.speculation.window_pace import stretched_s, working_tpot_s
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine.scheduling import request_views

@@ -37,7 +37,6 @@ from vllm_slo.core.speculation.candidate_trees import (
     nodes_of_step,
     tpot_needs,
 )
-from vllm_slo.core.speculation.draft_lengths import counted_tokens
 from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains
 from vllm_slo.core.speculation.tree_budget import (
     MeasuredTrees,
@@ -53,6 +52,7 @@ from vllm_slo.core.speculation.tree_selection import (
     node_worths,
     select_trees,
 )
+from vllm_slo.core.speculation.window_pace import counted_tokens
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine.scheduling import request_views
