@@ -49,8 +49,9 @@ from vllm_slo.core.speculation.draft_lengths import (
     warm_up,
 )
 from vllm_slo.core.speculation.draft_pass_time import DraftPassTime
+from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tiers import Tier, gather_tiers
-from vllm_slo.core.speculation.tree_budget import MeasuredTrees, sustained_trees
+from vllm_slo.core.speculation.tree_budget import sustained_trees
 from vllm_slo.core.speculation.window_odds import WindowOdds
 from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN as SURE
 from vllm_slo.core.speculation.window_pace import stretched_s, working_tpot_s

@@ -37,21 +37,20 @@ from vllm_slo.core.speculation.candidate_trees import (
     nodes_of_step,
     tpot_needs,
 )
+from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains
+from vllm_slo.core.speculation.tree_arrangement import arrange_trees
 from vllm_slo.core.speculation.tree_budget import (
-    MeasuredTrees,
     sustained_trees,
     worthwhile_nodes,
 )
 from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
-    TreeControl,
-    arrange_trees,
-    depth_and_width,
     node_worths,
     select_trees,
 )
+from vllm_slo.core.speculation.tree_shape import TreeControl, depth_and_width
 from vllm_slo.core.speculation.window_pace import counted_tokens
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
