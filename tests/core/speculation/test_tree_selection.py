@@ -271,7 +271,7 @@ def test_the_second_phase_takes_what_is_worth_most() -> None:
     assert marks == [[FOR_THROUGHPUT, NOT_CHOSEN, FOR_THROUGHPUT]]
     marks = select([tree], [1.9], budget=3, worth=worth)
     assert marks == [[FOR_SLO, FOR_SLO, NOT_CHOSEN]]
-    with pytest.raises(ValueError, match="worth: 2 of them for 3 probabilities"):
+    with pytest.raises(ValueError, match="worth: 2 for 3 probabilities"):
         select([tree], [1.0], budget=3, worth=worth[:2])
 
 

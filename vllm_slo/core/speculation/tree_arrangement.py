@@ -24,19 +24,19 @@ def arrange_trees(
     deepest: Ints,
     paths: int,
 ) -> tuple[Ints, NDArray[np.int32], Ints]:
-    """The chosen nodes of all requests as trees in the order in which they are verified.
+    """The chosen nodes of all requests as trees, in the order in which they are verified.
 
-    Each tree is as `token_tree.linearise` orders it: path by path, the best first. Where the trees
-    have more leaves besides than ``paths``, the last requests' trees lose their last nodes.
+    The nodes of a tree are in the order of `token_tree.linearise`: path by path, the best first.
+    Where the trees have more extra paths than ``paths``, the last requests lose their last nodes.
 
     Args:
-        offsets, probability, parent: as `select_trees` takes them.
-        chosen: its answer.
-        deepest: (n,) nodes of greater depth are left out.
-        paths: extra paths for which there is room; see `token_tree.path_rows`.
+        offsets, probability, parent: as `tree_selection.select_trees` takes them.
+        chosen: (N,) marks that it returned.
+        deepest: (n,) greatest depth of a node; deeper ones are left out.
+        paths: most extra paths of all trees together; see `token_tree.path_rows`.
 
     Returns:
-        (K,) the nodes by index within their request, request by request; (K,) each one's parent in
+        (K,) the nodes by index within their request, request by request; (K,) each node's parent in
         its new tree; (n,) how many nodes each request has.
     """
     return _arrange(offsets, probability, parent, chosen, deepest, paths)
@@ -44,8 +44,8 @@ def arrange_trees(
 
 @jit
 def _order(left: Bools, probability: Floats, parent: NDArray[np.int32], nodes: Ints) -> int:
-    """Write the nodes that are ``left`` of one request to ``nodes``, as `token_tree.linearise`
-    orders them; how many form the best path."""
+    """Write the nodes ``left`` of one request to ``nodes`` in the order of `token_tree.linearise`;
+    how many of them form the best path."""
     placed = np.zeros(len(left), dtype=np.bool_)
     at, count, chain = -1, 0, -1
     while True:
@@ -54,12 +54,12 @@ def _order(left: Bools, probability: Floats, parent: NDArray[np.int32], nodes: I
             better = best < 0 or probability[node] > probability[best]
             if left[node] and parent[node] == at and better:
                 best = node
-        if best < 0:  # a leaf: the best of the nodes that hang on what is placed comes next
+        if best < 0:  # after a leaf: the best node whose parent is placed comes next
             chain = count if chain < 0 else chain
             for node in range(len(left)):
-                hangs = parent[node] < 0 or placed[parent[node]]
+                has_parent = parent[node] < 0 or placed[parent[node]]
                 better = best < 0 or probability[node] > probability[best]
-                if left[node] and hangs and better:
+                if left[node] and has_parent and better:
                     best = node
         if best < 0:
             return chain
@@ -71,14 +71,14 @@ def _order(left: Bools, probability: Floats, parent: NDArray[np.int32], nodes: I
 
 @jit
 def _leaves(parents: NDArray[np.int32], chain: int) -> int:
-    """Leaves of a tree beyond its leading chain of ``chain`` nodes."""
-    found = 0
+    """How many leaves a tree has beyond its leading chain of ``chain`` nodes."""
+    leaves = 0
     for node in range(chain, len(parents)):
         inner = False
         for later in range(node + 1, len(parents)):
             inner = inner or parents[later] == node
-        found += not inner
-    return found
+        leaves += not inner
+    return leaves
 
 
 @jit

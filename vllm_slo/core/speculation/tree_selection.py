@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which draft nodes to verify: AdaServe's selection of token trees, and their depth and width.
+"""Which draft nodes to verify: AdaServe's selection of token trees.
 
-Source: AdaServe, section 3 (equations 1-6), section 4.1 (algorithm 1), section 4.3 (algorithm 2)
-and section 5.2 (equations 8 and 9).
+Source: AdaServe, section 3 (equations 1-6) and section 4.3 (algorithm 2).
 
-Everything is counted with the root, a request's last token, which is verified with its tree and is
-sure to yield a token: a request expects 1 token without any node, and a budget of B for n requests
-leaves B - n nodes. The pseudo-code's "while B >= 0" would choose one node too many; equation 1 and
-figure 5 (a budget of 8 is two roots and six nodes) are followed.
+All counts include the root, a request's last token, which is verified with its tree and always
+yields a token: a request expects 1 token without any node, and a budget of B for n requests leaves
+B - n nodes. The pseudo-code's "while B >= 0" would choose one node too many; equation 1 and figure
+5 (a budget of 8 is two roots and six nodes) are followed.
 
-A node may be chosen once its parent is: the "candidate set" of section 4.2. As no path probability
-exceeds the parent's, its best is the best of all nodes left (appendix B), and where probabilities
-are equal the parent comes first by its index, so every choice is a tree.
+A node may be chosen once its parent is: the "candidate set" of section 4.2. No path probability
+exceeds the parent's, so the best of this set is the best of all nodes left (appendix B). Where
+probabilities are equal the parent comes first by its index, so every choice is a tree.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Marks: TypeAlias = NDArray[np.int8]
 Bools: TypeAlias = NDArray[np.bool_]
 
 NOT_CHOSEN, FOR_SLO, FOR_THROUGHPUT = 0, 1, 2
-"""What `select_trees` says of a node."""
+"""Marks of a node that `select_trees` returns."""
 
 UNBOUNDED = 1 << 40
 
@@ -41,7 +40,7 @@ def needed_tokens(latency_s: float, step_s: float, tpot_s: float, tokens_out: in
     Args:
         latency_s: time since the first decoding step began.
         step_s: how long this step will take.
-        tpot_s: objective; infinite without one, and then nothing is needed (-inf).
+        tpot_s: objective; infinite without one, and then the result is -inf.
         tokens_out: tokens decoded so far.
 
     Raises ValueError if ``tpot_s`` is not positive.
@@ -68,7 +67,8 @@ def select_trees(
     throughput_phase: bool = True,
     slo_floor: float = 0.0,
 ) -> Marks:
-    """Algorithm 2: first what the objectives need, the most demanding request first, then the best.
+    """Algorithm 2: first the nodes that objectives need, the most demanding request first, then the
+    best nodes of all requests.
 
     Args:
         offsets: (n+1,) where each request's nodes begin in the flat arrays of N nodes.
@@ -79,19 +79,18 @@ def select_trees(
         budget: B, the tokens to verify, roots included.
         n_max: most tokens of a request's tree, root included (|T(r)|), in the first phase.
         most: (n,) most nodes of a request, root not included, in both phases; default no limit.
-        worth: (N,) what the second phase takes most of, `node_worths`; default the probabilities.
+        worth: (N,) the order of the second phase, see `node_worths`; default the probabilities.
         slo_phase: whether there is a first phase.
         throughput_phase: whether there is a second phase.
-        slo_floor: nodes of a smaller path probability are not chosen in the first phase, where
-            n_max alone would let a request that is far behind fill a step with nodes that hardly
-            ever help it.
+        slo_floor: least path probability of a node of the first phase. Without it a request that
+            is far behind could fill a step with nodes that hardly ever help it.
 
     Returns:
         (N,) `NOT_CHOSEN`, `FOR_SLO` or `FOR_THROUGHPUT` for each node. The chosen ones of a
         request are connected to its root, whatever the probabilities.
 
-    Raises ValueError if the arrays do not fit together. The first call compiles where numba's cache
-    is empty, which takes some seconds.
+    Raises ValueError if shapes differ. The first call compiles where numba's cache is empty, which
+    takes some seconds.
     """
     starts = np.ascontiguousarray(offsets, dtype=np.int64)
     scores = np.ascontiguousarray(probability, dtype=np.float64)
@@ -104,7 +103,7 @@ def select_trees(
     values = scores if worth is None else np.ascontiguousarray(worth, dtype=np.float64)
     _check(starts, scores, parents, needed, cap, limit)
     if values.shape != scores.shape:
-        raise ValueError(f"worth: {len(values)} of them for {len(scores)} probabilities")
+        raise ValueError(f"worth: {len(values)} for {len(scores)} probabilities")
     return _select(
         starts, scores, values, parents, np.argsort(-needed, kind="stable"), cap, limit,
         int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(slo_floor),
@@ -114,10 +113,10 @@ def select_trees(
 def _check(
     offsets: Ints, probability: Floats, parent: NDArray[Any], *by_request: NDArray[Any]
 ) -> None:
-    """Keep the compiled code, which checks no index, within its arrays."""
+    """Raise ValueError if the compiled code, which checks no index, would leave its arrays."""
     total, requests = len(probability), len(offsets) - 1
     if parent.shape != probability.shape:
-        raise ValueError(f"parent: {len(parent)} of them for {total} probabilities")
+        raise ValueError(f"parent: {len(parent)} for {total} probabilities")
     if requests < 0 or offsets[0] != 0 or offsets[-1] != total or not _ascend(offsets):
         raise ValueError(f"offsets: must ascend from 0 to {total}")
     if any(values.shape != (requests,) for values in by_request):
@@ -136,7 +135,7 @@ def _ascend(offsets: Ints) -> bool:
 
 @jit
 def _push(heap: Ints, count: int, node: int, score: Floats) -> int:
-    """Add ``node`` to a heap of ``count`` nodes, the best at its top; how many it then has."""
+    """Add ``node`` to a heap of ``count`` nodes, the best at its top; the new count."""
     place, value = count, score[node]
     while place > 0:
         above = (place - 1) >> 1
@@ -151,7 +150,7 @@ def _push(heap: Ints, count: int, node: int, score: Floats) -> int:
 
 @jit
 def _open(heap: Ints, count: int, node: int, first: Ints, following: Ints, score: Floats) -> int:
-    """Make the children of ``node`` candidates; how many nodes the heap then has."""
+    """Add the children of ``node`` to a heap of ``count`` nodes; the new count."""
     child = first[node]
     while child >= 0:
         count = _push(heap, count, child, score)
@@ -161,7 +160,7 @@ def _open(heap: Ints, count: int, node: int, first: Ints, following: Ints, score
 
 @jit
 def _pop(heap: Ints, count: int, score: Floats) -> int:
-    """Take the top, ``heap[0]``, out of a heap of ``count`` nodes; how many it then has."""
+    """Remove the top, ``heap[0]``, from a heap of ``count`` nodes; the new count."""
     count -= 1
     node = heap[count]
     value = score[node]
@@ -195,7 +194,7 @@ def _select(
     throughput_phase: bool,
     slo_floor: float,
 ) -> Marks:
-    """`select_trees` with A_cap and the requests' order worked out."""
+    """`select_trees` with A_cap and the order of the requests computed."""
     requests, total = len(cap), len(probability)
     chosen = np.zeros(total, dtype=np.int8)
     owner = np.empty(total, dtype=np.int64)
@@ -249,15 +248,15 @@ def node_worths(
     best: Bools,
     path_tokens: float,
 ) -> Floats:
-    """What each node yields for each token's time that verifying it takes.
+    """Expected tokens of each node per token of verification cost.
 
-    A node that is not the best guess after its parent begins another path of its tree, which may
-    take time of its own.
+    A node that is not the best guess after its parent begins another path of its tree, whose
+    verification may cost extra time.
 
     Args:
         offsets, probability, parent: as `select_trees` takes them.
         best: (N,) whether a node is the best guess after its parent.
-        path_tokens: what another path costs, in tokens.
+        path_tokens: cost of another path besides its nodes, in tokens.
 
     Returns:
         (N,) at most the path probability; no child's exceeds its parent's.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TreeControl:
-    """Constants of equations 8 and 9, found by grid search on the hardware.
+    """Constants of equations 8 and 9. AdaServe finds them by grid search on the hardware.
 
     Attributes:
         verifier_tokens: B1, tokens that the target verifies in a step.
@@ -16,8 +16,8 @@ class TreeControl:
         max_depth: D_max.
         min_depth: D_min.
         max_width: W_max.
-        c1: makes trees shallower as if so many more requests were active.
-        c2: makes trees wider by so many nodes.
+        c1: requests added to the active ones in equation 8, which makes trees shallower.
+        c2: nodes added to the width in equation 9.
 
     Raises ValueError naming the field that is out of range.
     """
@@ -41,7 +41,7 @@ class TreeControl:
 
 
 def depth_and_width(active: int, control: TreeControl) -> tuple[int, int]:
-    """(d, w) of the candidate trees of ``active`` requests; of none as of one (eq. 8 and 9)."""
+    """(d, w) of the candidate trees of ``active`` requests; 0 counts as 1 (equations 8 and 9)."""
     n = max(active, 1)
     depth = control.verifier_tokens // (n + control.c1) - 1
     width = control.speculator_tokens // n + control.c2
