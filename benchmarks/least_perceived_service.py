@@ -30,7 +30,7 @@ from common import RESULTS, markdown, write_result
 
 from vllm_slo import SLO
 from vllm_slo.bench.style import INK, PICTURE
-from vllm_slo.core.speculation.draft_lengths import expected_tokens
+from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.sim.light_scheduler import LightSLOScheduler

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 
 from common import Stopwatch, markdown, times, write_result
 
-from vllm_slo.core.speculation.draft_lengths import Tier, plan_lengths
+from vllm_slo.core.speculation.draft_lengths import plan_lengths
+from vllm_slo.core.speculation.tiers import Tier
 from vllm_slo.sim.capacity import find_capacities, sweep
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import load_hardware

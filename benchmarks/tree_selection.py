@@ -18,7 +18,8 @@ from routing_decision import timed
 
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.token_tree import path_rows, walk
-from vllm_slo.core.speculation.tree_selection import arrange_trees, select_trees
+from vllm_slo.core.speculation.tree_arrangement import arrange_trees
+from vllm_slo.core.speculation.tree_selection import select_trees
 
 WIDTH = 8
 SIZES = ((64, 64), (256, 32))

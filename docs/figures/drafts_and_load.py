@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from style import BLUE, GREEN, GREY, ORANGE, canvas, svg
 
-from vllm_slo.core.speculation.draft_lengths import expected_tokens
+from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.step_time.model import StepTimeModel
 
 MODEL: Final = StepTimeModel(((0.0, 0.0, 0.035), (4.5e-4, 0.0, 0.028)))

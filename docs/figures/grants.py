@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from style import BLUE, GREY, canvas, svg
 
-from vllm_slo.core.speculation.draft_lengths import expected_tokens
+from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.proportional_fairness import GradientScheduler
 
 ACCEPTANCE: Final = {"90%": 0.9, "80%": 0.8, "60%": 0.6, "30%": 0.3}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from vllm_slo.core.speculation import proportional_fairness
-from vllm_slo.core.speculation.draft_lengths import expected_tokens
+from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.proportional_fairness import (
     BETA,
     ETA,

@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""core/speculation/tree_selection.py: AdaServe's algorithms 1 and 2, and equations 3, 8 and 9."""
+"""core/speculation/tree_selection.py: AdaServe's algorithms 1 and 2, and equation 3."""
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tree_batches import Tree, batches, select
 
-from vllm_slo.core.speculation import token_tree
 from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
     NOT_CHOSEN,
-    TreeControl,
-    arrange_trees,
-    depth_and_width,
     needed_tokens,
     node_worths,
-    optimal_trees,
     select_trees,
 )
-
-Tree = tuple[list[int], list[float]]
 
 # Figure 5: two requests, three steps of a beam of two, a budget of 8.  Nodes t_1 .. t_6 of each,
 # as (parent, path probability); the caption tells t_1(0), t_1(1), t_2(1) and what is chosen.
@@ -34,16 +29,6 @@ FIGURE_5: list[Tree] = [
 ]
 FIGURE_5_REQUIRED = [1.6, 1.8]
 """The figure's A_cap, 0.6 and 0.8, do not count the root."""
-
-
-def select(trees: list[Tree], required, depth=64, **options) -> list[list[int]]:
-    """`select_trees`, its marks split by request."""
-    offsets = np.cumsum([0, *(len(parents) for parents, _ in trees)])
-    probability = [p for _, probabilities in trees for p in probabilities]
-    parent = [p for parents, _ in trees for p in parents]
-    depths = np.broadcast_to(depth, len(trees))
-    marks = select_trees(offsets, probability, parent, required, depths, **options)
-    return [m.tolist() for m in np.split(marks, offsets[1:-1])][: len(trees)]
 
 
 def chosen(marks: list[list[int]]) -> list[list[int]]:
@@ -58,32 +43,53 @@ def expected(trees: list[Tree], marks: list[list[int]]) -> list[float]:
     ]
 
 
-@st.composite
-def one_tree(draw, most):
-    """Sums of these probabilities are exact: each is a multiple of 1/4096."""
-    parents: list[int] = []
-    probabilities: list[float] = []
-    depth: list[int] = []
-    for node in range(draw(st.integers(0, most))):
-        above = [n for n in range(node) if depth[n] < 6]
-        parent = draw(st.sampled_from([-1, *above]))
-        share = draw(st.sampled_from([1.0, 0.75, 0.5, 0.25]))
-        parents.append(parent)
-        depth.append(depth[parent] + 1 if parent >= 0 else 1)
-        probabilities.append(share * (probabilities[parent] if parent >= 0 else 1.0))
-    return parents, probabilities
-
-
-def batches(requests=5, nodes=10):
-    return st.lists(one_tree(nodes), min_size=0, max_size=requests)
-
-
 def needs(trees):
     return st.lists(
         st.sampled_from([-math.inf, 0.5, 1.0, 1.25, 1.5, 2.0, 2.75, 9.0, math.inf]),
         min_size=len(trees),
         max_size=len(trees),
     )
+
+
+def optimal_trees(
+    probability: Sequence[Sequence[float]], required: Sequence[float], budget: int
+) -> list[list[int]] | None:
+    """AdaServe's algorithm 1, word for word: the optimum over trees that are known beforehand.
+
+    Args:
+        probability: path probability of each node of each request's tree, parents first and no
+            child's above its parent's.
+        required: A(r) of each request.
+        budget: B, roots included.
+
+    Returns:
+        The nodes of each request in the order of choice; None if its objectives cannot all be met.
+    """
+    trees: list[list[int]] = [[] for _ in probability]
+    ranked = [_worst_first(tree) for tree in probability]
+    left = budget - len(trees)
+    if left < 0:
+        return None
+    for request, needed in enumerate(required):
+        expected = 1.0
+        while expected < needed:
+            if left <= 0 or not ranked[request]:
+                return None
+            node = ranked[request].pop()
+            trees[request].append(node)
+            expected += probability[request][node]
+            left -= 1
+    while left > 0 and any(ranked):
+        tops = [(probability[r][nodes[-1]], -r) for r, nodes in enumerate(ranked) if nodes]
+        request = -max(tops)[1]
+        trees[request].append(ranked[request].pop())
+        left -= 1
+    return trees
+
+
+def _worst_first(tree: Sequence[float]) -> list[int]:
+    """The nodes of a tree such that ``pop`` is the paper's GetTop."""
+    return sorted(range(len(tree)), key=lambda node: (tree[node], -node))
 
 
 # The paper's example.
@@ -265,7 +271,7 @@ def test_the_second_phase_takes_what_is_worth_most() -> None:
     assert marks == [[FOR_THROUGHPUT, NOT_CHOSEN, FOR_THROUGHPUT]]
     marks = select([tree], [1.9], budget=3, worth=worth)
     assert marks == [[FOR_SLO, FOR_SLO, NOT_CHOSEN]]
-    with pytest.raises(ValueError, match="worth: 2 of them for 3 probabilities"):
+    with pytest.raises(ValueError, match="worth: 2 for 3 probabilities"):
         select([tree], [1.0], budget=3, worth=worth[:2])
 
 
@@ -334,7 +340,7 @@ def test_arrays_that_do_not_fit_are_refused(change, named) -> None:
         select_trees(**(fitting | change), budget=3)
 
 
-# Equations 3, 8 and 9.
+# Equation 3.
 
 
 def test_needed_tokens_by_hand() -> None:
@@ -345,83 +351,3 @@ def test_needed_tokens_by_hand() -> None:
     for tpot_s in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="tpot_s"):
             needed_tokens(0.5, 0.05, tpot_s, 9)
-
-
-def test_depth_and_width_by_hand() -> None:
-    control = TreeControl(64, 32, max_depth=8, min_depth=1, max_width=6, c1=2, c2=1)
-    assert [depth_and_width(n, control) for n in (0, 1, 6, 8, 14, 30, 500)] == [
-        (8, 6), (8, 6), (7, 6), (5, 5), (3, 3), (1, 2), (1, 1),
-    ]  # fmt: skip
-
-
-@given(st.integers(0, 2000), st.integers(0, 100))
-def test_more_requests_never_get_deeper_or_wider_trees(active, more) -> None:
-    control = TreeControl(256, 128, max_depth=10, min_depth=2, max_width=16, c1=3)
-    depth, width = depth_and_width(active, control)
-    deeper, wider = depth_and_width(active + more, control)
-    assert 2 <= deeper <= depth <= 10
-    assert 1 <= wider <= width <= 16
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("min_depth", 9),
-        ("min_depth", -1),
-        ("max_width", 0),
-        ("verifier_tokens", 0),
-        ("speculator_tokens", 0),
-        ("c1", -1),
-    ],
-)
-def test_constants_out_of_range_are_named(field, value) -> None:
-    with pytest.raises(ValueError, match=field):
-        TreeControl(**({"verifier_tokens": 64, "speculator_tokens": 64} | {field: value}))
-
-
-def arranged(trees, marks, deepest, paths):
-    """(tokens stand-ins, parents) of each request, as `arrange_trees` says."""
-    offsets = np.cumsum([0, *(len(tree[0]) for tree in trees)])
-    nodes, parents, counts = arrange_trees(
-        offsets,
-        np.concatenate([np.asarray(tree[1], dtype=np.float64) for tree in trees]),
-        np.concatenate([np.asarray(tree[0], dtype=np.int32) for tree in trees]),
-        np.concatenate([np.asarray(mark, dtype=np.int8) for mark in marks]),
-        np.asarray(deepest, dtype=np.int64),
-        paths,
-    )
-    ends = np.cumsum(counts)
-    assert ends[-1] == len(nodes) == len(parents)
-    return [
-        (nodes[end - count : end].tolist(), parents[end - count : end].tolist())
-        for end, count in zip(ends, counts, strict=True)
-    ]
-
-
-@given(st.data())
-def test_chosen_nodes_are_arranged_as_token_tree_arranges_them(data) -> None:
-    trees = data.draw(batches().filter(bool))
-    budget = data.draw(st.integers(len(trees), 40))
-    marks = select(trees, [-math.inf] * len(trees), budget=budget)
-    deepest = [data.draw(st.integers(0, 8)) for _ in trees]
-    for tree, mark, most, (order, parents) in zip(
-        trees, marks, deepest, arranged(trees, marks, deepest, 1000), strict=True
-    ):
-        depth = token_tree.depths(tree[0])
-        kept = [node for node, chosen in enumerate(mark) if chosen and depth[node] <= most]
-        nodes, above = token_tree.reorder(list(range(len(tree[0]))), tree[0], kept)
-        expected_order = token_tree.linearise(above, [tree[1][node] for node in kept])
-        assert (order, parents) == token_tree.reorder(nodes, above, expected_order)
-
-
-@given(st.data())
-def test_no_more_extra_paths_than_there_is_room_for(data) -> None:
-    trees = data.draw(batches().filter(bool))
-    marks = select(trees, [-math.inf] * len(trees), budget=60)
-    paths = data.draw(st.integers(0, 6))
-    free = arranged(trees, marks, [64] * len(trees), 1000)
-    bound = arranged(trees, marks, [64] * len(trees), paths)
-    taken = [len(token_tree.path_rows(parents)) - 1 for _, parents in bound]
-    assert sum(taken) <= paths
-    for (some, _), (every, _) in zip(bound, free, strict=True):
-        assert some == every[: len(some)]

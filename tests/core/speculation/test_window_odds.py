@@ -14,15 +14,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from vllm_slo.core.speculation import window_odds
-from vllm_slo.core.speculation.draft_lengths import stretched_s
 from vllm_slo.core.speculation.window_odds import (
     ACCEPTANCES,
     DOUBT,
     LEAST_COUNTED,
     MOST_TOKENS,
-    SURE,
     WindowOdds,
 )
+from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN, stretched_s
 from vllm_slo.core.types import DecodeView
 
 acceptances = st.integers(0, ACCEPTANCES - 1).map(lambda place: place / ACCEPTANCES)
@@ -111,7 +110,7 @@ def test_a_step_that_yields_one_token_can_be_made_up_for() -> None:
     decode = window(10, 0.5, 0.050)
     odds = WindowOdds(np.array([0.030, *[0.031] * 15]))
     counted = odds.counted_tokens(0.0, decode, 0.98, 16)
-    assert stretched_s(0.0, decode, counted) == pytest.approx(0.5 - 9 * SURE * 0.030)
+    assert stretched_s(0.0, decode, counted) == pytest.approx(0.5 - 9 * STEP_TIME_MARGIN * 0.030)
     assert odds.counted_tokens(0.0, decode, 0.5, 2) == 1.5
 
 
@@ -135,7 +134,7 @@ def test_a_window_survives_steps_of_single_tokens(
     as steps without drafts could keep it when it began."""
     plain_s, now_s, end_s = plain * tpot_s, 0.0, left * tpot_s * (1.0 - late)
     odds = WindowOdds(plain_s * np.array([1.0, 1.01, 1.02]))
-    assume(left * SURE * plain_s <= end_s)
+    assume(left * STEP_TIME_MARGIN * plain_s <= end_s)
     while left:
         decode = DecodeView("r", end_s - (left - 1) * tpot_s, end_s, float(left), tpot_s)
         counted = odds.counted_tokens(now_s, decode, acceptance, 3)

@@ -20,7 +20,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo import SLO, tiny
 from vllm_slo.core.attainment import worst_window_tpot_s
-from vllm_slo.core.speculation.draft_lengths import DraftPassTime
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.speculation import chains
@@ -242,30 +241,6 @@ def test_a_dear_draft_guesses_less_far_ahead() -> None:
         ahead[pass_s] = float(np.mean(asked[len(asked) // 2 :]))
     assert ahead[0.030] < 1.5
     assert ahead[0.0005] > 3
-
-
-def test_the_price_of_a_pass_is_the_slope_of_step_times() -> None:
-    known = DraftPassTime(0.05)
-    assert known.share() == 0.05
-    for step in range(200):
-        passes = 1 + step % 5
-        known.observe(passes, 1.0 + 0.12 * passes)
-    assert known.share() == pytest.approx(0.12, abs=0.002)
-
-
-def test_a_machine_that_slept_does_not_make_passes_dear() -> None:
-    known = DraftPassTime(0.05)
-    for step in range(100):
-        passes = 1 + step % 5
-        known.observe(passes, 3000.0 if step == 43 else 1.0 + 0.12 * passes)
-    assert known.share() < 0.3
-
-
-def test_a_pass_that_never_changes_has_no_known_price() -> None:
-    known = DraftPassTime(0.05)
-    for _ in range(100):
-        known.observe(3, 2.0)
-    assert known.share() == 0.05
 
 
 # --- what is left to vLLM -------------------------------------------------------------------------

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft's probabilities are worth: how often the target accepts a node, by what was said.
+"""Calibrated acceptance: how often the target accepts a node, by the draft's probability of it.
 
-AdaServe approximates a node's path probability by the draft's own (equation 7), which is as good as
-the draft is honest; one that is over-confident makes long trees look cheap. Here the share of
-accepted nodes, given that the parent was accepted, is learnt for each depth and draft probability,
-for the draft's best guess after a parent and for its other guesses apart: a target that decodes
-greedily takes what is likeliest, so the best guess is accepted far more often than another of the
-same probability, and chains would look no better than bushes without the difference.
+AdaServe takes the draft's own probability for a node's path probability (equation 7). A draft that
+is over-confident then makes long trees look cheap. Here the share of accepted nodes among those
+whose parent was accepted is learnt for each depth and draft probability. The draft's best guess
+after a parent is told apart from its other guesses: a target that decodes greedily takes the
+likeliest token, so it accepts the best guess far more often than another guess of the same
+probability. Without the difference chains would look no better than bushes.
 
 For each depth and kind of guess the draft's probabilities q are sorted into bins of equal width in
 logit(q). The bins' mean q and accepted share, made monotone, are the knots of a line in logit(q)
-and logit(share) that goes on with slope 1 beyond the outermost. A bin begins with a few
-observations that say what the depth above says of it, and the first depth with such as say q:
-nothing is changed before there is data, and a depth that was hardly seen borrows from the one
+and logit(share), which continues with slope 1 beyond the outermost knots. Each bin begins with a
+few imagined observations that agree with the depth above; at the first depth they agree with q. So
+a calibration without data changes nothing, and a depth that was hardly seen borrows from the one
 above.
 """
 
@@ -33,10 +33,10 @@ Bools: TypeAlias = NDArray[np.bool_]
 SMALLEST_Q = 1e-9
 """Draft probabilities are kept this far from 0 and 1; NaN counts as 0."""
 OUTER_LOGIT = math.log(999.0)
-"""The inner edges of the bins spread over q = 0.001 .. 0.999; the outermost bins have no end."""
+"""The inner edges of the bins spread over q = 0.001 .. 0.999; the outermost bins are unbounded."""
 
-COUNT, SAID, FORETOLD, ACCEPTED = 0, 1, 2, 3
-"""Sums of a bin: observations, their q, what the calibration made of it, how many were accepted."""
+COUNT, DRAFT, CALIBRATED, ACCEPTED = 0, 1, 2, 3
+"""Sums of a bin: observations, their q, their calibrated probabilities, how many were accepted."""
 
 
 class Reliability(NamedTuple):
@@ -45,24 +45,24 @@ class Reliability(NamedTuple):
     Attributes:
         depth: of the nodes; the deepest also stands for those below it.
         best: whether they are the draft's best guesses after their parents.
-        said: mean draft probability.
+        draft_probability: mean q.
         accepted: share of them that the target accepted, their parents being accepted.
-        observations: how many they are, those long past counting less.
+        observations: how many they are; old ones count less.
     """
 
     depth: int
     best: bool
-    said: float
+    draft_probability: float
     accepted: float
     observations: float
 
 
 class CalibrationError(NamedTuple):
-    """Expected calibration error: mean |probability - accepted share| over bins by count.
+    """Expected calibration error: mean |probability - accepted share| over bins, weighted by count.
 
     Attributes:
         before: of the draft's probabilities.
-        after: of the calibrated ones, each as given before its outcome was known.
+        after: of the calibrated ones, as they were before the outcome was known.
     """
 
     before: float
@@ -90,7 +90,7 @@ def _bin(x: float, bins: int) -> int:
 
 @jit
 def _row(depth: int, best: bool, rows: int) -> int:
-    """Where a depth and kind of guess lies: the best guesses of all depths, then the others."""
+    """The row of a depth and kind of guess: the best guesses of all depths come first."""
     depths = rows // 2
     return min(max(depth, 1), depths) - 1 + (0 if best else depths)
 
@@ -118,15 +118,15 @@ def _map(knots: Floats, depth: Ints, best: Bools, x: Floats) -> Floats:
 
 @jit
 def _add(
-    sums: Floats, depth: Ints, best: Bools, x: Floats, q: Floats, foretold: Floats, hit: Bools
+    sums: Floats, depth: Ints, best: Bools, x: Floats, q: Floats, calibrated: Floats, hit: Bools
 ) -> None:
     """Add observations to ``sums`` (4, rows, bins)."""
     for node in range(len(x)):
         row = _row(depth[node], best[node], sums.shape[1])
         b = _bin(x[node], sums.shape[2])
         sums[COUNT, row, b] += 1.0
-        sums[SAID, row, b] += q[node]
-        sums[FORETOLD, row, b] += foretold[node]
+        sums[DRAFT, row, b] += q[node]
+        sums[CALIBRATED, row, b] += calibrated[node]
         sums[ACCEPTED, row, b] += hit[node]
 
 
@@ -152,27 +152,27 @@ def _make_monotone(share: Floats, weight: Floats) -> None:
 
 @jit
 def _fit(sums: Floats, prior: float) -> Floats:
-    """(2, rows, bins): mean q of each bin and the share that the target accepts."""
+    """(2, rows, bins): mean q of each bin, and the share that the target accepts."""
     rows, bins = sums.shape[1], sums.shape[2]
     result = np.empty((2, rows, bins))
     centres = ((np.arange(bins) + 0.5) / bins * 2.0 - 1.0) * OUTER_LOGIT
     middle = 1.0 / (1.0 + np.exp(-centres))
-    said, share = middle, middle
+    mean_q, share = middle, middle
     for row in range(rows):
         if row == rows // 2:
-            said, share = middle, middle
+            mean_q, share = middle, middle
         weight = prior + sums[COUNT, row]
-        said = (prior * said + sums[SAID, row]) / weight
+        mean_q = (prior * mean_q + sums[DRAFT, row]) / weight
         share = (prior * share + sums[ACCEPTED, row]) / weight
         _make_monotone(share, weight)
-        result[0, row], result[1, row] = said, share
+        result[0, row], result[1, row] = mean_q, share
     return result
 
 
 @jit
 def _kinds(offsets: Ints, parent: Ints, q: Floats) -> tuple[Ints, Bools]:
-    """Of each node of the requests' trees: its depth, 1 for a child of the root, and whether it is
-    the best guess after its parent."""
+    """(N,) depth of each node, 1 for a child of the root; (N,) whether the draft gave no sibling a
+    higher probability."""
     depth = np.empty(len(parent), dtype=np.int64)
     best = np.zeros(len(parent), dtype=np.bool_)
     widest = 1
@@ -207,9 +207,9 @@ def _multiply_down(offsets: Ints, parent: Ints, probability: Floats) -> None:
 
 
 REACHED = 1
-"""`outcomes`: a node whose parent was accepted, but not the node."""
+"""`outcomes`: the node was rejected, and its parent accepted."""
 ACCEPTED_NODE = 2
-"""`outcomes`: an accepted node."""
+"""`outcomes`: the node was accepted."""
 
 
 @jit
@@ -221,19 +221,19 @@ def outcomes(
     given_offsets: Ints,
     given: Ints,
 ) -> tuple[Ints, NDArray[np.int8]]:
-    """What became of the nodes of n trees that a step verified.
+    """Which nodes of n verified trees the target accepted.
 
     Args:
         starts: (n,) where each tree's nodes begin.
         counts: (n,) how many of them were verified.
         tokens, parent: (N,) of all nodes; a parent by its index within the tree, -1: root.
-        given_offsets: (n+1,) where the tokens begin that came out of each tree.
-        given: (M,) those tokens, one more for each tree than nodes were accepted unless its answer
+        given_offsets: (n+1,) where the tokens begin that each tree yielded.
+        given: (M,) those tokens: of each tree one more than accepted nodes, unless its answer
             ended.
 
     Returns:
-        (N,) depth, 1 for a child of the root, 0 of what was not verified; (N,) `REACHED` where the
-        parent was accepted and the node was not, `ACCEPTED_NODE` where it was, else 0.
+        (N,) depth, 1 for a child of the root, 0 for a node that was not verified; (N,)
+        `ACCEPTED_NODE`, `REACHED`, or 0 where the parent was not accepted.
     """
     depth = np.zeros(len(tokens), dtype=np.int64)
     fate = np.zeros(len(tokens), dtype=np.int8)
@@ -250,13 +250,13 @@ def outcomes(
 
 
 class DraftCalibration:
-    """Learns what a draft's probabilities are worth from what the target accepts.
+    """Learns from accepted and rejected nodes what a draft's probabilities are worth.
 
     Args:
-        max_depth: depths told apart; a deeper node counts as of this depth.
-        bins: bins of a depth.
-        prior: observations that the beliefs before any data are worth, in each bin.
-        half_life: observations after which an observation counts half; infinite: it never fades.
+        max_depth: depths told apart; a deeper node counts as one of this depth.
+        bins: bins of each depth and kind of guess.
+        prior: imagined observations of each bin.
+        half_life: observations after which an older one counts half; infinite: always in full.
 
     Raises ValueError naming the argument that is out of range. The first call of a method compiles
     it where numba's cache is empty, which takes some seconds.
@@ -286,32 +286,31 @@ class DraftCalibration:
     def observe(
         self, depth: ArrayLike, q: ArrayLike, accepted: ArrayLike, best: ArrayLike = True
     ) -> None:
-        """Take in nodes whose parent was accepted (or is the root).
+        """Learn from nodes whose parent was accepted or is the root.
 
         Args:
             depth: (m,) 1 for a child of the root.
-            q: (m,) what the draft gave the node, its parent given.
+            q: (m,) the draft's probability of the node after its parent.
             accepted: (m,) whether the target accepted it.
-            best: (m,) whether the draft gave no other node after that parent more.
+            best: (m,) whether the draft gave no sibling a higher probability.
         """
-        depths, said = _indices_and_q(depth, q)
-        kinds = _flags(best, said, "best")
-        outcomes = _flags(accepted, said, "accepted")
-        x = _logits(said)
-        foretold = _sigmoid(_map(self._fitted(), depths, kinds, x))
+        depths, probabilities = _indices_and_q(depth, q)
+        kinds = _flags(best, probabilities, "best")
+        hits = _flags(accepted, probabilities, "accepted")
+        x = _logits(probabilities)
+        calibrated = _sigmoid(_map(self._fitted(), depths, kinds, x))
         self._sums *= 0.5 ** (len(x) / self._half_life)
-        _add(self._sums, depths, kinds, x, _sigmoid(x), foretold, outcomes)
+        _add(self._sums, depths, kinds, x, _sigmoid(x), calibrated, hits)
         self._knots = None
 
     def conditional(self, depth: ArrayLike, q: ArrayLike, best: ArrayLike = True) -> Floats:
-        """(m,) probability that the target accepts each node if it accepts the parent.
+        """(m,) probability in (0, 1] that the target accepts each node if it accepts the parent.
 
-        In (0, 1], and at any depth, among the best guesses and among the others, it does not fall
-        as ``q`` rises. Arguments as in `observe`.
+        For each depth and kind of guess it does not fall as ``q`` rises. Arguments as in `observe`.
         """
-        depths, said = _indices_and_q(depth, q)
-        kinds = _flags(best, said, "best")
-        return _sigmoid(_map(self._fitted(), depths, kinds, _logits(said)))
+        depths, probabilities = _indices_and_q(depth, q)
+        kinds = _flags(best, probabilities, "best")
+        return _sigmoid(_map(self._fitted(), depths, kinds, _logits(probabilities)))
 
     def path_probabilities(
         self, offsets: ArrayLike, parent: ArrayLike, q: ArrayLike
@@ -321,30 +320,30 @@ class DraftCalibration:
         Args:
             offsets: (n+1,) where each request's nodes begin.
             parent: (N,) index of the parent within the request, smaller than the node's; -1: root.
-            q: (N,) what the draft gave each node, its parent given.
+            q: (N,) the draft's probability of each node after its parent.
 
         Returns:
-            (N,) f(v), no child's above its parent's; (N,) whether the draft gave no other node
-            after the same parent more; of equals, the first.
+            (N,) f(v), no child's above its parent's; (N,) whether the draft gave no sibling a
+            higher probability; of equals it is the first.
 
         Raises ValueError if the arrays do not fit together.
         """
-        starts, parents, said = _trees(offsets, parent, q)
-        depths, best = _kinds(starts, parents, said)
-        result = self.conditional(depths, said, best)
+        starts, parents, probabilities = _trees(offsets, parent, q)
+        depths, best = _kinds(starts, parents, probabilities)
+        result = self.conditional(depths, probabilities, best)
         _multiply_down(starts, parents, result)
         return result, best
 
     def reliability(self) -> list[Reliability]:
-        """What was seen, for each bin of half an observation or more: the best guesses by depth and
-        q, then the others."""
-        count, said, _, accepted = self._sums
+        """The bins that hold half an observation or more: the best guesses by depth and q, then the
+        others."""
+        count, draft, _, accepted = self._sums
         depths = len(count) // 2
         return [
             Reliability(
                 int(row) % depths + 1,
                 bool(row < depths),
-                float(said[row, b] / count[row, b]),
+                float(draft[row, b] / count[row, b]),
                 float(accepted[row, b] / count[row, b]),
                 float(count[row, b]),
             )
@@ -352,43 +351,43 @@ class DraftCalibration:
         ]
 
     def error(self) -> CalibrationError:
-        """How far off the draft is, and its calibration; 0 before any data."""
-        count, said, foretold, accepted = self._sums
+        """The error of the draft's probabilities and of the calibrated ones; 0 before any data."""
+        count, draft, calibrated, accepted = self._sums
         total = max(float(count.sum()), 1e-300)
         return CalibrationError(
-            float(np.abs(said - accepted).sum()) / total,
-            float(np.abs(foretold - accepted).sum()) / total,
+            float(np.abs(draft - accepted).sum()) / total,
+            float(np.abs(calibrated - accepted).sum()) / total,
         )
 
     def _fitted(self) -> Floats:
-        """The knots (2, rows, bins), worked out anew if something was seen since."""
+        """The knots (2, rows, bins), computed anew after an observation."""
         if self._knots is None:
             self._knots = _logits(_fit(self._sums, self._prior))
         return self._knots
 
 
 def _indices_and_q(index: ArrayLike, q: ArrayLike) -> tuple[Ints, Floats]:
-    """Two arrays of one length, as the compiled code wants them."""
+    """Two arrays of one length with the types of the compiled code."""
     indices = np.ascontiguousarray(index, dtype=np.int64)
-    said = np.ascontiguousarray(q, dtype=np.float64)
-    if said.ndim != 1 or indices.shape != said.shape:
-        raise ValueError(f"q: shape {said.shape} beside {indices.shape}")
-    return indices, said
+    probabilities = np.ascontiguousarray(q, dtype=np.float64)
+    if probabilities.ndim != 1 or indices.shape != probabilities.shape:
+        raise ValueError(f"q: shape {probabilities.shape} differs from {indices.shape}")
+    return indices, probabilities
 
 
 def _trees(offsets: ArrayLike, parent: ArrayLike, q: ArrayLike) -> tuple[Ints, Ints, Floats]:
-    """The arrays of some trees, as the compiled code wants them."""
+    """The arrays of some trees with the types of the compiled code."""
     starts = np.ascontiguousarray(offsets, dtype=np.int64)
-    parents, said = _indices_and_q(parent, q)
-    leads = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(said)
-    if not leads or np.any(np.diff(starts) < 0):
-        raise ValueError(f"offsets: must ascend from 0 to {len(said)}")
-    return starts, parents, said
+    parents, probabilities = _indices_and_q(parent, q)
+    spans = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(probabilities)
+    if not spans or np.any(np.diff(starts) < 0):
+        raise ValueError(f"offsets: must ascend from 0 to {len(probabilities)}")
+    return starts, parents, probabilities
 
 
 def _flags(flags: ArrayLike, q: Floats, name: str) -> Bools:
     """One flag for each of ``q``; a single one stands for all."""
-    found = np.asarray(flags, dtype=np.bool_)
-    if found.ndim and found.shape != q.shape:
-        raise ValueError(f"{name}: shape {found.shape} beside {q.shape} of q")
-    return np.ascontiguousarray(np.broadcast_to(found, q.shape))
+    array = np.asarray(flags, dtype=np.bool_)
+    if array.ndim and array.shape != q.shape:
+        raise ValueError(f"{name}: shape {array.shape} differs from {q.shape} of q")
+    return np.ascontiguousarray(np.broadcast_to(array, q.shape))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trees of one step: what each request could verify, what it needs, how much the step takes.
+"""The draft nodes of one step: candidates of each request, its needs, and how many nodes fit.
 
-AdaServe's two selections (section 4.3, steps 2 and 3) with a budget that is no constant: as many
-nodes as pay, as far as the objectives of all requests of the step leave time for them.
+AdaServe's two selections (section 4.3, steps 2 and 3). The budget is not a constant: a step gets as
+many nodes as pay, as far as the objectives of all its requests leave time for them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 
 class TPOTNeeds(NamedTuple):
-    """What a decoding request's TPOT asks of a step.
+    """What the TPOT of a decoding request needs from a step.
 
     Attributes:
-        pace_s: seconds per token at which it is still kept, to the end of the window by which it
-            is judged, or of the answer, whichever comes first.
+        pace_s: most seconds per token that keep it to the end of the window by which it is judged,
+            or of the answer, whichever comes first.
         tpot_s: the objective.
         owed: A(r) of a step that takes no time; see ``needed_tokens``.
     """
@@ -41,26 +41,26 @@ class TPOTNeeds(NamedTuple):
 
 
 def tpot_needs(view: DecodeView, start_s: float, left: int) -> TPOTNeeds:
-    """What a TPOT asks of a step that begins at ``start_s``.
+    """What a TPOT needs from a step that begins at ``start_s``.
 
     Args:
-        view: the request before that step, a token a step being expected.
-        left: tokens of its answer still to come, at most; at least 1.
+        view: the request before that step, one token of it being expected of each step.
+        left: most tokens of its answer still to come, at least 1.
     """
     beyond = max(view.window_left - left, 0.0)
     pace_s = (view.window_end_s - beyond * view.tpot_s - start_s) / min(view.window_left, left)
-    # Counted from when its next token is due: one is owed by then.
+    # Time is counted from when the next token is due; one token is owed by then.
     owed = needed_tokens(start_s - view.due_s, 0.0, view.tpot_s, -1)
     return TPOTNeeds(pace_s, view.tpot_s, owed)
 
 
 class TPOTLimit(NamedTuple):
-    """How long a step may be for a request that decodes.
+    """How long a step may be for a decoding request.
 
     Attributes:
-        limit_s: longest step, a token a step being expected.
-        tpot_s: how much longer, for each token besides that one to count on.
-        place: in the candidates; -1: it has no candidates.
+        limit_s: longest step that is expected to yield one token of it.
+        tpot_s: seconds that a step may take longer for each further token to count on.
+        place: of the request among the candidates; -1: it has none.
     """
 
     limit_s: float
@@ -70,18 +70,18 @@ class TPOTLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The step that trees are to join.
+    """The step that draft nodes are added to.
 
     Attributes:
         roots: requests that decode in it.
         others: tokens of prompts in it, for the price of a node.
-        planned: tokens that are granted already, nodes left out.
-        context: KV tokens that are read.
+        planned: tokens of the step without nodes.
+        context: KV tokens that it reads.
         max_tokens: most tokens of a step.
         limit_s: longest step that its plan allows.
         deadline_s: longest step that a prompt's deadline allows.
-        limits: asked for where that is too short for the nodes that would pay.
-        multiple: tokens of a step are brought to a multiple of it as far as there are nodes.
+        limits: called for the limits of promised requests where ``limit_s`` is finite.
+        multiple: the tokens of a step are made a multiple of it, as far as there are nodes.
     """
 
     roots: int
@@ -96,16 +96,16 @@ class StepLoad:
 
 
 class CandidateTrees:
-    """The candidates of all requests that one step could verify, as flat arrays.
+    """The candidate nodes of the n requests of one step, as flat arrays.
 
     Args:
         offsets, parents: as `select_trees` takes them.
-        chances: calibrated path probabilities.
-        worths: what nodes yield for what they cost, `node_worths`.
+        chances: (N,) calibrated path probabilities.
+        worths: (N,) tokens that nodes yield for their cost, `node_worths`.
         limits: (n,) most nodes of each request.
 
     Attributes:
-        pace_s: (n,) seconds per token at which a TPOT is still kept; infinite without.
+        pace_s: (n,) most seconds per token that keep its TPOT; infinite without one.
         promised: (n,) whether its TPOT is promised.
     """
 
@@ -130,29 +130,29 @@ class CandidateTrees:
         self._rate = np.zeros(requests)
 
     def part(self, place: int) -> slice:
-        """Where the nodes of one request lie."""
+        """The nodes of one request."""
         return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
 
     def require(self, place: int, needs: TPOTNeeds, *, promised: bool) -> None:
-        """Note what the TPOT of one request asks of the step."""
+        """Note what the TPOT of one request needs from the step."""
         self.pace_s[place], self._owed[place] = needs.pace_s, needs.owed
         self._rate[place] = 1.0 / needs.tpot_s
         self.promised[place] = promised
 
     def required(self, step_s: float) -> Floats:
-        """(n,) A(r) of a step that takes so long; -inf where nothing is needed or helps."""
-        found: Floats = self._owed + step_s * self._rate
-        return found
+        """(n,) A(r) of a step of ``step_s``; -inf where nothing is needed."""
+        tokens: Floats = self._owed + step_s * self._rate
+        return tokens
 
     def behind(self, step_s: float) -> int:
-        """How many requests need more than a token of a step that takes so long."""
+        """How many requests need more than one token from a step of ``step_s``."""
         return int(np.count_nonzero(self.required(step_s) > 1.0))
 
     def select(
         self, nodes: int, step_s: float, slo_floor: float, *, throughput: bool = True
     ) -> Marks:
-        """At most ``nodes`` nodes for a step that takes so long: first what objectives need, no
-        node of a smaller path probability than ``slo_floor`` among them; then the worthiest."""
+        """Select at most ``nodes`` nodes for a step of ``step_s``: first those that objectives need
+        and whose path probability is at least ``slo_floor``, then those of most worth."""
         return select_trees(
             self.offsets,
             self.chances,
@@ -167,32 +167,32 @@ class CandidateTrees:
         )
 
     def gains(self, taken: Bools) -> Floats:
-        """(n,) expected tokens of the nodes that are ``taken``."""
+        """(n,) expected tokens of each request's nodes that are ``taken`` (N,)."""
         gains: Floats = np.add.reduceat(np.where(taken, self.chances, 0.0), self.offsets[:-1])
         return gains
 
     def counts(self, taken: Bools) -> Ints:
-        """(n,) how many nodes are ``taken``."""
+        """(n,) how many of each request's nodes are ``taken`` (N,)."""
         counts: Ints = np.add.reduceat(taken.astype(np.int64), self.offsets[:-1])
         return counts
 
     def leave_out(self, granted: Bools) -> None:
-        """Only the ``granted`` requests take part in the step."""
+        """Let only the ``granted`` (n,) requests have nodes."""
         self.limits = np.where(granted, self.limits, 0)
 
     def likely(self) -> Floats:
-        """Worths of the nodes that could be taken, descending."""
-        open_nodes = np.repeat(self.limits > 0, self._sizes)
-        found: Floats = np.sort(self.worths[open_nodes])[::-1]
-        return found
+        """Worths of the nodes of requests with a limit above 0, descending."""
+        is_open = np.repeat(self.limits > 0, self._sizes)
+        worths: Floats = np.sort(self.worths[is_open])[::-1]
+        return worths
 
 
 class StepNodes(NamedTuple):
     """The nodes that a step verifies.
 
     Attributes:
-        marks: as ``select_trees`` answers.
-        hoped: expected tokens of those that would pay if there were room for all of them.
+        marks: as ``select_trees`` returns them.
+        hoped: expected tokens of all nodes that would pay, including those that do not fit.
     """
 
     marks: Marks
@@ -201,9 +201,9 @@ class StepNodes(NamedTuple):
 
 EPS_S = 1e-9
 ENOUGH = 0.98
-"""Of what TPOTs ask, from which on a step that gives more tokens is better than a shorter one."""
+"""Share of the paces that TPOTs need from which on a step is not shortened for them."""
 LEVELS = 8
-"""Parts by which the nodes of a step are cut down where somebody's TPOT suffers from them."""
+"""Numbers of nodes that are compared where a TPOT suffers from them: eighths of all that pay."""
 
 
 def nodes_of_step(
@@ -212,20 +212,20 @@ def nodes_of_step(
     expected: StepTimeModel,
     promise: StepTimeModel,
 ) -> StepNodes:
-    """The nodes of a step: those that objectives need, and those that pay, or fewer of them where
-    everybody's TPOT is served better by a shorter step.
+    """Select the nodes of a step: those that objectives need and those that pay, or fewer of them
+    where a shorter step serves the TPOTs of all requests better.
 
-    A step may be longer than somebody's TPOT where its trees yield the tokens to make up for it,
-    by typical step times and what the trees are expected to yield: what a step falls short of, the
-    next ones make up for. Where it falls short of more than a little, that number of nodes is taken
-    which gives most of the pace that is asked for, nobody's counting for more than enough; of
-    equals the largest. No prompt misses its deadline for them.
+    A step may be longer than a TPOT if its trees are expected to yield the tokens to make up for
+    it, at typical step times; later steps make up for a small deficit. If the deficit is larger,
+    several numbers of nodes are compared: fewest promised TPOTs are to be broken, then the sum of
+    the shares of the paces that TPOTs need is to be highest, where no share counts for more than 1;
+    of equals the largest number is taken. No prompt misses its deadline for nodes.
 
     Args:
-        candidates: the candidates.
+        candidates: the candidate nodes.
         load: the step.
         expected: typical step times, drafting included.
-        promise: those to promise by.
+        promise: step times that promises are made by.
     """
     likely = candidates.likely()
     room = max(load.max_tokens - load.planned, 0)
@@ -247,11 +247,12 @@ def nodes_of_step(
 
 
 class _Step:
-    """What a step of so many nodes is like.
+    """The outcome of a step for any number of nodes.
 
     Attributes:
-        limits: of the promised requests; none where the plan allows any step.
-        asked: TPOTs that are to be kept.
+        used: tokens of the step that the price of a node rests on, nodes left out.
+        limits: of the promised requests; none where the plan allows a step of any length.
+        asked: how many TPOTs are to be kept.
     """
 
     def __init__(self, candidates: CandidateTrees, load: StepLoad, expected: StepTimeModel) -> None:
@@ -260,27 +261,27 @@ class _Step:
         self.expected = expected
         self.used = load.roots + load.others
         self._marks: dict[int, Marks] = {}
-        self._hurries = np.flatnonzero(~candidates.promised & (candidates.pace_s < INFINITY))
+        self._unpromised = np.flatnonzero(~candidates.promised & (candidates.pace_s < INFINITY))
         self.limits = load.limits() if load.limit_s < INFINITY else ()
         limits_s, tpots_s, places = np.asarray(self.limits, dtype=np.float64).reshape(-1, 3).T
         self._limits = np.maximum(limits_s, 0.0), tpots_s, places.astype(np.int64)
-        self.asked = float(len(self._hurries) + len(self.limits))
+        self.asked = float(len(self._unpromised) + len(self.limits))
 
     def marks(self, nodes: int) -> Marks:
-        """At most so many nodes."""
+        """The selection of at most so many nodes."""
         if nodes not in self._marks:
             self._marks[nodes] = self._select(nodes, throughput=True)
         return self._marks[nodes]
 
     def rounded(self, nodes: int, bound: int) -> int:
-        """So many nodes, or a few more, such that the step's tokens are a multiple of what they
-        are to be; fewer where ``bound`` leaves no room for that."""
+        """``nodes`` raised until the step's tokens are a multiple of `StepLoad.multiple`; lowered
+        where ``bound`` leaves no room for that."""
         multiple = self.load.multiple
         more = nodes + -(self.used + nodes) % multiple
         return more if more <= bound else max(more - multiple, 0)
 
     def needed(self, nodes: int) -> int:
-        """How many nodes objectives need of a step with so many."""
+        """How many nodes objectives need, at the time of a step with ``nodes`` of them."""
         return int(np.count_nonzero(self._select(nodes, throughput=False)))
 
     def _select(self, nodes: int, *, throughput: bool) -> Marks:
@@ -291,29 +292,29 @@ class _Step:
         return candidates.select(most, step_s, floor, throughput=throughput)
 
     def served(self, nodes: int) -> float:
-        """Shares of what each TPOT asks that such a step gives, summed; at most ``asked``."""
+        """Sum over TPOTs of the share of the needed pace that the step gives; at most ``asked``."""
         if not self.asked:
             return 0.0
         gains, step_s = self._outcome(nodes)
-        hurries = self._hurries
-        paces = (1.0 + gains[hurries]) * self.candidates.pace_s[hurries] / step_s
+        unpromised = self._unpromised
+        paces = (1.0 + gains[unpromised]) * self.candidates.pace_s[unpromised] / step_s
         shares = self._allowed_s(gains) / step_s
         return float(np.minimum(paces, 1.0).sum() + np.minimum(shares, 1.0).sum())
 
     def broken(self, nodes: int) -> int:
-        """Promised TPOTs that such a step does not keep."""
+        """How many promised TPOTs the step does not keep."""
         gains, step_s = self._outcome(nodes)
         return int(np.count_nonzero(self._allowed_s(gains) < step_s - EPS_S))
 
     def _outcome(self, nodes: int) -> tuple[Floats, float]:
-        """What such a step yields of each request besides a token, and the seconds it takes."""
+        """(n,) expected tokens of each request besides the root's, and the seconds of the step."""
         taken = self.marks(nodes) > 0
         tokens = self.used + int(np.count_nonzero(taken))
         return self.candidates.gains(taken), self.expected.predict_s(tokens, self.load.context)
 
     def _allowed_s(self, gains: Floats) -> Floats:
-        """Longest step that each promised request allows."""
+        """Seconds of the longest step that each promised request allows."""
         limits_s, tpots_s, places = self._limits
-        # Place -1, of those without candidates, is the zero that is appended.
+        # Requests without candidates have place -1, which is the appended zero.
         allowed: Floats = limits_s + np.append(gains, 0.0)[places] * tpots_s
         return allowed

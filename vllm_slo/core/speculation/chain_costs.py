@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.core.jit import jit
-from vllm_slo.core.speculation.tree_budget import FIRST_GUESS
+from vllm_slo.core.speculation.draft_shape import FIRST_GUESS
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]

@@ -2,10 +2,11 @@
 """How long a step waits for draft servers, and how many tokens they draft for it altogether.
 
 GoodSpeed (equation 5) divides a verification budget C among its clients, and profiles C. Here a
-round costs the time, too, that is spent waiting for its drafts; a client drafts as many tokens in
-it as it can. So both are chosen together: for each of some waits the budget that `verify_budget`
-finds, and of all waits that with which most promises are kept and, of equals, most tokens come out
-per second, those of clients that got little counting for more. Not to draft is one of them.
+round also costs the time that is spent waiting for its drafts, during which a client drafts as many
+tokens as it can. So both are chosen together: for each of some waits, `verify_budget` gives the
+budget; the wait that keeps most promises is taken, and of equals the one with most tokens per
+second, where the tokens of clients with a low goodput count for more. Not to draft is one of the
+waits.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ Ints: TypeAlias = NDArray[np.int64]
 FIRST_TOKEN_S = 0.002
 """Seconds of a draft token before any was measured."""
 SHARE = 0.1
-"""Of each round in what is known of a drafter's times; of the first ones more."""
+"""Weight of a round in the mean of a drafter's times; the first rounds weigh more."""
 LATE = 2.0
-"""What did not come in time is taken to take so many times as long as it was waited for."""
+"""Times the wait that an answer is assumed to take that did not come in time."""
 OUTLIER = 4.0
-"""A token is taken for at most so many times what is known: a new text is read whole at first."""
+"""Most that a round may seem to take for each token, in known times of a token: a drafter reads a
+new text whole at first."""
 DOUBT = 0.01
-"""Share of what is known of a drafter beyond the first guess that is doubted more with each step in
-which it is not asked: what was too dear once is tried again, and believed again when it still is.
+"""Share by which trust in a drafter's measured times shrinks in each step in which it is not asked.
+So a drafter that was too slow once is tried again, and its times are trusted again if it still is.
 """
 EPS_S = 1e-9
 
 
 class DraftTimes:
-    """How long one drafter takes: what its answers take on their way, and each token of the
-    longest draft.
+    """How long one drafter takes to answer.
 
     Attributes:
-        link_s: seconds beyond drafting.
-        token_s: seconds of each token.
+        link_s: seconds of an answer that are not spent on drafting.
+        token_s: seconds of each token of the longest draft.
     """
 
     def __init__(self) -> None:
@@ -53,11 +54,11 @@ class DraftTimes:
         self._rounds = 0
 
     def observe(self, wait_s: float, draft_s: float | None, tokens: int) -> None:
-        """Take in a round.
+        """Learn from a round.
 
         Args:
-            wait_s: until the answer was there, or was waited for no longer.
-            draft_s: of these, spent on drafting; None: the answer did not come.
+            wait_s: seconds until the answer came, or until the wait ended.
+            draft_s: seconds of these that were spent on drafting; None if no answer came.
             tokens: of its longest draft, or of the longest that was asked for.
         """
         self._trust, self._rounds = 1.0, self._rounds + 1
@@ -72,32 +73,32 @@ class DraftTimes:
             self.token_s += share * (each_s - self.token_s)
 
     def rest(self) -> None:
-        """It was not asked in a step."""
+        """The drafter was not asked in a step."""
         self._trust *= 1.0 - DOUBT
 
     def ahead_s(self, depth: int) -> Floats:
-        """(depth,) seconds until drafts of 1, 2, .. tokens are there."""
+        """(depth,) seconds until drafts of 1, 2, .. tokens have come."""
         first_s = min(FIRST_TOKEN_S, self.token_s)
         token_s = first_s + self._trust * (self.token_s - first_s)
         ahead = np.arange(1.0, depth + 1.0, dtype=np.float64)
         return np.asarray(self._trust * self.link_s + token_s * ahead, dtype=np.float64)
 
     def within(self, wait_s: float, depth: int) -> int:
-        """Tokens of a draft, at most ``depth``, that are there in time."""
+        """Tokens of a draft, at most ``depth``, that come within ``wait_s``."""
         return int(np.count_nonzero(self.ahead_s(depth) <= wait_s + EPS_S))
 
 
 class Crowd(NamedTuple):
-    """The requests that are drafted for.
+    """The n requests that are drafted for.
 
     Attributes:
         weights: (n,) w_i U'(X_i) of their clients; see `proportional_fairness.grant_tokens`.
         acceptances: (n,) a_i of their clients.
-        drafting_s: (n, depths) seconds until drafts of 1, 2, .. tokens are there.
-        most: (n,) draft tokens of each that could be of use.
+        drafting_s: (n, depths) seconds until drafts of 1, 2, .. tokens have come.
+        most: (n,) most draft tokens of each that could be of use.
         paces_s: (n,) seconds per token that a promise asks for; infinite without one.
-        plain_s: seconds of a step without drafts. Who keeps its pace with such steps gets longer
-            ones for no drafts, which may fail to come.
+        plain_s: seconds of a step without drafts. No step is made longer at the expense of a
+            request that keeps its pace with such steps, as its drafts may not come.
     """
 
     weights: Floats
@@ -107,33 +108,34 @@ class Crowd(NamedTuple):
     paces_s: Floats
     plain_s: float
 
-    def bearable_s(self, drafts: Ints) -> Floats:
-        """(n,) longest steps that keep promises, on average, with so many drafts."""
-        hurried = self.paces_s < self.plain_s
-        found: Floats = self.paces_s * np.where(hurried, self.tokens(drafts), 1.0)
-        return found
+    def longest_step_s(self, drafts: Ints) -> Floats:
+        """(n,) seconds of the longest step that keeps each promise on average, with ``drafts``
+        (n,) draft tokens."""
+        needs_drafts = self.paces_s < self.plain_s
+        longest: Floats = self.paces_s * np.where(needs_drafts, self.tokens(drafts), 1.0)
+        return longest
 
     def within(self, wait_s: float) -> Ints:
-        """(n,) draft tokens of each, at most, that are there in time."""
+        """(n,) most draft tokens of each that come within ``wait_s``."""
         in_time = np.count_nonzero(self.drafting_s <= wait_s + EPS_S, axis=1)
-        found: Ints = np.minimum(self.most, in_time)
-        return found
+        useful: Ints = np.minimum(self.most, in_time)
+        return useful
 
     def tokens(self, drafts: Ints) -> Floats:
-        """(n,) mu(S, a): tokens that come out of a step on average that verifies so many drafts."""
+        """(n,) mu(S, a): mean number of tokens that a step with ``drafts`` (n,) yields of each."""
         chances = np.minimum(self.acceptances, 1.0 - 1e-9)
-        found: Floats = (1.0 - chances ** (drafts + 1.0)) / (1.0 - chances)
-        return found
+        mean: Floats = (1.0 - chances ** (drafts + 1.0)) / (1.0 - chances)
+        return mean
 
 
 class DraftRound(NamedTuple):
-    """What is to be drafted.
+    """What is to be drafted in a round.
 
     Attributes:
-        wait_s: how long; 0: nothing is drafted.
-        budget: draft tokens of all.
-        least: (n,) those that promises need.
-        most: (n,) those that are there in time.
+        wait_s: seconds to wait for drafts; 0: nothing is drafted.
+        budget: draft tokens of all requests together.
+        least: (n,) draft tokens of each that promises need.
+        most: (n,) draft tokens of each that come in time.
     """
 
     wait_s: float
@@ -150,17 +152,17 @@ def plan_round(
     context_tokens: int = 0,
     shallowest: int = 0,
 ) -> DraftRound:
-    """How long to draft, and how much.
+    """Choose how long to wait for drafts, and how many to draft.
 
-    The waits looked at are those after which the fastest drafter has one token more, and those
+    The candidate waits are those after which the fastest drafter has one token more, and those
     after which the slowest has.
 
     Args:
-        crowd: for whom; at least one.
+        crowd: the requests, at least one.
         model: expected step times without drafting.
-        room: draft tokens of a step there is room for.
+        room: most draft tokens of a step.
         context_tokens: KV tokens that the step reads.
-        shallowest: draft tokens of each at least, where there is use for them.
+        shallowest: least draft tokens of each request that can use them.
     """
     none = np.zeros(len(crowd.most), dtype=np.int64)
     best, worth = DraftRound(0.0, 0, none, none), (-1, 0.0)
@@ -171,14 +173,18 @@ def plan_round(
     else:
         worth = _worth(crowd, none, crowd.plain_s)
     for wait_s in np.unique(waits).tolist():
-        found = _round(crowd, wait_s, model.besides(wait_s), room, context_tokens, shallowest)
+        candidate = _round(crowd, wait_s, model.besides(wait_s), room, context_tokens, shallowest)
         granted = grant_tokens(
-            crowd.weights, crowd.acceptances, found.budget, least=found.least, most=found.most
+            crowd.weights,
+            crowd.acceptances,
+            candidate.budget,
+            least=candidate.least,
+            most=candidate.most,
         )
         step_s = model.predict_s(len(none) + int(granted.sum()), context_tokens) + wait_s
         value = _worth(crowd, granted, step_s)
         if value > worth:
-            worth, best = value, found
+            worth, best = value, candidate
     return best
 
 
@@ -190,11 +196,11 @@ def _round(
     context_tokens: int,
     shallowest: int,
 ) -> DraftRound:
-    """The budget of a round that is waited for so long, and what promises need of it: no step is
-    longer than they allow with all the drafts that they may have."""
+    """The round of one wait. Its step is no longer than the promises allow that can be kept with
+    all drafts that come in time; ``least`` are the drafts that they need for it."""
     most, count = crowd.within(wait_s), len(crowd.most)
-    bearable_s = crowd.bearable_s(most)
-    kept = bearable_s >= drafted.predict_s(count, context_tokens)
+    longest_s = crowd.longest_step_s(most)
+    kept = longest_s >= drafted.predict_s(count, context_tokens)
     budget = verify_budget(
         crowd.weights,
         crowd.acceptances,
@@ -202,19 +208,19 @@ def _round(
         room,
         most=most,
         context_tokens=context_tokens,
-        limit_s=float(bearable_s[kept].min(initial=INFINITY)),
+        limit_s=float(longest_s[kept].min(initial=INFINITY)),
     )
     step_s = drafted.predict_s(count + budget, context_tokens)
     least = np.minimum(most, shallowest)
     for drafts in range(int(most.max(initial=0)), -1, -1):
-        needed = kept & (crowd.bearable_s(np.full(count, drafts)) < step_s)
+        needed = kept & (crowd.longest_step_s(np.full(count, drafts)) < step_s)
         least = np.where(needed, np.maximum(least, np.minimum(drafts + 1, most)), least)
     return DraftRound(wait_s, max(budget, int(least.sum())), least, most)
 
 
 def _worth(crowd: Crowd, drafts: Ints, step_s: float) -> tuple[int, float]:
-    """Promises that a step with so many drafts keeps on average, and the tokens per second that
-    come out of it, weighted."""
+    """How many promises a step with ``drafts`` keeps on average, and the weighted tokens per second
+    that it yields."""
     promised = crowd.paces_s < INFINITY
-    kept = np.count_nonzero(promised & (crowd.bearable_s(drafts) >= step_s - EPS_S))
+    kept = np.count_nonzero(promised & (crowd.longest_step_s(drafts) >= step_s - EPS_S))
     return int(kept), float((crowd.weights * crowd.tokens(drafts)).sum()) / step_s

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What draft servers hold of the texts they draft for: both ends' books, without the link.
+"""The prefixes that draft servers hold: what each end of a connection remembers of them.
 
-A verifier sends each drafter the difference to what it was sent before (`SentPrefixes`), the
-drafter applies it (`HeldPrefixes`). As messages of one connection arrive in order or not at all,
-what was sent is what is held; a new connection begins with empty books.
+A verifier sends each drafter the difference to the prefix that it sent before (`SentPrefixes`); the
+drafter applies it (`HeldPrefixes`). Messages of one connection arrive in order or not at all, so
+what was sent is what is held. A new connection begins with nothing sent and nothing held.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Ids: TypeAlias = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DraftAsk:
-    """What to draft for one session.
+    """A request for a draft of one session.
 
     Attributes:
         prefix: all tokens committed so far, prompt included. An array of int32 costs least.
-        grant: tokens to draft at most.
-        temperature: to draw them with; 0: greedy.
+        grant: most tokens to draft.
+        temperature: to sample them with; 0: greedily.
     """
 
     prefix: Sequence[int] | Ids
@@ -39,7 +39,7 @@ class DraftTokens:
 
     Attributes:
         tokens: in order.
-        probabilities: that each was drawn with; of a greedy one, the draft model's.
+        probabilities: with which each was sampled; greedily, the draft model's of the token.
     """
 
     tokens: Sequence[int]
@@ -48,11 +48,11 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChange:
-    """How one drafter's copy of a session becomes the verifier's: ``held[:keep] + tokens``.
+    """How a drafter's copy of a prefix becomes the verifier's: ``held[:keep] + tokens``.
 
     Attributes:
-        number: the session's, for this drafter.
-        keep: tokens that stay.
+        number: of the session, for this drafter.
+        keep: how many of the held tokens stay.
         tokens: that follow them.
     """
 
@@ -62,13 +62,13 @@ class PrefixChange:
 
 
 class SentPrefixes:
-    """What one drafter was sent since it connected.
+    """The prefixes that were sent to one drafter since it connected.
 
-    Sessions get numbers that are never used again. Of more sessions than the drafter holds, those
-    that were asked for longest ago are ended.
+    A session gets a number that is never used again. Where the drafter can hold no further session,
+    the one that was used longest ago is ended.
 
     Args:
-        max_sessions: that the drafter holds.
+        max_sessions: most that the drafter holds.
     """
 
     def __init__(self, max_sessions: int) -> None:
@@ -84,17 +84,17 @@ class SentPrefixes:
         return session in self._sent
 
     def change(self, session: str, prefix: Sequence[int] | Ids, most: int) -> PrefixChange | None:
-        """What to send so that the drafter holds this prefix; counts as sent.
+        """The change after which the drafter holds ``prefix``; it is noted as sent.
 
-        A caller asks for at most ``max_sessions`` of them between two calls of `take_ended`.
+        A caller asks for at most ``max_sessions`` changes between two calls of `take_ended`.
 
         Args:
-            session: a name of the caller's.
+            session: a name chosen by the caller.
             prefix: all its tokens.
             most: tokens that may be sent.
 
         Returns:
-            None, and nothing counts as sent, if it takes more.
+            None, and nothing is noted, if the change needs more than ``most`` tokens.
         """
         wanted = np.array(prefix, dtype=np.int32)
         number, held = self._sent.get(session, (-1, wanted[:0]))
@@ -110,31 +110,31 @@ class SentPrefixes:
         return PrefixChange(number, keep, wanted[keep:].tolist())
 
     def end(self, session: str) -> None:
-        """The session is over, or no longer this drafter's; nothing where it never was."""
+        """Note that the session is over, or no longer this drafter's; an unknown one is ignored."""
         if session in self._sent:
             self._ended.append(self._sent.pop(session)[0])
 
     @property
     def ended(self) -> bool:
-        """Whether there is something to tell the drafter of."""
+        """Whether sessions have ended that the drafter has not been told of."""
         return bool(self._ended)
 
     def take_ended(self, most: int) -> list[int]:
-        """Numbers to tell the drafter of, the earliest first; they count as told."""
+        """At most ``most`` numbers of ended sessions, the earliest first; noted as told."""
         told, self._ended = self._ended[:most], self._ended[most:]
         return told
 
     def lost(self, numbers: Iterable[int]) -> None:
-        """The drafter does not hold these; each session starts anew when it is asked for."""
+        """Note that the drafter does not hold these sessions; each is sent whole when next used."""
         gone = set(numbers)
         for session in [name for name, (number, _) in self._sent.items() if number in gone]:
             del self._sent[session]
 
     def unsent(self, told: Iterable[int]) -> None:
-        """The last message was not sent: all sessions start anew, as what is held is not known.
+        """Note that the last message was not sent. All sessions end, as what is held is unknown.
 
         Args:
-            told: what `take_ended` had given for it.
+            told: the numbers that `take_ended` had returned for it.
         """
         self._ended = [*told, *self._ended]
         for session in list(self._sent):
@@ -142,7 +142,7 @@ class SentPrefixes:
 
 
 def _common(one: Ids, other: Ids) -> int:
-    """Tokens that both begin with."""
+    """How many tokens both have in common from their beginning."""
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     first = int(differs.argmax()) if shorter else 0
@@ -150,10 +150,10 @@ def _common(one: Ids, other: Ids) -> int:
 
 
 class HeldPrefixes:
-    """What a drafter holds for the verifier it is connected to.
+    """The prefixes that a drafter holds for the verifier it is connected to.
 
     Args:
-        max_sessions: more are not held.
+        max_sessions: most that it holds.
     """
 
     def __init__(self, max_sessions: int) -> None:
@@ -167,9 +167,9 @@ class HeldPrefixes:
         return number in self._held
 
     def change(self, number: int, keep: int, tokens: Sequence[int]) -> bool:
-        """Apply a `PrefixChange`; False if it cannot be: the session is lost.
+        """Apply a `PrefixChange`. False if that is impossible, and then the session is lost.
 
-        It is where more is to stay than there is, and where there is no room for another one.
+        That is so if more tokens are to stay than are held, or if no further session fits.
         """
         held = self._held.get(number)
         if held is None:
@@ -183,7 +183,7 @@ class HeldPrefixes:
         return True
 
     def end(self, numbers: Iterable[int]) -> None:
-        """Let these sessions go; unknown ones do not matter."""
+        """Forget these sessions; unknown ones are ignored."""
         for number in numbers:
             self._held.pop(number, None)
 
@@ -191,10 +191,10 @@ class HeldPrefixes:
         """A copy of the session's tokens.
 
         Raises:
-            KeyError: it is not held.
+            KeyError: the session is not held.
         """
         return self._held[number].copy()
 
     def clear(self) -> None:
-        """Hold nothing: another verifier, or another epoch."""
+        """Forget all sessions: the verifier is another one, or has begun a new epoch."""
         self._held.clear()

@@ -30,7 +30,8 @@ from vllm_slo.core.speculation.chain_costs import (
     look_ahead,
 )
 from vllm_slo.core.speculation.chain_learning import Bias, Chain, Mood, Probes, Surprise
-from vllm_slo.core.speculation.tree_budget import DraftShape, Lines, Verifying, fastest_shapes
+from vllm_slo.core.speculation.draft_shape import DraftShape
+from vllm_slo.core.speculation.tree_budget import Lines, Verifying, fastest_shapes
 from vllm_slo.core.step_time.model import StepTimeModel
 
 MAX_MODELS = 4

@@ -4,9 +4,9 @@
 Source: GoodSpeed, sections III-B and III-C. A client i is a draft server, or a tenant of one
 server; each of its drafted tokens is accepted with probability a_i, those before it being accepted.
 A round that verifies S_i of them yields mu(S_i, a_i) = (1 - a_i^(S_i + 1)) / (1 - a_i) tokens on
-average, which is Acc(S_i + 1) of `core.speculation.draft_lengths`. The long-run goodputs x_i,
+average, which is Acc(S_i + 1) of `core.speculation.acceptance`. The long-run goodputs x_i,
 tokens per round, are to maximise sum_i w_i U(x_i), where U is log (proportional fairness) or, in
-general, alpha-fair: U'(x) = x^-alpha. Both what is accepted and what comes out are smoothed::
+general, alpha-fair: U'(x) = x^-alpha. Acceptances and goodputs are smoothed::
 
     a_i <- (1 - eta) a_i + eta mean_j min(1, p(x_j) / q(x_j))       (equation 3)
     X_i <- (1 - beta) X_i + beta (accepted_i + 1)                   (equation 4)
@@ -16,10 +16,10 @@ sum_i w_i U'(X_i) mu(S_i, a_i) (equation 5). Token S + 1 of a client adds w_i U'
 less and less, so taking the best token again and again is exact. The paper profiles C; here it
 follows from the step-time model (`verify_budget`).
 
-Together with objectives the rule is: promises first, the rest proportionally fair. The drafts that
-a request's objective needs are its floor; floors are granted before anything is shared, whatever
-they gain, and what is left goes to the best tokens above the floors. What a promise brought counts
-in its client's goodput, so who got much by promise gets less of the rest.
+Promises come first, and the rest is shared with proportional fairness. The drafts that a request's
+objective needs are its floor. Floors are granted before anything is shared, whatever they gain; the
+best tokens above the floors follow. Tokens of a promise count in the client's goodput, so a client
+that got many by promises gets fewer of the rest.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ ETA = 0.05
 BETA = 0.02
 """Weight of the newest round in a client's goodput."""
 PRIOR = 0.8
-"""Acceptance of a client that nothing is known of. Rather high: what is not drafted is not learnt,
-so a guess too low to be worth its verification would never be put right."""
+"""Acceptance of a client before its first round. It is rather high: a client whose guess is too low
+to pay for verification would get no drafts, and its guess would never be corrected."""
 FADING = 0.1
-"""Share of eta with which acceptance goes back to the prior in a round without drafts."""
+"""Share of eta with which acceptance returns to the prior in a round without drafts."""
 
 
 @jit
@@ -62,8 +62,8 @@ def _grant(
     price: float,
     granted: Ints,
 ) -> None:
-    """Fill in what is ``granted``: floors in the order given, then the best token until none is
-    left that gains anything."""
+    """Fill in ``granted``: floors in the order given, then the best token again and again, until no
+    token gains anything."""
     left = budget
     chances = np.empty(len(weights))
     ranked = [(0.0, 0) for _ in range(0)]  # (-gain, place): equal gains go to the lower place
@@ -125,17 +125,16 @@ def grant_tokens(
         least: (n,) floors, granted first whatever they gain. If they exceed the budget, they are
             granted in the order given until it is used up.
         most: (n,) caps, of the floors as well; default no limit.
-        price: what a token must gain at least, in tokens (a^(S + 1), not weighted), to pay for its
-            verification; see `core.speculation.tree_budget.node_floor`. Floors are granted at any
+        price: least gain of a token that pays for its verification, in tokens: a^(S + 1), not
+            weighted; see `core.speculation.tree_budget.node_floor`. Floors are granted at any
             price.
 
     Returns:
-        (n,) draft tokens. A token that gains nothing is not granted; among equal gains the one of
-        the lower index is. The first call compiles where numba's cache is empty, which takes some
-        seconds.
+        (n,) draft tokens. A token that gains nothing is not granted; of equal gains the lower index
+        is granted. The first call compiles where numba's cache is empty, which takes some seconds.
 
     Raises:
-        ValueError: the arrays do not fit together, or a number is out of range; names the argument.
+        ValueError: shapes differ, or a number is out of range; the message names the argument.
     """
     values = np.ascontiguousarray(weights, dtype=np.float64)
     count = values.size
@@ -163,17 +162,17 @@ def verify_budget(
     context_tokens: int = 0,
     limit_s: float = INFINITY,
 ) -> int:
-    """C: the draft tokens up to which one more gains more than the time it costs.
+    """C: the number of draft tokens that maximises sum_i w_i mu(S_i, a_i) / step time of n + C.
 
-    It maximises sum_i w_i mu(S_i, a_i) / (step time of n + C tokens), so what `grant_tokens` makes
-    of it is best per second, not only per round. Tokens that ride along for free are all in it.
-    Floors are not: who has some grants at least their sum.
+    So the grants of `grant_tokens` within it are best per second, not only per round. Tokens that
+    make the step no longer are all in it. Floors are not: a caller that has floors grants at least
+    their sum.
 
     Args:
-        weights: (n,) as for `grant_tokens`; equal ones count tokens alike.
+        weights: (n,) as for `grant_tokens`.
         acceptances: (n,) a_i. Each row decodes one token besides its drafts.
         model: expected step times.
-        room: draft tokens there is room for.
+        room: most draft tokens.
         most: (n,) caps.
         others: further tokens of the step, of prompts.
         context_tokens: KV tokens that the step reads.
@@ -197,7 +196,7 @@ def verify_budget(
 
 def jain_index(values: ArrayLike) -> float:
     """Jain's index of fairness, (sum x)^2 / (n sum x^2), of values at least 0: 1 where all are
-    equal, 1/n where one has everything; 1 of nothing."""
+    equal, 1/n where all but one are 0, and 1 where all are 0."""
     column = np.asarray(values, dtype=np.float64)
     squares = float(column.size * (column**2).sum())
     return float(column.sum() ** 2 / squares) if squares > 0.0 else 1.0
@@ -244,11 +243,10 @@ class GradientScheduler:
     """Divides the verification budget of each round among clients (section III-C).
 
     A new client starts with the acceptance ``prior`` and a goodput of 1, the least that a round can
-    yield: nobody of its weight and acceptance comes before it, so it is served at once.
+    yield. So no client of its weight and acceptance comes before it, and it is served at once.
 
-    Where nothing of a client is drafted, nothing is learnt of its acceptance, which then fades
-    back to ``prior``: a client that did badly is tried again, as long as the prior is worth the
-    price of a token.
+    In a round without drafts a client's acceptance returns to ``prior`` a little. So a client whose
+    drafts were rejected is tried again, as long as the prior is worth the price of a token.
 
     Args:
         eta: weight of the newest round in a_i, in (0, 1]; the smaller, the steadier and slower.
@@ -257,7 +255,7 @@ class GradientScheduler:
         prior: acceptance of new clients, in (0, 1).
 
     Raises:
-        ValueError: an argument is out of range; names it.
+        ValueError: an argument is out of range; the message names it.
     """
 
     def __init__(
@@ -274,37 +272,39 @@ class GradientScheduler:
         self._clients: dict[str, _Client] = {}
 
     def add(self, client: str, weight: float = 1.0) -> None:
-        """Take in a client; one that is known keeps its state and gets the weight.
+        """Add a client; a known one keeps its state and gets the weight.
 
         Args:
             client: its name.
-            weight: w_i, above 0: what its user's tokens count for.
+            weight: w_i, above 0: how much its tokens count.
         """
         if not 0.0 < weight < math.inf:
             raise ValueError(f"weight: must be finite and above 0, not {weight}")
-        known = self._clients.setdefault(client, _Client(weight, self._prior))
-        known.weight = weight
+        state = self._clients.setdefault(client, _Client(weight, self._prior))
+        state.weight = weight
 
     def forget(self, client: str) -> None:
-        """The client is gone; one that is not known is no error."""
+        """Remove a client; an unknown one is ignored."""
         self._clients.pop(client, None)
 
     def observe(self, client: str, ratios: Sequence[float], tokens: int) -> None:
-        """Take in a client's round, once for all its requests (equations 3 and 4).
+        """Learn from a client's round, once for all its requests (equations 3 and 4).
 
-        A round that it takes no part in is none of its rounds. One whose drafts did not come in
-        time has no ratios, and what was decoded without them.
+        It is not called for a round that the client takes no part in. A round whose drafts did not
+        come in time has no ratios, and the tokens that were decoded without drafts.
 
         Args:
             client: a known one.
-            ratios: p(x_j) / q(x_j) of each draft token that was verified, accepted or not, or the
-                mean of min(1, that); under greedy sampling 1 where the target agrees, else 0.
-            tokens: that came out, accepted ones and the one sampled after them; at least 1.
+            ratios: p(x_j) / q(x_j) of each verified draft token, accepted or not, or the mean of
+                min(1, p / q); under greedy sampling 1 where the target agrees, else 0.
+            tokens: that the round yielded: accepted ones and the one sampled after them; at least
+                1.
 
         Raises:
-            ValueError: the client is not known, or a number cannot be; names it. Nothing changes.
+            ValueError: the client is unknown, or a number is out of range; the message names it.
+                Nothing changes.
         """
-        known = self._known(client)
+        state = self._state(client)
         for ratio in ratios:
             if not 0.0 <= ratio < math.inf:
                 raise ValueError(f"ratios: must be finite and at least 0, not {ratio}")
@@ -314,17 +314,17 @@ class GradientScheduler:
             accepted, share = sum(min(1.0, r) for r in ratios) / len(ratios), self._eta
         else:
             accepted, share = self._prior, self._eta * FADING
-        known.acceptance = (1.0 - share) * known.acceptance + share * accepted
-        known.goodput = (1.0 - self._beta) * known.goodput + self._beta * tokens
+        state.acceptance = (1.0 - share) * state.acceptance + share * accepted
+        state.goodput = (1.0 - self._beta) * state.goodput + self._beta * tokens
 
     def gradient(self, clients: Iterable[str]) -> Floats:
         """(n,) w_i U'(X_i) of each, as `grant_tokens` and `verify_budget` take them."""
-        known = [self._known(client) for client in clients]
-        return np.array([one.weight * one.goodput**-self._alpha for one in known])
+        states = [self._state(client) for client in clients]
+        return np.array([state.weight * state.goodput**-self._alpha for state in states])
 
     def acceptances(self, clients: Iterable[str]) -> Floats:
         """(n,) a_i of each."""
-        return np.array([self._known(client).acceptance for client in clients])
+        return np.array([self._state(client).acceptance for client in clients])
 
     def grants(
         self,
@@ -338,11 +338,11 @@ class GradientScheduler:
         """(n,) draft tokens of each in the next round: equation 5 above the floors.
 
         Args:
-            clients: who takes part. A tenant with several requests is named once for each.
+            clients: of the round. A tenant with several requests is named once for each.
             budget, least, most, price: as `grant_tokens` takes them.
 
         Raises:
-            ValueError: as `grant_tokens`, or a client is not known.
+            ValueError: as `grant_tokens`, or a client is unknown.
         """
         granted = grant_tokens(
             self.gradient(clients),
@@ -363,19 +363,19 @@ class GradientScheduler:
         return sum(view.utility for view in self.views().values())
 
     def views(self) -> dict[str, ClientView]:
-        """Every client, in the order in which they came."""
+        """Every client, in the order in which they were added."""
         return {
             client: ClientView(
-                one.acceptance,
-                one.granted,
-                one.goodput,
-                one.weight * alpha_fair(one.goodput, self._alpha),
+                state.acceptance,
+                state.granted,
+                state.goodput,
+                state.weight * alpha_fair(state.goodput, self._alpha),
             )
-            for client, one in self._clients.items()
+            for client, state in self._clients.items()
         }
 
-    def _known(self, client: str) -> _Client:
-        known = self._clients.get(client)
-        if known is None:
-            raise ValueError(f"client: {client!r} is not known")
-        return known
+    def _state(self, client: str) -> _Client:
+        state = self._clients.get(client)
+        if state is None:
+            raise ValueError(f"client: {client!r} is unknown")
+        return state

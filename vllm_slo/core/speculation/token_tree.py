@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft token trees: their shape, the order of their nodes, and the walk that accepts some of them.
 
-A tree hangs on its root, the last committed token, which is already sampled but not yet verified.
+The root of a tree is the last committed token, which is sampled but not yet verified.
 Its nodes are numbered 0..m-1 with parents before children; ``parents[i]`` is -1 for a child of the
 root. A step that verifies the tree computes m+1 tokens: token 0 is the root, token i+1 is node i.
 
-All but `TokenTree.of` trust their input: they run for every request of every step.
+Only `TokenTree.of` checks its input: the functions run for every request of every step.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class TokenTree:
         Raises ValueError naming the field unless it is a tree as described above.
         """
         if len(tokens) != len(parents):
-            raise ValueError(f"parents: {len(parents)} of them for {len(tokens)} tokens")
+            raise ValueError(f"parents: {len(parents)} for {len(tokens)} tokens")
         for node, parent in enumerate(parents):
             if not -1 <= parent < node:
                 raise ValueError(f"parents[{node}]: {parent} is neither -1 nor an earlier node")
         seen: set[tuple[int, int]] = set()
         for node, edge in enumerate(zip(parents, tokens, strict=True)):
             if edge in seen:
-                raise ValueError(f"tokens[{node}]: a sibling of it is {edge[1]} as well")
+                raise ValueError(f"tokens[{node}]: duplicate of a sibling, {edge[1]}")
             seen.add(edge)
         return cls(tuple(tokens), tuple(parents))
 
@@ -61,9 +61,9 @@ class PathRow(NamedTuple):
 def linearise(parents: Sequence[int], scores: Sequence[float]) -> list[int]:
     """Order of the nodes in which every prefix is a tree: path by path, the best path first.
 
-    The best path goes from the root to the best child, and so on to a leaf. Then the best of the
-    nodes left that hang on what is placed starts the next path, which goes on likewise. Ties go by
-    index. So the nodes that a row of `path_rows` computes are consecutive.
+    The best path goes from the root to its best child, and so on to a leaf. Of the nodes left whose
+    parent is placed, the best one starts the next path, which goes on likewise. Ties go by index.
+    So the nodes that a row of `path_rows` computes are consecutive.
 
     Args:
         parents: (m,).
@@ -110,7 +110,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: Sequence[int]) -> list[int]:
-    """Which tokens each node sees: a bit mask over token indices, the root and itself included.
+    """The tokens that each node sees: a bit mask over token indices, the root and itself included.
 
     The root is bit 0 and node i bit i+1. The root itself, which sees bit 0 only, has no entry.
     """
@@ -122,7 +122,7 @@ def ancestors(parents: Sequence[int]) -> list[int]:
 
 
 def leading_chain(parents: Sequence[int]) -> int:
-    """How many of the first nodes form a chain that hangs on the root."""
+    """How many of the first nodes form a chain from the root."""
     for node, parent in enumerate(parents):
         if parent != node - 1:
             return node
@@ -130,7 +130,7 @@ def leading_chain(parents: Sequence[int]) -> int:
 
 
 def path_rows(parents: Sequence[int]) -> list[PathRow]:
-    """How a causal attention kernel verifies the tree: paths of which some tokens are queries.
+    """The rows in which a causal attention kernel verifies the tree.
 
     Row 0 is the root with the leading chain; every other leaf, in order, gives one row. A row
     computes the tokens of its path that no earlier row has computed, and these are its last: a

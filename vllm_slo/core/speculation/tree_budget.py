@@ -10,7 +10,6 @@ counted. Where nothing pays, nothing is drafted.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,6 @@ from vllm_slo.core.step_time.model import StepTimeModel
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-FIRST_GUESS = 0.6
-"""Chance of the best guess at each depth before any tree was drafted."""
 SHORTEST_S = 1e-9
 TREE = 8
 """Nodes of a tree that is to help an objective, more or less."""
@@ -196,54 +193,6 @@ def fastest_shapes(
 
 
 @jit
-def _learn_layers(
-    typical: Floats,
-    weights: Floats,
-    guessed: Floats,
-    memory: float,
-    chances: Floats,
-    depths: Ints,
-    offsets: Ints,
-) -> int:
-    """Take trees into the ``typical`` (depths, width) path probabilities, the trees that each
-    counts for and the share (depths,) of the first guess in the best; how deep they were. Further
-    arguments as in `DraftShape.observe_nodes`."""
-    most, width = typical.shape
-    sums, trees = np.zeros((most, width)), np.zeros(most)
-    ranks = np.zeros(most, dtype=np.int64)  # the widest layer of each depth
-    layer, filled = np.zeros((most, width)), np.zeros(most, dtype=np.int64)
-    for r in range(len(offsets) - 1):
-        filled[:] = 0
-        for node in range(offsets[r], offsets[r + 1]):
-            depth, place = depths[node] - 1, 0
-            if not 0 <= depth < most:
-                continue
-            count = filled[depth]
-            for rank in range(count):
-                place += layer[depth, rank] >= chances[node]
-            for rank in range(min(count, width - 1), place, -1):
-                layer[depth, rank] = layer[depth, rank - 1]
-            if place < width:
-                layer[depth, place] = chances[node]
-                filled[depth] = min(count + 1, width)
-        for depth in range(most):
-            trees[depth] += filled[depth] > 0
-            ranks[depth] = max(ranks[depth], filled[depth])
-            for rank in range(filled[depth]):
-                sums[depth, rank] += layer[depth, rank]
-    deepest = 0
-    for depth in range(most):
-        for rank in range(ranks[depth]):
-            deepest = depth + 1
-            total = weights[depth, rank] + trees[depth]
-            if rank == 0:
-                guessed[depth] *= weights[depth, rank] / total
-            known = typical[depth, rank] * weights[depth, rank] + sums[depth, rank]
-            typical[depth, rank], weights[depth, rank] = known / total, min(total, memory)
-    return deepest
-
-
-@jit
 def _sustained(
     chances: Floats,
     share: float,
@@ -292,109 +241,6 @@ def worthwhile_nodes(
     return _most_per_second(ranked, room, roots, others, roots_s, Lines.of(model))
 
 
-class DraftShape:
-    """What a model's trees have been like: the path probabilities of their nodes, typically.
-
-    Depths that were never drafted are taken to continue those above as the last ones did; those
-    that are not drafted now, as they did when they were.
-
-    Args:
-        max_depth, max_width: the largest tree there is.
-        memory: trees after which an old one counts for 1/e.
-    """
-
-    PRIOR = 16.0
-    """Trees that the first guess counts for."""
-    LEAST = 8.0
-    """Trees that what is long past counts for."""
-    NEGLIGIBLE = 0.02
-    """Share of the first guess in what is typical from which on it is left alone."""
-    HARDLY = 0.003
-    """Difference between chances that makes none."""
-
-    def __init__(self, max_depth: int, max_width: int, memory: float = 200.0) -> None:
-        self._chances = np.zeros((max_depth, max_width))
-        self._weights = np.full((max_depth, max_width), self.PRIOR)
-        self._assumed = 0.0
-        self._guess: Floats = np.zeros(max_depth)
-        self._guessed = np.ones(max_depth)
-        self._memory = memory
-        self._deepest = 0
-        self.assume(FIRST_GUESS)
-
-    @property
-    def typical(self) -> Floats:
-        """(depths, width) mean path probabilities of what is drafted now, by depth and rank."""
-        return self._chances
-
-    def assume(self, chance: float) -> None:
-        """Let the first guess be that the best guess at each depth is accepted so often, wherever
-        it still counts for something. A guess that is hardly another changes nothing."""
-        if abs(chance - self._assumed) < self.HARDLY:
-            return
-        self._assumed = chance
-        guess: Floats = np.power(chance, np.arange(1.0, len(self._chances) + 1.0))
-        self._chances[:, 0] += self._guessed * (guess - self._guess)
-        self._guess = guess
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether the first guess still counts for something."""
-        return bool(self._guessed[0] > self.NEGLIGIBLE)
-
-    def observe(self, chances: Floats, depth: int, width: int) -> None:
-        """Take in candidates: (n, depth * width) path probabilities, layer by layer."""
-        count, size = len(chances), depth * width
-        depths = np.tile(np.repeat(np.arange(1, depth + 1), width), count)
-        self.observe_nodes(chances.ravel(), depths, np.arange(0, count * size + 1, size))
-
-    def observe_nodes(self, chances: Floats, depths: Ints, offsets: Ints) -> None:
-        """Take in candidates of any form.
-
-        Of each depth it is the mean over the trees that are so deep, the nodes of a depth ranked by
-        what they are worth; a rank that some of these trees lack counts as nothing.
-
-        Args:
-            chances: (N,) path probabilities.
-            depths: (N,) of the nodes, 1 for a child of the root.
-            offsets: (n+1,) where each tree's nodes begin.
-        """
-        before = self._chances[:, 0].copy()
-        deepest = _learn_layers(
-            self._chances,
-            self._weights,
-            self._guessed,
-            self._memory,
-            chances,
-            depths,
-            offsets,
-        )
-        if 0 < deepest < self._deepest and before[deepest - 1] > self.NEGLIGIBLE:
-            self._chances[deepest:] *= self._chances[deepest - 1, 0] / before[deepest - 1]
-        self._deepest = max(self._deepest, deepest)
-        if 0 < self._deepest < len(self._chances):
-            self._guessed[self._deepest :] = 0.0
-            last = self._chances[self._deepest - 1]
-            above = self._chances[self._deepest - 2, 0] if self._deepest > 1 else 1.0
-            goes_on = min(last[0] / max(above, SHORTEST_S), 1.0)
-            beyond = np.arange(1, len(self._chances) - self._deepest + 1)
-            self._chances[self._deepest :] = last * goes_on ** beyond[:, None]
-
-    def age(self, share: float) -> None:
-        """Nothing was drafted for long: let what was seen count for ``share`` of what it did, and
-        the first guess for the rest."""
-        self._chances[:, 0] += (1.0 - share) * (self._guess - self._chances[:, 0])
-        self._guessed = 1.0 - share * (1.0 - self._guessed)
-        self._forget(share)
-
-    def doubt(self) -> None:
-        """Let what was seen hardly count beside what is seen next."""
-        self._forget(0.0)
-
-    def _forget(self, share: float) -> None:
-        np.maximum(self._weights * share, self.LEAST, out=self._weights)
-
-
 def node_floor(behind: int, tokens: int, model: StepTimeModel, step_s: float) -> float:
     """Path probability below which a node slows down the very request that it is for.
 
@@ -412,49 +258,6 @@ def node_floor(behind: int, tokens: int, model: StepTimeModel, step_s: float) ->
         return 0.0
     longer_s = (model.predict_s(tokens + TREE * behind) - model.predict_s(tokens)) / TREE
     return min(longer_s / max(step_s, SHORTEST_S), 1.0)
-
-
-class MeasuredTrees:
-    """How much of what trees were expected to yield they did yield, on the safe side.
-
-    A TPOT is judged over a window of tokens, so it is windows that are looked at: a single step may
-    accept nothing.
-
-    Args:
-        window: tokens over which a TPOT is judged.
-        quantile: share of the windows that yield at least that much.
-    """
-
-    ENOUGH = 16
-    """Windows before anything is known."""
-    REMEMBERED = 256
-
-    def __init__(self, window: int, quantile: float) -> None:
-        self._window = window
-        self._quantile = quantile
-        self._open: dict[str, tuple[float, int]] = {}
-        self._shares: deque[float] = deque(maxlen=self.REMEMBERED)
-
-    def observe(self, request_id: str, hoped: float, tokens: int) -> None:
-        """A step yielded ``tokens`` tokens of a request where ``hoped`` were expected, its root's
-        included."""
-        expected, had = self._open.get(request_id, (0.0, 0))
-        expected, had = expected + hoped, had + tokens
-        if expected >= self._window:
-            self._shares.append(had / expected)
-            expected, had = 0.0, 0
-        self._open[request_id] = expected, had
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._open.pop(request_id, None)
-
-    def share(self) -> float:
-        """What to count on, of expected tokens; nothing until enough was seen."""
-        if len(self._shares) < self.ENOUGH:
-            return 0.0
-        ranked = sorted(self._shares)
-        return ranked[int((1.0 - self._quantile) * len(ranked))]
 
 
 def sustained_trees(

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which draft nodes to verify: AdaServe's selection of token trees, and their depth and width.
+"""Which draft nodes to verify: AdaServe's selection of token trees.
 
-Source: AdaServe, section 3 (equations 1-6), section 4.1 (algorithm 1), section 4.3 (algorithm 2)
-and section 5.2 (equations 8 and 9).
+Source: AdaServe, section 3 (equations 1-6) and section 4.3 (algorithm 2).
 
-Everything is counted with the root, a request's last token, which is verified with its tree and is
-sure to yield a token: a request expects 1 token without any node, and a budget of B for n requests
-leaves B - n nodes. The pseudo-code's "while B >= 0" would choose one node too many; equation 1 and
-figure 5 (a budget of 8 is two roots and six nodes) are followed.
+All counts include the root, a request's last token, which is verified with its tree and always
+yields a token: a request expects 1 token without any node, and a budget of B for n requests leaves
+B - n nodes. The pseudo-code's "while B >= 0" would choose one node too many; equation 1 and figure
+5 (a budget of 8 is two roots and six nodes) are followed.
 
-A node may be chosen once its parent is: the "candidate set" of section 4.2. As no path probability
-exceeds the parent's, its best is the best of all nodes left (appendix B), and where probabilities
-are equal the parent comes first by its index, so every choice is a tree.
+A node may be chosen once its parent is: the "candidate set" of section 4.2. No path probability
+exceeds the parent's, so the best of this set is the best of all nodes left (appendix B). Where
+probabilities are equal the parent comes first by its index, so every choice is a tree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,7 +29,7 @@ Marks: TypeAlias = NDArray[np.int8]
 Bools: TypeAlias = NDArray[np.bool_]
 
 NOT_CHOSEN, FOR_SLO, FOR_THROUGHPUT = 0, 1, 2
-"""What `select_trees` says of a node."""
+"""Marks of a node that `select_trees` returns."""
 
 UNBOUNDED = 1 << 40
 
@@ -43,7 +40,7 @@ def needed_tokens(latency_s: float, step_s: float, tpot_s: float, tokens_out: in
     Args:
         latency_s: time since the first decoding step began.
         step_s: how long this step will take.
-        tpot_s: objective; infinite without one, and then nothing is needed (-inf).
+        tpot_s: objective; infinite without one, and then the result is -inf.
         tokens_out: tokens decoded so far.
 
     Raises ValueError if ``tpot_s`` is not positive.
@@ -53,47 +50,6 @@ def needed_tokens(latency_s: float, step_s: float, tpot_s: float, tokens_out: in
     if tpot_s == math.inf:
         return -math.inf
     return (latency_s + step_s) / tpot_s - tokens_out
-
-
-def optimal_trees(
-    probability: Sequence[Sequence[float]], required: Sequence[float], budget: int
-) -> list[list[int]] | None:
-    """Algorithm 1, word for word: the optimum over trees that are known beforehand.
-
-    Args:
-        probability: path probability of each node of each request's tree, parents first and no
-            child's above its parent's.
-        required: A(r) of each request.
-        budget: B, roots included.
-
-    Returns:
-        The nodes of each request in the order of choice; None if its objectives cannot all be met.
-    """
-    trees: list[list[int]] = [[] for _ in probability]
-    ranked = [_worst_first(tree) for tree in probability]
-    left = budget - len(trees)
-    if left < 0:
-        return None
-    for request, needed in enumerate(required):
-        expected = 1.0
-        while expected < needed:
-            if left <= 0 or not ranked[request]:
-                return None
-            node = ranked[request].pop()
-            trees[request].append(node)
-            expected += probability[request][node]
-            left -= 1
-    while left > 0 and any(ranked):
-        tops = [(probability[r][nodes[-1]], -r) for r, nodes in enumerate(ranked) if nodes]
-        request = -max(tops)[1]
-        trees[request].append(ranked[request].pop())
-        left -= 1
-    return trees
-
-
-def _worst_first(tree: Sequence[float]) -> list[int]:
-    """The nodes of a tree such that ``pop`` is the paper's GetTop."""
-    return sorted(range(len(tree)), key=lambda node: (tree[node], -node))
 
 
 def select_trees(
@@ -111,7 +67,8 @@ def select_trees(
     throughput_phase: bool = True,
     slo_floor: float = 0.0,
 ) -> Marks:
-    """Algorithm 2: first what the objectives need, the most demanding request first, then the best.
+    """Algorithm 2: first the nodes that objectives need, the most demanding request first, then the
+    best nodes of all requests.
 
     Args:
         offsets: (n+1,) where each request's nodes begin in the flat arrays of N nodes.
@@ -122,19 +79,18 @@ def select_trees(
         budget: B, the tokens to verify, roots included.
         n_max: most tokens of a request's tree, root included (|T(r)|), in the first phase.
         most: (n,) most nodes of a request, root not included, in both phases; default no limit.
-        worth: (N,) what the second phase takes most of, `node_worths`; default the probabilities.
+        worth: (N,) the order of the second phase, see `node_worths`; default the probabilities.
         slo_phase: whether there is a first phase.
         throughput_phase: whether there is a second phase.
-        slo_floor: nodes of a smaller path probability are not chosen in the first phase, where
-            n_max alone would let a request that is far behind fill a step with nodes that hardly
-            ever help it.
+        slo_floor: least path probability of a node of the first phase. Without it a request that
+            is far behind could fill a step with nodes that hardly ever help it.
 
     Returns:
         (N,) `NOT_CHOSEN`, `FOR_SLO` or `FOR_THROUGHPUT` for each node. The chosen ones of a
         request are connected to its root, whatever the probabilities.
 
-    Raises ValueError if the arrays do not fit together. The first call compiles where numba's cache
-    is empty, which takes some seconds.
+    Raises ValueError if shapes differ. The first call compiles where numba's cache is empty, which
+    takes some seconds.
     """
     starts = np.ascontiguousarray(offsets, dtype=np.int64)
     scores = np.ascontiguousarray(probability, dtype=np.float64)
@@ -147,7 +103,7 @@ def select_trees(
     values = scores if worth is None else np.ascontiguousarray(worth, dtype=np.float64)
     _check(starts, scores, parents, needed, cap, limit)
     if values.shape != scores.shape:
-        raise ValueError(f"worth: {len(values)} of them for {len(scores)} probabilities")
+        raise ValueError(f"worth: {len(values)} for {len(scores)} probabilities")
     return _select(
         starts, scores, values, parents, np.argsort(-needed, kind="stable"), cap, limit,
         int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(slo_floor),
@@ -157,10 +113,10 @@ def select_trees(
 def _check(
     offsets: Ints, probability: Floats, parent: NDArray[Any], *by_request: NDArray[Any]
 ) -> None:
-    """Keep the compiled code, which checks no index, within its arrays."""
+    """Raise ValueError if the compiled code, which checks no index, would leave its arrays."""
     total, requests = len(probability), len(offsets) - 1
     if parent.shape != probability.shape:
-        raise ValueError(f"parent: {len(parent)} of them for {total} probabilities")
+        raise ValueError(f"parent: {len(parent)} for {total} probabilities")
     if requests < 0 or offsets[0] != 0 or offsets[-1] != total or not _ascend(offsets):
         raise ValueError(f"offsets: must ascend from 0 to {total}")
     if any(values.shape != (requests,) for values in by_request):
@@ -179,7 +135,7 @@ def _ascend(offsets: Ints) -> bool:
 
 @jit
 def _push(heap: Ints, count: int, node: int, score: Floats) -> int:
-    """Add ``node`` to a heap of ``count`` nodes, the best at its top; how many it then has."""
+    """Add ``node`` to a heap of ``count`` nodes, the best at its top; the new count."""
     place, value = count, score[node]
     while place > 0:
         above = (place - 1) >> 1
@@ -194,7 +150,7 @@ def _push(heap: Ints, count: int, node: int, score: Floats) -> int:
 
 @jit
 def _open(heap: Ints, count: int, node: int, first: Ints, following: Ints, score: Floats) -> int:
-    """Make the children of ``node`` candidates; how many nodes the heap then has."""
+    """Add the children of ``node`` to a heap of ``count`` nodes; the new count."""
     child = first[node]
     while child >= 0:
         count = _push(heap, count, child, score)
@@ -204,7 +160,7 @@ def _open(heap: Ints, count: int, node: int, first: Ints, following: Ints, score
 
 @jit
 def _pop(heap: Ints, count: int, score: Floats) -> int:
-    """Take the top, ``heap[0]``, out of a heap of ``count`` nodes; how many it then has."""
+    """Remove the top, ``heap[0]``, from a heap of ``count`` nodes; the new count."""
     count -= 1
     node = heap[count]
     value = score[node]
@@ -238,7 +194,7 @@ def _select(
     throughput_phase: bool,
     slo_floor: float,
 ) -> Marks:
-    """`select_trees` with A_cap and the requests' order worked out."""
+    """`select_trees` with A_cap and the order of the requests computed."""
     requests, total = len(cap), len(probability)
     chosen = np.zeros(total, dtype=np.int8)
     owner = np.empty(total, dtype=np.int64)
@@ -292,15 +248,15 @@ def node_worths(
     best: Bools,
     path_tokens: float,
 ) -> Floats:
-    """What each node yields for each token's time that verifying it takes.
+    """Expected tokens of each node per token of verification cost.
 
-    A node that is not the best guess after its parent begins another path of its tree, which may
-    take time of its own.
+    A node that is not the best guess after its parent begins another path of its tree, whose
+    verification may cost extra time.
 
     Args:
         offsets, probability, parent: as `select_trees` takes them.
         best: (N,) whether a node is the best guess after its parent.
-        path_tokens: what another path costs, in tokens.
+        path_tokens: cost of another path besides its nodes, in tokens.
 
     Returns:
         (N,) at most the path probability; no child's exceeds its parent's.
@@ -326,153 +282,3 @@ def _worths(
             if parent[node] >= 0:
                 worth[node] = min(worth[node], worth[offsets[r] + parent[node]])
     return worth
-
-
-def arrange_trees(
-    offsets: Ints,
-    probability: Floats,
-    parent: NDArray[np.int32],
-    chosen: Marks,
-    deepest: Ints,
-    paths: int,
-) -> tuple[Ints, NDArray[np.int32], Ints]:
-    """The chosen nodes of all requests as trees in the order in which they are verified.
-
-    Each tree is as `token_tree.linearise` orders it: path by path, the best first. Where the trees
-    have more leaves besides than ``paths``, the last requests' trees lose their last nodes.
-
-    Args:
-        offsets, probability, parent: as `select_trees` takes them.
-        chosen: its answer.
-        deepest: (n,) nodes of greater depth are left out.
-        paths: extra paths for which there is room; see `token_tree.path_rows`.
-
-    Returns:
-        (K,) the nodes by index within their request, request by request; (K,) each one's parent in
-        its new tree; (n,) how many nodes each request has.
-    """
-    return _arrange(offsets, probability, parent, chosen, deepest, paths)
-
-
-@jit
-def _order(left: Bools, probability: Floats, parent: NDArray[np.int32], nodes: Ints) -> int:
-    """Write the nodes that are ``left`` of one request to ``nodes``, as `token_tree.linearise`
-    orders them; how many form the best path."""
-    placed = np.zeros(len(left), dtype=np.bool_)
-    at, count, chain = -1, 0, -1
-    while True:
-        best = -1
-        for node in range(len(left)):
-            better = best < 0 or probability[node] > probability[best]
-            if left[node] and parent[node] == at and better:
-                best = node
-        if best < 0:  # a leaf: the best of the nodes that hang on what is placed comes next
-            chain = count if chain < 0 else chain
-            for node in range(len(left)):
-                hangs = parent[node] < 0 or placed[parent[node]]
-                better = best < 0 or probability[node] > probability[best]
-                if left[node] and hangs and better:
-                    best = node
-        if best < 0:
-            return chain
-        left[best] = False
-        placed[best] = True
-        nodes[count] = at = best
-        count += 1
-
-
-@jit
-def _leaves(parents: NDArray[np.int32], chain: int) -> int:
-    """Leaves of a tree beyond its leading chain of ``chain`` nodes."""
-    found = 0
-    for node in range(chain, len(parents)):
-        inner = False
-        for later in range(node + 1, len(parents)):
-            inner = inner or parents[later] == node
-        found += not inner
-    return found
-
-
-@jit
-def _arrange(
-    offsets: Ints,
-    probability: Floats,
-    parent: NDArray[np.int32],
-    chosen: Marks,
-    deepest: Ints,
-    paths: int,
-) -> tuple[Ints, NDArray[np.int32], Ints]:
-    total, requests = len(probability), len(deepest)
-    nodes = np.empty(total, dtype=np.int64)
-    parents = np.empty(total, dtype=np.int32)
-    counts = np.zeros(requests, dtype=np.int64)
-    depth = np.zeros(total, dtype=np.int64)
-    place = np.full(total, -1)
-    left = np.zeros(total, dtype=np.bool_)
-    end = 0
-    for r in range(requests):
-        start, stop = offsets[r], offsets[r + 1]
-        for node in range(start, stop):
-            above = parent[node]
-            depth[node] = 1 if above < 0 else depth[start + above] + 1
-            left[node] = chosen[node] > 0 and depth[node] <= deepest[r]
-        size = int(left[start:stop].sum())
-        chain = _order(left[start:stop], probability[start:stop], parent[start:stop], nodes[end:])
-        for where in range(size):
-            node = nodes[end + where]
-            place[start + node] = where
-            above = parent[start + node]
-            parents[end + where] = -1 if above < 0 else place[start + above]
-        leaves = _leaves(parents[end : end + size], chain)
-        while leaves > paths:
-            size -= 1
-            leaves = _leaves(parents[end : end + size], chain)
-        paths -= leaves
-        counts[r] = size
-        end += size
-    return nodes[:end], parents[:end], counts
-
-
-@dataclass(frozen=True, slots=True)
-class TreeControl:
-    """Constants of equations 8 and 9, found by grid search on the hardware.
-
-    Attributes:
-        verifier_tokens: B1, tokens that the target verifies in a step.
-        speculator_tokens: B2, tokens that the draft model processes in one of its steps.
-        max_depth: D_max.
-        min_depth: D_min.
-        max_width: W_max.
-        c1: makes trees shallower as if so many more requests were active.
-        c2: makes trees wider by so many nodes.
-
-    Raises ValueError naming the field that is out of range.
-    """
-
-    verifier_tokens: int
-    speculator_tokens: int
-    max_depth: int = 8
-    min_depth: int = 1
-    max_width: int = 8
-    c1: int = 0
-    c2: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_depth <= self.max_depth:
-            raise ValueError(f"min_depth: must lie in 0..{self.max_depth}, not {self.min_depth}")
-        for name in ("verifier_tokens", "speculator_tokens", "max_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        if self.c1 < 0:
-            raise ValueError(f"c1: must not be negative, not {self.c1}")
-
-
-def depth_and_width(active: int, control: TreeControl) -> tuple[int, int]:
-    """(d, w) of the candidate trees of ``active`` requests; of none as of one (eq. 8 and 9)."""
-    n = max(active, 1)
-    depth = control.verifier_tokens // (n + control.c1) - 1
-    width = control.speculator_tokens // n + control.c2
-    return (
-        max(min(depth, control.max_depth), control.min_depth),
-        max(min(width, control.max_width), 1),
-    )

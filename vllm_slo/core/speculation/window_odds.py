@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How likely drafts bring the tokens of a TPOT window in time: luck within a window is not even.
+"""How likely drafts bring the tokens of a TPOT window in time.
 
 A step of which ``length`` tokens are verified yields Y of them, P(Y >= n) = a^(n - 1), with a the
-chance of a draft to be accepted. What k such steps yield is a sum of k independent Y; a window that
-lacks n tokens is kept by k steps with probability P(Y_1 + ... + Y_k >= n). SLOs-Serve (3.2.3) plans
-by the mean of Y and tightens the TPOT of requests that fall behind; a promise holds for each
-window of a few tokens, so steps are stretched by the distribution here, and the mean only bounds
-them.
+chance of a draft to be accepted. k such steps yield a sum of k independent Y; so they keep a window
+that lacks n tokens with probability P(Y_1 + ... + Y_k >= n).
+
+SLOs-Serve (3.2.3) plans by the mean of Y and tightens the TPOT of requests that fall behind. But a
+promise holds for each window of a few tokens, in which luck does not even out. So steps are
+stretched by the distribution here, and the mean only bounds them.
 """
 
 from __future__ import annotations
@@ -18,36 +19,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.core.jit import jit
-from vllm_slo.core.speculation.draft_lengths import expected_tokens
+from vllm_slo.core.speculation.acceptance import expected_tokens
+from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN
 from vllm_slo.core.types import DecodeView
 
 Floats = NDArray[np.float64]
 
 MOST_TOKENS = 32
-"""Tokens of a window that are looked ahead over; longer ones are taken for several in a row."""
+"""Tokens of a window up to which its odds are computed; a longer window is taken for several."""
 DOUBT = 0.005
-"""Probability of missing a window that counts as none."""
+"""Probability of missing a window that is accepted: of 200 windows one may be lost by bad luck."""
 ACCEPTANCES = 64
-"""Acceptances are rounded down to one of so many."""
-SURE = 1.1
-"""What steps may take over what is predicted, where they are to save a window."""
+"""Acceptances are rounded down to a multiple of 1/64, so that the tables below are few."""
 LEAST_COUNTED = 0.1
-"""Tokens that a step is stretched for though its window may be missed as it is."""
+"""Least tokens that a step is stretched for, though its window may be missed."""
 EPS = 1e-9
 
 
 @jit
 def _chances(acceptance: float, longest: int, most: int) -> Floats:
-    """(longest, most + 1, most + 1): P(k steps of a length yield at least n tokens)."""
-    found = np.zeros((longest, most + 1, most + 1))
+    """(longest, most + 1, most + 1): by length - 1, k and n, P(k steps yield at least n tokens)."""
+    result = np.zeros((longest, most + 1, most + 1))
     for place in range(longest):
-        have = np.zeros(most + 1)  # P(so many tokens after k steps), the last: or more
+        have = np.zeros(most + 1)  # P(n tokens after k steps); the last entry: n or more
         have[0] = 1.0
         for step in range(most + 1):
             above = 0.0
             for n in range(most, -1, -1):
                 above += have[n]
-                found[place, step, n] = above if n > step else 1.0
+                result[place, step, n] = above if n > step else 1.0
             after = np.zeros(most + 1)
             for held in range(most + 1):
                 reached = have[held]
@@ -56,28 +56,28 @@ def _chances(acceptance: float, longest: int, most: int) -> Floats:
                     after[min(held + given, most)] += ends
                     reached -= ends
             have = after
-    return found
+    return result
 
 
 @lru_cache(maxsize=256)
 def _kept_chances(place: int, longest: int) -> Floats:
-    """`_chances` of one of the ``ACCEPTANCES``; not to be changed."""
+    """`_chances` of the acceptance ``place`` / `ACCEPTANCES`; shared, so not to be changed."""
     return _chances(place / ACCEPTANCES, longest, MOST_TOKENS)
 
 
 @lru_cache(maxsize=256)
 def _sure_steps(place: int, longest: int) -> Floats:
-    """(longest, MOST_TOKENS + 1): steps of a length that surely yield so many tokens."""
+    """(longest, MOST_TOKENS + 1): by length - 1 and n, the steps that yield n tokens surely."""
     doubted = _kept_chances(place, longest) < 1.0 - DOUBT
-    found: Floats = doubted.sum(axis=1).astype(np.float64)
-    return found
+    steps: Floats = doubted.sum(axis=1).astype(np.float64)
+    return steps
 
 
 class WindowOdds:
-    """What steps without prompts do for windows.
+    """How likely steps without prompts keep a window.
 
     Args:
-        step_s: (L,) seconds of a step that verifies 1, 2, ... L tokens of everybody.
+        step_s: (L,) seconds of a step that verifies 1, 2, ... L tokens of each request.
     """
 
     def __init__(self, step_s: Floats) -> None:
@@ -85,9 +85,8 @@ class WindowOdds:
         self._sure_s: dict[int, Floats] = {}
 
     def sure_s(self, acceptance: float, tokens: float) -> float:
-        """Seconds in which so many tokens surely come, by steps of the best length.
-
-        Fractions count as a whole token.
+        """Seconds after which ``tokens`` tokens have come with probability 1 - `DOUBT`, by steps of
+        the best length. A fraction of a token counts as a whole one.
         """
         place = math.floor(acceptance * ACCEPTANCES)
         if place not in self._sure_s:
@@ -100,29 +99,32 @@ class WindowOdds:
     def counted_tokens(
         self, start_s: float, decode: DecodeView, acceptance: float, length: int
     ) -> float:
-        """Tokens of a request's step that its TPOT may be stretched for (``stretched_s`` of
-        `core.speculation.draft_lengths`): if it yields a single one, the others surely come in the
-        time left; without any luck where steps without drafts keep the TPOT, as drafts are accepted
-        and rejected in series more often than independent ones would be. At most what it yields on
-        average, at least ``LEAST_COUNTED``.
+        """Tokens of a request's step that it may be stretched for (`window_pace.stretched_s`).
+
+        They are so few that the other tokens of the window surely come in the time left after a
+        step that yields a single one. Where steps without drafts keep the TPOT, no draft is counted
+        on for that: drafts are accepted and rejected in series more often than independent ones.
+        The result is at most the step's mean yield, and at least `LEAST_COUNTED`.
 
         Args:
             start_s: when the step begins.
-            decode: the request, one token of it being expected of the step.
+            decode: the request before that step.
             acceptance: of its drafts.
             length: tokens verified of it in this step.
         """
         left = decode.window_left
         pace_s = min((decode.window_end_s - start_s) / left, decode.tpot_s)
-        plain_s = SURE * float(self._step_s[0])
+        plain_s = STEP_TIME_MARGIN * float(self._step_s[0])
         luck = acceptance if plain_s > decode.tpot_s else 0.0
-        rest_s = SURE * self.sure_s(luck, left - 1.0)
+        rest_s = STEP_TIME_MARGIN * self.sure_s(luck, left - 1.0)
         counted = left - rest_s / max(pace_s, EPS)
         return max(min(counted, expected_tokens(acceptance, length)), LEAST_COUNTED)
 
     def surest_length(self, start_s: float, decode: DecodeView, acceptance: float) -> int:
-        """Length of steps that most likely keep a request's window, the shortest of several; a long
-        window is asked for its pace."""
+        """The length of steps that most likely keep a request's window; of equals the shortest.
+
+        A window longer than `MOST_TOKENS` is judged by a part of it, at the same pace.
+        """
         left_s, wanted = max(decode.window_end_s - start_s, 0.0), math.ceil(decode.window_left)
         if wanted > MOST_TOKENS:
             left_s, wanted = left_s * MOST_TOKENS / wanted, MOST_TOKENS

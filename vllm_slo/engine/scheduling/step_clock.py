@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.clock import Clock
-from vllm_slo.core.speculation.draft_lengths import with_draft_steps
+from vllm_slo.core.speculation.draft_pass_time import with_draft_steps
 from vllm_slo.core.step_time.model import (
     BatchShape,
     OnlineCorrection,

@@ -42,21 +42,24 @@ from vllm.v1.request import Request
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.speculation.acceptance import AcceptanceEstimator, expected_tokens
 from vllm_slo.core.speculation.draft_lengths import (
-    AcceptanceEstimator,
-    DraftPassTime,
     LengthPlan,
-    Tier,
-    expected_tokens,
     fastest_pace_s,
-    gather_tiers,
     plan_lengths,
-    stretched_s,
     warm_up,
+)
+from vllm_slo.core.speculation.draft_pass_time import DraftPassTime
+from vllm_slo.core.speculation.measured_trees import MeasuredTrees
+from vllm_slo.core.speculation.tiers import Tier, gather_tiers
+from vllm_slo.core.speculation.tree_budget import sustained_trees
+from vllm_slo.core.speculation.window_odds import WindowOdds
+from vllm_slo.core.speculation.window_pace import (
+    PROMISED_WINDOW,
+    STEP_TIME_MARGIN,
+    stretched_s,
     working_tpot_s,
 )
-from vllm_slo.core.speculation.tree_budget import MeasuredTrees, sustained_trees
-from vllm_slo.core.speculation.window_odds import SURE, WindowOdds
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -72,8 +75,6 @@ from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 Floats = NDArray[np.float64]
 
-PROMISED_WINDOW = 16
-"""Most tokens over which promises average what drafts yield."""
 PROBE_EVERY = 4
 """Steps after which one request, each in turn, verifies a draft at least: what is never tried is
 never learnt."""
@@ -311,7 +312,10 @@ class Chains:
     ) -> WindowOdds:
         """What steps do for windows in which those verify more that cannot do without; the others
         keep to these lengths."""
-        start_s, most_s = self._clock.start_s, SURE * self._step_s(len(decoding), 1, context)
+        start_s, most_s = (
+            self._clock.start_s,
+            STEP_TIME_MARGIN * self._step_s(len(decoding), 1, context),
+        )
         needy = [
             one is not None and one.view.window_end_s - start_s < most_s * one.view.window_left
             for one in (self._paced.get(request.request_id) for request in decoding)

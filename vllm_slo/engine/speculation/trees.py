@@ -39,17 +39,21 @@ from vllm_slo.core.speculation.candidate_trees import (
     nodes_of_step,
     tpot_needs,
 )
-from vllm_slo.core.speculation.draft_lengths import counted_tokens
+from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains
-from vllm_slo.core.speculation.tree_budget import MeasuredTrees, sustained_trees, worthwhile_nodes
+from vllm_slo.core.speculation.tree_arrangement import arrange_trees
+from vllm_slo.core.speculation.tree_budget import sustained_trees, worthwhile_nodes
 from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
-    TreeControl,
-    arrange_trees,
-    depth_and_width,
     node_worths,
     select_trees,
+)
+from vllm_slo.core.speculation.tree_shape import TreeControl, depth_and_width
+from vllm_slo.core.speculation.window_pace import (
+    PROMISED_WINDOW,
+    STEP_TIME_MARGIN,
+    counted_tokens,
 )
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
@@ -74,9 +78,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 EPS = 1e-9
-SURE = 1.1
-PROMISED_WINDOW = 16
-"""Most tokens over which promises average what trees yield."""
 TARGET = "target"
 """The served model's name among those of the drafts, in metrics."""
 WIDTHS = 1, 2
@@ -525,7 +526,7 @@ class Trees:
         """Seconds of a step of all who decode without trees."""
         model = self._clock.plain_promise_model
         plain_s = model.predict_s(max(len(self._state.running), 1), self._context())
-        return SURE * (plain_s + self._dear_s)
+        return STEP_TIME_MARGIN * (plain_s + self._dear_s)
 
     def _place(self, candidates: CandidateTrees, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""

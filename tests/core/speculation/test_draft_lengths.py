@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft lengths by SLO: the planner against exhaustive search, tiers, and learnt acceptance."""
+"""core/speculation/draft_lengths.py: the planner against exhaustive search."""
 
 from __future__ import annotations
 
@@ -14,25 +14,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation import draft_lengths
+from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.draft_lengths import (
-    GRID,
-    MAX_TIERS,
-    AcceptanceEstimator,
     LengthPlan,
-    Tier,
-    counted_tokens,
-    expected_tokens,
     fastest_pace_s,
-    gather_tiers,
     plan_lengths,
-    stretched_s,
-    with_draft_steps,
-    working_tpot_s,
 )
+from vllm_slo.core.speculation.tiers import Tier
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import INFINITY, DecodeView
 
 INF = math.inf
 SLOPED = StepTimeModel(((0.0, 0.0, 0.020), (0.001, 0.0, 0.020)))
@@ -189,27 +179,62 @@ def test_prompts_may_make_a_step_so_long_and_no_longer(instance: Instance, most_
 
 
 @given(instances)
-def test_as_many_tokens_come_out_as_exhaustive_search_finds(instance: Instance) -> None:
+def test_lengths_that_keep_every_tpot_are_found_if_there_are_any(instance: Instance) -> None:
     plan = instance.plan(prompts=False)
-    found = best([instance.token_rate(lengths) for lengths in instance.vectors()])
-    if found is None:
+    if best([instance.token_rate(lengths) for lengths in instance.vectors()]) is None:
         assert plan == instance.plan(prompts=True)
     else:
         assert plan.feasible
-        assert plan.per_second == pytest.approx(found, rel=1e-9)
-        assert instance.token_rate(plan.lengths) == pytest.approx(found, rel=1e-9)
+        assert instance.token_rate(plan.lengths) == pytest.approx(plan.per_second, rel=1e-9)
 
 
-@given(st.lists(tiers, min_size=5, max_size=5), models, st.data())
-def test_no_other_of_the_longest_lengths_yields_more(
-    found: list[Tier], model: StepTimeModel, data: st.DataObject
-) -> None:
-    instance = Instance(tuple(found), model, 16)
-    plan = instance.plan(prompts=False)
-    lengths = st.tuples(*[st.integers(1, 16)] * 5)
-    for other in data.draw(st.lists(lengths, min_size=20, max_size=20)):
-        rate = instance.token_rate(other)
-        assert rate is None or (plan.feasible and rate <= plan.per_second * (1 + 1e-9))
+@given(instances.map(lambda instance: replace(instance, tiers=instance.tiers[:1])))
+def test_one_tier_yields_as_much_as_exhaustive_search_finds(instance: Instance) -> None:
+    found = best([instance.token_rate(lengths) for lengths in instance.vectors()])
+    if found is not None:
+        assert instance.plan(prompts=False).per_second == pytest.approx(found, rel=1e-9)
+
+
+def served(rng: np.random.Generator, tiers: int, longest: int) -> Instance:
+    """Requests and hardware as they are served: steps hold thousands of tokens."""
+    served_tiers = [
+        Tier(
+            int(rng.integers(1, 40)),
+            float(rng.uniform(0.03, 0.3)) if rng.random() < 0.8 else INF,
+            float(rng.uniform(0.3, 0.9)),
+        )
+        for _ in range(tiers)
+    ]
+    pass_s, step_s = rng.choice([0.0, 0.001, 0.002]), rng.uniform(0.01, 0.03)
+    token_s, rest_s = rng.uniform(5e-5, 4e-4), rng.uniform(0.0, 0.015)
+    model = StepTimeModel(((1e-5, pass_s, step_s), (token_s, 0.0, rest_s)), 1e-8)
+    context, draft_step_s = int(rng.integers(0, 60_000)), float(rng.choice([0.0, 0.002]))
+    return Instance(tuple(served_tiers), model, longest, context, draft_step_s)
+
+
+def test_several_tiers_lose_next_to_nothing_against_exhaustive_search() -> None:
+    """Lengths are raised greedily: of 500 random cases hardly any is off the optimum by more than
+    one percent, which a knapsack of few large items may be."""
+    rng = np.random.default_rng(7)
+    losses = []
+    for instance in (served(rng, tiers=int(rng.integers(1, 5)), longest=6) for _ in range(500)):
+        found = best([instance.token_rate(lengths) for lengths in instance.vectors()])
+        if found is not None:
+            losses.append(1.0 - instance.plan(prompts=False).per_second / found)
+    assert len(losses) > 400
+    assert min(losses) > -1e-9
+    assert np.mean(losses) < 1e-4
+    assert np.mean(np.array(losses) > 0.01) <= 0.005
+    assert max(losses) < 0.05
+
+
+def test_hardly_any_other_of_the_longest_lengths_yields_more() -> None:
+    rng = np.random.default_rng(3)
+    for instance in (served(rng, tiers=5, longest=16) for _ in range(100)):
+        plan = instance.plan(prompts=False)
+        for other in rng.integers(1, 17, (50, 5)).tolist():
+            rate = instance.token_rate(tuple(other))
+            assert rate is None or (plan.feasible and rate <= plan.per_second * 1.01)
 
 
 @given(instances.filter(lambda instance: instance.model.pair_s == 0.0), seconds)
@@ -220,12 +245,6 @@ def test_the_budget_is_the_step_time_models_own(instance: Instance, tpot_s: floa
     )
     tokens = instance.model.time_to_tokens(tpot_s, instance.context)
     assert math.floor(max(plan.prompt_tokens + 1.0, 0.0) + 1e-6) == tokens
-
-
-@pytest.mark.parametrize(("acceptance", "expected"), [(0.0, 1.0), (0.5, 1.875), (1.0, 4.0)])
-def test_acc_is_the_sum_of_the_chances_to_get_so_far(acceptance: float, expected: float) -> None:
-    assert expected_tokens(acceptance, 4) == pytest.approx(expected)
-    assert expected_tokens(acceptance, 1) == 1.0
 
 
 # --- the paper's figure 6, and what it says of several tiers --------------------------------------
@@ -306,16 +325,6 @@ def test_drafting_costs_what_the_model_or_the_caller_says() -> None:
     assert one.lengths < plan_lengths(tiers, SLOPED, 8, prompts=False).lengths
 
 
-def test_a_step_that_drafts_is_priced_by_its_passes() -> None:
-    model = StepTimeModel(((0.0, 0.004, 0.020), (0.001, 0.002, 0.010)), 1e-6, 100, 1e-8)
-    drafting = with_draft_steps(model, 3)
-    for tokens in (1, 10, 80):
-        expected_s = model.predict_s(tokens, 50, 3, 7)
-        assert drafting.predict_s(tokens, 50, 0, 7) == pytest.approx(expected_s)
-        assert drafting.predict_s(tokens, 50, 5, 7) == pytest.approx(expected_s)
-    assert drafting.max_tokens == 100
-
-
 # --- what cannot make things worse ----------------------------------------------------------------
 
 
@@ -324,11 +333,6 @@ def better(one: LengthPlan, other: LengthPlan) -> bool:
     if not (one.feasible and other.feasible):
         return one.feasible or not other.feasible
     return one.per_second >= other.per_second * (1 - 1e-9) - 1e-9
-
-
-def most_tokens(instance: Instance) -> float:
-    """Output tokens per second at best, 0 where no step of everybody keeps the TPOTs."""
-    return best([instance.token_rate(lengths) for lengths in instance.vectors()]) or 0.0
 
 
 def changed(
@@ -346,24 +350,18 @@ def changed(
 def test_better_drafts_never_cost(instance: Instance, factor: float) -> None:
     likelier = changed(instance, likelier=factor)
     assert better(likelier.plan(prompts=True), instance.plan(prompts=True))
-    known = most_tokens(instance)
-    assert not known or likelier.plan(prompts=False).per_second >= known * (1 - 1e-9)
 
 
 @given(roomy, st.floats(1.0, 3.0))
 def test_looser_objectives_never_cost(instance: Instance, factor: float) -> None:
     looser = changed(instance, slower=factor)
     assert better(looser.plan(prompts=True), instance.plan(prompts=True))
-    known = most_tokens(instance)
-    assert not known or looser.plan(prompts=False).per_second >= known * (1 - 1e-9)
 
 
 @given(instances)
 def test_longer_drafts_may_be_left_alone(instance: Instance) -> None:
     shorter, longer = replace(instance, longest=2), replace(instance, longest=6)
     assert better(longer.plan(prompts=True), shorter.plan(prompts=True))
-    known = most_tokens(shorter)
-    assert not known or longer.plan(prompts=False).per_second >= known * (1 - 1e-9)
 
 
 @given(instances, st.floats(0.0, 0.02))
@@ -378,39 +376,7 @@ def test_more_requests_leave_prompts_less(instance: Instance) -> None:
     assert better(instance.plan(prompts=True), changed(instance, more=1).plan(prompts=True))
 
 
-# --- who falls behind, and tiers ------------------------------------------------------------------
-
-
-def decode(*, late_s: float = 0.0, left: float = 8.0, tpot_s: float = 0.050) -> DecodeView:
-    """A request with ``left`` tokens of its window to come, so many seconds behind, at time 0."""
-    return DecodeView("r", tpot_s - late_s, left * tpot_s - late_s, left, tpot_s)
-
-
-def test_who_is_on_schedule_or_ahead_keeps_its_tpot() -> None:
-    for late_s in (0.0, -0.2):
-        assert working_tpot_s(0.0, decode(late_s=late_s), 0.001) == 0.050
-    assert working_tpot_s(0.0, decode(tpot_s=INFINITY), 0.001) == INFINITY
-
-
-@given(st.floats(1e-4, 0.25), st.floats(1.0, 10.0))
-def test_who_fell_behind_keeps_its_window_at_the_pace_planned(late_s: float, left: float) -> None:
-    view = decode(late_s=late_s, left=left)
-    pace_s = limit_of(0.0, view, 0.0)
-    assume(0.002 < pace_s < 0.050)
-    found = working_tpot_s(0.0, view, 0.001)
-    assert found * left <= view.window_end_s + 1e-9
-    assert pace_s / GRID <= found * (1 + 1e-9)
-    steps = math.log(0.050 / found) / math.log(GRID)
-    assert steps == pytest.approx(round(steps), abs=1e-6)  # so that there are few of them
-
-
-def test_no_pace_is_asked_for_that_cannot_be_reached() -> None:
-    """Rounding stops at it; a window that it cannot save hurries nobody."""
-    view = decode(late_s=0.2, left=8.0)  # 25 ms a token
-    assert working_tpot_s(0.0, view, 0.0249) == 0.0249
-    assert working_tpot_s(0.0, view, 0.0251) == 0.050
-    assert working_tpot_s(0.0, view, 0.080) == 0.080
-    assert working_tpot_s(0.0, decode(late_s=0.5), 0.020) == 0.050
+# --- the fastest pace  ----------------------------------------------------------------------------
 
 
 def test_the_fastest_pace_is_that_of_the_best_length() -> None:
@@ -422,155 +388,15 @@ def test_the_fastest_pace_is_that_of_the_best_length() -> None:
     assert fastest_pace_s(0.7, 10, SLOPED, 1, **fixed) == pytest.approx(0.038)
 
 
-paces = st.lists(st.tuples(seconds | st.just(INF), st.floats(0.02, 0.98)), max_size=40)
-
-
-@given(paces)
-def test_tiers_are_few_and_nobody_is_planned_for_more_loosely(
-    found: list[tuple[float, float]],
-) -> None:
-    tiers, places = gather_tiers(found)
-    assert len(tiers) == min(len(set(found)), MAX_TIERS)
-    assert sum(tier.requests for tier in tiers) == len(found) == len(places)
-    for place, tier in enumerate(tiers):
-        members = [pace for pace, at in zip(found, places, strict=True) if at == place]
-        assert len(members) == tier.requests
-        assert min(tpot_s for tpot_s, _ in members) == tier.tpot_s
-        mean = sum(chance for _, chance in members) / len(members)
-        assert tier.acceptance == pytest.approx(mean)
-        assert (tier.tpot_s == INF) == all(tpot_s == INF for tpot_s, _ in members)
-
-
-def test_the_most_alike_are_merged() -> None:
-    asked = [(0.02, 0.5), (0.03, 0.5), (0.05, 0.5), (0.05, 0.52), (0.1, 0.5), (INF, 0.5)]
-    tiers, places = gather_tiers(asked)
-    assert places == [0, 1, 2, 2, 3, 4]
-    assert tiers[2][:2] == (2, 0.05)
-    assert tiers[2].acceptance == pytest.approx(0.51)
-
-
-# --- what a step may be stretched for -------------------------------------------------------------
-
-
-def test_a_step_that_yields_nothing_can_be_made_up_for() -> None:
-    """Ten tokens at 50 ms, 30 ms a step without drafts: 500 - 9 x 30 ms may go into one step."""
-    decode = DecodeView("r", 0.050, 0.500, 10.0, 0.050)
-    counted = counted_tokens(0.0, decode, 9.0, 0.030)
-    assert stretched_s(0.0, decode, counted) == pytest.approx(0.230)
-    assert counted_tokens(0.0, decode, 2.5, 0.030) == 2.5, "no more than it yields"
-
-
-@given(
-    st.floats(0.02, 0.2), st.integers(1, 50), st.floats(-0.05, 0.3), st.floats(0.1, 0.99), seconds
-)
-def test_a_window_survives_steps_of_single_tokens(
-    tpot_s: float, left: int, late: float, sure: float, hoped: float
-) -> None:
-    """Every step is stretched as far as it may be and yields one token: the window is kept as long
-    as steps without drafts could keep it when it began."""
-    sure_s, now_s, end_s = sure * tpot_s, 0.0, left * tpot_s * (1.0 - late)
-    assume(left * sure_s <= end_s)
-    while left:
-        due_s = end_s - (left - 1) * tpot_s
-        decode = DecodeView("r", due_s, end_s, float(left), tpot_s)
-        counted = counted_tokens(now_s, decode, 1.0 + 20.0 * hoped, sure_s)
-        assert 1.0 <= counted <= max(1.0 + 20.0 * hoped, 1.0)
-        now_s += max(stretched_s(now_s, decode, counted), sure_s)
-        left -= 1
-        assert now_s + left * sure_s <= end_s + 1e-9
-
-
-def test_where_only_drafts_keep_the_tpot_the_last_tokens_count_on_no_luck() -> None:
-    shares = [
-        counted_tokens(0.0, DecodeView("r", 0.02, 0.02 * n, float(n), 0.02), 3.0, 0.030)
-        for n in range(1, 20)
-    ]
-    assert shares[0] == 1.0
-    assert shares == sorted(shares)
-    assert shares[-1] == 3.0
-
-
-@given(seconds, st.floats(1.0, 40.0), seconds, seconds)
-def test_a_step_of_one_token_is_what_the_batch_plan_allows(
-    tpot_s: float, left: float, ahead_s: float, now_s: float
-) -> None:
-    end_s = now_s + left * tpot_s + ahead_s
-    decode = DecodeView("r", end_s - (left - 1.0) * tpot_s, end_s, left, tpot_s)
-    assert stretched_s(now_s, decode, 1.0) == pytest.approx(limit_of(now_s, decode, 0.0))
-
-
-# --- acceptance ----------------------------------------------------------------------------------
-
-
-def feed(known: AcceptanceEstimator, slo_class: str, chance: float, steps: int) -> None:
-    """Steps of four drafts each, at random."""
-    rng = np.random.default_rng(0)
-    for _ in range(steps):
-        accepted = int(np.argmin(np.append(rng.random(4) < chance, [False])))
-        known.observe(slo_class, accepted, min(accepted + 1, 4))
-
-
-def test_nothing_seen_is_the_prior() -> None:
-    assert AcceptanceEstimator(0.6).acceptance("chat") == pytest.approx(0.6)
-    assert AcceptanceEstimator(0.6).acceptance() == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize("chance", [0.2, 0.5, 0.9])
-def test_trials_tell_the_chance(chance: float) -> None:
-    known = AcceptanceEstimator(memory=2000.0)
-    feed(known, "code", chance, 2000)
-    assert known.acceptance("code") == pytest.approx(chance, abs=0.04)
-
-
-def test_classes_are_told_apart_and_new_ones_are_like_the_rest() -> None:
-    known = AcceptanceEstimator()
-    for _ in range(20):
-        feed(known, "code", 0.9, 20)
-        feed(known, "chat", 0.4, 20)
-    assert known.acceptance("code") > 0.8
-    assert known.acceptance("chat") < 0.5
-    assert 0.5 < known.acceptance("new") == known.acceptance() < 0.8
-    known.observe("new", 0, 4)
-    assert known.acceptance("chat") < known.acceptance("new") < known.acceptance()
-
-
-def test_what_was_is_forgotten() -> None:
-    known = AcceptanceEstimator(memory=200.0)
-    feed(known, "code", 0.9, 500)
-    feed(known, "code", 0.3, 500)
-    assert known.acceptance("code") < 0.4
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 8), st.integers(0, 8))))
-def test_a_chance_is_never_certain(steps: list[tuple[str, int, int]]) -> None:
-    known = AcceptanceEstimator()
-    for name, accepted, rejected in steps:
-        known.observe(name, accepted, accepted + rejected)
-        assert 0.02 <= known.acceptance(name) <= 0.98
-
-
-@given(st.integers(0, 100), st.integers(1, 8))
-def test_an_accepted_draft_never_lowers_the_estimate(seen: int, more: int) -> None:
-    known = AcceptanceEstimator()
-    for place in range(seen):
-        known.observe("chat", place % 3, 2 + place % 3)
-    before = known.acceptance("chat")
-    known.observe("chat", more, more)
-    assert known.acceptance("chat") >= before - 1e-12
-
-
-def test_no_more_can_be_accepted_than_was_tried() -> None:
-    with pytest.raises(ValueError, match="3 of 2 drafts"):
-        AcceptanceEstimator().observe("chat", 3, 2)
-
-
 # --- its own cost ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompts", [True, False])
-def test_a_plan_is_little_work(prompts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five tiers, sixteen tokens: half of the plans within 8000 lines of what is compiled to some
-    50 us; there are a million combinations of lengths."""
+@pytest.mark.parametrize(("prompts", "most_lines"), [(True, 8_000), (False, 25_000)])
+def test_a_plan_is_little_work(
+    prompts: bool, most_lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five tiers, sixteen tokens, a million combinations of lengths: half of the plans within so
+    many lines of what is compiled to some 25 us."""
     for name, function in list(vars(draft_lengths).items()):
         if hasattr(function, "compiled") or hasattr(function, "py_func"):
             plain = getattr(function, "py_func", None) or function.__wrapped__
@@ -595,4 +421,4 @@ def test_a_plan_is_little_work(prompts: bool, monkeypatch: pytest.MonkeyPatch) -
         finally:
             sys.settrace(before)
         found.append(lines)
-    assert np.median(found) < 8_000
+    assert np.median(found) < most_lines

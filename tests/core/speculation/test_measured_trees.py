@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""core/speculation/measured_trees.py: the share of expected tokens to count on."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_slo.core.speculation.measured_trees import MeasuredTrees
+
+
+def test_nothing_is_known_before_enough_was_seen() -> None:
+    measured = MeasuredTrees(10, 0.95)
+    for _ in range(15):
+        for _ in range(5):
+            measured.observe("a", 2.0, 3)
+    assert measured.share() == 0.0
+    for _ in range(5):
+        measured.observe("a", 2.0, 3)
+    assert measured.share() == pytest.approx(1.5)
+
+
+def test_promises_count_on_what_nearly_all_windows_yield() -> None:
+    """One window in ten yields half of what was expected."""
+    for quantile, share in ((0.95, 0.5), (0.8, 1.0), (0.5, 1.0)):
+        measured = MeasuredTrees(12, quantile)
+        for window in range(200):
+            for _ in range(6):
+                measured.observe("a", 2.0, 1 if window % 10 == 0 else 2)
+        assert measured.share() == pytest.approx(share)
+
+
+def test_windows_are_told_apart_by_request() -> None:
+    measured = MeasuredTrees(4, 0.5)
+    for _ in range(64):
+        measured.observe("slow", 2.0, 1)
+        measured.observe("fast", 4.0, 8)
+    assert measured.share() == 2.0  # of three windows two are the fast one's
+    measured.forget("slow")
+    measured.forget("never seen")

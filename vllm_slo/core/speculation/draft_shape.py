@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the trees of one draft model are typically like."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.core.jit import jit
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FIRST_GUESS = 0.6
+"""Chance of the best guess at each depth before any tree was drafted."""
+SHORTEST = 1e-9
+
+
+@jit
+def _learn_layers(
+    typical: Floats,
+    weights: Floats,
+    guessed: Floats,
+    memory: float,
+    chances: Floats,
+    depths: Ints,
+    offsets: Ints,
+) -> int:
+    """Take trees into the ``typical`` (depths, width) path probabilities, the trees that each
+    counts for and the share (depths,) of the first guess in the best; how deep they were. Further
+    arguments as in `DraftShape.observe_nodes`."""
+    most, width = typical.shape
+    sums, trees = np.zeros((most, width)), np.zeros(most)
+    ranks = np.zeros(most, dtype=np.int64)  # the widest layer of each depth
+    layer, filled = np.zeros((most, width)), np.zeros(most, dtype=np.int64)
+    for r in range(len(offsets) - 1):
+        filled[:] = 0
+        for node in range(offsets[r], offsets[r + 1]):
+            depth, place = depths[node] - 1, 0
+            if not 0 <= depth < most:
+                continue
+            count = filled[depth]
+            for rank in range(count):
+                place += layer[depth, rank] >= chances[node]
+            for rank in range(min(count, width - 1), place, -1):
+                layer[depth, rank] = layer[depth, rank - 1]
+            if place < width:
+                layer[depth, place] = chances[node]
+                filled[depth] = min(count + 1, width)
+        for depth in range(most):
+            trees[depth] += filled[depth] > 0
+            ranks[depth] = max(ranks[depth], filled[depth])
+            for rank in range(filled[depth]):
+                sums[depth, rank] += layer[depth, rank]
+    deepest = 0
+    for depth in range(most):
+        for rank in range(ranks[depth]):
+            deepest = depth + 1
+            total = weights[depth, rank] + trees[depth]
+            if rank == 0:
+                guessed[depth] *= weights[depth, rank] / total
+            known = typical[depth, rank] * weights[depth, rank] + sums[depth, rank]
+            typical[depth, rank], weights[depth, rank] = known / total, min(total, memory)
+    return deepest
+
+
+class DraftShape:
+    """What a model's trees have been like: the path probabilities of their nodes, typically.
+
+    Depths that were never drafted are taken to continue those above as the last ones did; those
+    that are not drafted now, as they did when they were.
+
+    Args:
+        max_depth, max_width: the largest tree there is.
+        memory: trees after which an old one counts for 1/e.
+    """
+
+    PRIOR = 16.0
+    """Trees that the first guess counts for."""
+    LEAST = 8.0
+    """Trees that what is long past counts for."""
+    NEGLIGIBLE = 0.02
+    """Share of the first guess in what is typical from which on it is left alone."""
+    HARDLY = 0.003
+    """Difference between chances that makes none."""
+
+    def __init__(self, max_depth: int, max_width: int, memory: float = 200.0) -> None:
+        self._chances = np.zeros((max_depth, max_width))
+        self._weights = np.full((max_depth, max_width), self.PRIOR)
+        self._assumed = 0.0
+        self._guess: Floats = np.zeros(max_depth)
+        self._guessed = np.ones(max_depth)
+        self._memory = memory
+        self._deepest = 0
+        self.assume(FIRST_GUESS)
+
+    @property
+    def typical(self) -> Floats:
+        """(depths, width) mean path probabilities of what is drafted now, by depth and rank."""
+        return self._chances
+
+    def assume(self, chance: float) -> None:
+        """Let the first guess be that the best guess at each depth is accepted so often, wherever
+        it still counts for something. A guess that is hardly another changes nothing."""
+        if abs(chance - self._assumed) < self.HARDLY:
+            return
+        self._assumed = chance
+        guess: Floats = np.power(chance, np.arange(1.0, len(self._chances) + 1.0))
+        self._chances[:, 0] += self._guessed * (guess - self._guess)
+        self._guess = guess
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the first guess still counts for something."""
+        return bool(self._guessed[0] > self.NEGLIGIBLE)
+
+    def observe(self, chances: Floats, depth: int, width: int) -> None:
+        """Take in candidates: (n, depth * width) path probabilities, layer by layer."""
+        count, size = len(chances), depth * width
+        depths = np.tile(np.repeat(np.arange(1, depth + 1), width), count)
+        self.observe_nodes(chances.ravel(), depths, np.arange(0, count * size + 1, size))
+
+    def observe_nodes(self, chances: Floats, depths: Ints, offsets: Ints) -> None:
+        """Take in candidates of any form.
+
+        Of each depth it is the mean over the trees that are so deep, the nodes of a depth ranked by
+        what they are worth; a rank that some of these trees lack counts as nothing.
+
+        Args:
+            chances: (N,) path probabilities.
+            depths: (N,) of the nodes, 1 for a child of the root.
+            offsets: (n+1,) where each tree's nodes begin.
+        """
+        before = self._chances[:, 0].copy()
+        deepest = _learn_layers(
+            self._chances,
+            self._weights,
+            self._guessed,
+            self._memory,
+            chances,
+            depths,
+            offsets,
+        )
+        if 0 < deepest < self._deepest and before[deepest - 1] > self.NEGLIGIBLE:
+            self._chances[deepest:] *= self._chances[deepest - 1, 0] / before[deepest - 1]
+        self._deepest = max(self._deepest, deepest)
+        if 0 < self._deepest < len(self._chances):
+            self._guessed[self._deepest :] = 0.0
+            last = self._chances[self._deepest - 1]
+            above = self._chances[self._deepest - 2, 0] if self._deepest > 1 else 1.0
+            goes_on = min(last[0] / max(above, SHORTEST), 1.0)
+            beyond = np.arange(1, len(self._chances) - self._deepest + 1)
+            self._chances[self._deepest :] = last * goes_on ** beyond[:, None]
+
+    def age(self, share: float) -> None:
+        """Nothing was drafted for long: let what was seen count for ``share`` of what it did, and
+        the first guess for the rest."""
+        self._chances[:, 0] += (1.0 - share) * (self._guess - self._chances[:, 0])
+        self._guessed = 1.0 - share * (1.0 - self._guessed)
+        self._forget(share)
+
+    def doubt(self) -> None:
+        """Let what was seen hardly count beside what is seen next."""
+        self._forget(0.0)
+
+    def _forget(self, share: float) -> None:
+        np.maximum(self._weights * share, self.LEAST, out=self._weights)
