@@ -201,7 +201,7 @@ def test_unusable_servers(fake: Fake) -> None:
     with pytest.raises(BenchError, match="a warm-up request failed"):
         run_server(ServerTarget("x", fake.url), requests_of([5]), ClientOptions())
     twice = [ServerTarget("x", fake.url)] * 2
-    with pytest.raises(BenchError, match="two servers have one name"):
+    with pytest.raises(BenchError, match="two servers have the same name"):
         run_bench(twice, WorkloadOptions())
     with pytest.raises(BenchError, match="at least one server"):
         run_bench([], WorkloadOptions())

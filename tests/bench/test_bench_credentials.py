@@ -237,7 +237,7 @@ def test_other_bad_credentials(
     both = ["--api-key", KEY, "--header", f"Authorization: Bearer {KEY}"]
     for words, message in (
         (twice, "--header: x-a is given twice"),
-        (both, "--header: Authorization is given, and --api-key too"),
+        (both, "--header: both Authorization and --api-key are given"),
         (["--api-key", f"{KEY} x"], "--api-key: the key has a character"),
         (["--api-key", f"{KEY}\x00"], "--api-key: the key has a character"),
         (["--api-key", f"ключ{KEY}"], "--api-key: the key has a character"),

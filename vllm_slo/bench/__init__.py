@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo bench``: open-loop load on any OpenAI endpoint, judged by its requests' objectives.
+"""``vllm-slo bench``: open-loop load on any OpenAI endpoint, measured against objectives.
 
-In-process: ``run_bench`` for servers that are all up; ``measure_zero_load``, ``build_workload``,
-``bench_server`` and ``finish`` for servers started one after the other.
+In-process use: ``run_bench`` if all servers are up; ``measure_zero_load``, ``build_workload``,
+``bench_server`` and ``finish`` for servers that are started one after the other.
 """
 
 from __future__ import annotations

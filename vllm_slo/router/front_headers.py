@@ -66,4 +66,4 @@ def returned_headers(
 def _connection_options(value: str | None) -> frozenset[str] | set[str]:
     """Names of further headers that are for one connection only."""
 
-    return {one.strip().lower() for one in value.split(",")} if value else frozenset()
+    return {name.strip().lower() for name in value.split(",")} if value else frozenset()

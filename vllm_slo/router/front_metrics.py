@@ -107,9 +107,9 @@ class FrontMetrics:
         """The page, in Prometheus's text format."""
         for gauge in (self._ready, self._outstanding, self._age):
             gauge.clear()
-        for one in upstreams:
-            self._ready.labels(one.name).set(one.ready)
-            self._outstanding.labels(one.name).set(one.virtual.outstanding)
-            if (age_s := one.age_s(now_s)) is not None:
-                self._age.labels(one.name).set(age_s)
+        for upstream in upstreams:
+            self._ready.labels(upstream.name).set(upstream.ready)
+            self._outstanding.labels(upstream.name).set(upstream.virtual.outstanding)
+            if (age_s := upstream.age_s(now_s)) is not None:
+                self._age.labels(upstream.name).set(age_s)
         return generate_latest(self._registry)

@@ -323,7 +323,7 @@ def _cached_tokens(
 ) -> dict[str, int]:
     """Replica -> prompt tokens that its prefix cache probably holds; without zeros."""
     each = ratio.chunk_tokens(prompt)
-    matched = ((one.name, one.prefixes.matched(prompt.chunks)) for one in upstreams)
+    matched = ((upstream.name, upstream.prefixes.matched(prompt.chunks)) for upstream in upstreams)
     return {name: int(count * each) for name, count in matched if count}
 
 

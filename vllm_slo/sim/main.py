@@ -172,7 +172,7 @@ def run_capacities(options: Options, console: Console) -> list[Row]:
             scaled = setting.with_replicas(replicas)
             cases = [Case(scaled, system) for _, system in systems]
             with bar(console, f"{setting.scenario}, {replicas} replicas: capacity") as progress:
-                found = find_capacities(
+                searched = find_capacities(
                     cases,
                     questions,
                     options.seeds,
@@ -182,7 +182,7 @@ def run_capacities(options: Options, console: Console) -> list[Row]:
                 )
             made = [
                 Row(label, scaled, system, (), capacities)
-                for (label, system), capacities in zip(systems, found, strict=True)
+                for (label, system), capacities in zip(systems, searched, strict=True)
             ]
             if options.out is not None and replicas == options.replicas[0]:
                 made = add_curves(made, options, console)
