@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from prometheus_client import Metric
 
-__all__ = ["COARSE", "FINE", "KEPT", "MINUTE_S", "STEP_S", "History"]
-
 STEP_S: Final = 2.0
 FINE: Final = 450
 """Samples of `STEP_S`: a quarter of an hour."""

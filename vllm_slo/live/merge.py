@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from vllm_slo.live.history import ADDED, COARSE, FINE, STEP_S
 
-__all__ = ["MergedHistory", "merged"]
-
 LAG_MS = round(2 * STEP_S * 1e3)
 """Least age of a sample that is shown: a younger one may be missing from another server, and a page
 does not ask for the same time again."""

@@ -24,8 +24,6 @@ from prometheus_client import Metric
 
 from vllm_slo.live.history import KEPT, MINUTE_S, STEP_S, History
 
-__all__ = ["DATA_PATH", "PAGE_PATH", "Answer", "Sampler", "page"]
-
 PAGE_PATH: Final = "/slo"
 DATA_PATH: Final = "/slo/data"
 MOST_TIME: Final = 0.005

@@ -52,8 +52,6 @@ from vllm_slo.slo.carriers import (
     slo_headers,
 )
 
-__all__ = ["Front"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 TICK_S: Final = 0.1

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
-__all__ = ["PrefixIndex", "Prompt", "TokenRatio", "read_max_tokens", "read_prompt"]
-
 CHUNK_BYTES: Final = 256
 CHUNK_IDS: Final = 64
 MAX_CHUNKS: Final = 256

@@ -55,8 +55,6 @@ from vllm_slo.router.upstream import Upstream
 from vllm_slo.slo.verdicts import DECLINED_HEADER
 from vllm_slo.wire.api_errors import is_anthropic
 
-__all__ = ["Exchange", "Failed", "Refused", "Relay", "Wire"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 LARGE_BODY_BYTES: Final = 1024 * 1024

@@ -21,8 +21,6 @@ from vllm_slo.bench import traces
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.sim.errors import SimulationError
 
-__all__ = ["ARRIVALS", "SQUARE_PERIOD", "SQUARE_RATIO", "Stretch", "Trace", "draw", "read_trace"]
-
 ARRIVALS: Final = ("azure-code", "azure-conv", "poisson", "square")
 TRACES: Final = ("azure-code", "azure-conv", "adaserve")
 SQUARE_PERIOD: Final = 120

@@ -46,16 +46,6 @@ from vllm_slo.sim.text import STOP_TOKEN, own_text
 from vllm_slo.slo.access import Seal
 from vllm_slo.slo.model import QUOTE_KEY, SLO, TICKET_KEY
 
-__all__ = [
-    "STOP_TOKEN",
-    "AsyncScheduler",
-    "EngineShape",
-    "Outcome",
-    "Scheduler",
-    "StepTime",
-    "VirtualEngine",
-]
-
 StepTime = Callable[[BatchShape], float]
 
 

@@ -74,8 +74,9 @@ def _panels(count: int, height: float, width: float = 4.6) -> tuple[Figure, list
     return figure, axes[:count]
 
 
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend below the panels, of all that they show."""
+def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
+    """Add a title, and below the panels one legend of all that they show."""
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     handles: dict[str, Any] = {}
     for panel in axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
@@ -132,11 +133,7 @@ def draw_attainment(report: Report, target: float) -> Figure | None:
     hardware = ", ".join(dict.fromkeys(g[0].setting.hardware.name for g in groups))
     shaded = len(report.seeds) > 1 and any(len(group) <= _SHADED for group in groups)
     shade = "; shaded: lowest to highest window" if shaded else ""
-    figure.suptitle(
-        f"SLO attainment by rate on {hardware}\n(further right is better{shade})",
-        fontsize=12, fontweight="bold", x=0.01, ha="left",
-    )  # fmt: skip
-    _legend(figure, axes)
+    _finish(figure, axes, f"SLO attainment by rate on {hardware}\n(further right is better{shade})")
     return figure
 
 
@@ -186,11 +183,7 @@ def draw_load(report: Report) -> Figure | None:
     looks = _looks(list(dict.fromkeys(_family(row) for group in groups for row in group)))
     for panel, group in zip(axes, groups, strict=True):
         _draw_load(panel, group, looks)
-    figure.suptitle(
-        "Requests in the system over time (lower is better)",
-        fontsize=12, fontweight="bold", x=0.01, ha="left",
-    )  # fmt: skip
-    _legend(figure, axes)
+    _finish(figure, axes, "Requests in the system over time (lower is better)")
     return figure
 
 
@@ -253,11 +246,9 @@ def draw_scaling(report: Report) -> Figure | None:
     for panel, scenario in zip(axes, scenarios, strict=True):
         _draw_scaling(panel, [row for row in rows if row.setting.scenario == scenario], looks)
     share = rows[0].capacities[0].question.percent
-    figure.suptitle(
-        f"Capacity at {share} by number of GPUs\n(dotted: in proportion to the first)",
-        fontsize=12, fontweight="bold", x=0.01, ha="left",
-    )  # fmt: skip
-    _legend(figure, axes)
+    _finish(
+        figure, axes, f"Capacity at {share} by number of GPUs\n(dotted: in proportion to the first)"
+    )
     return figure
 
 
