@@ -147,9 +147,9 @@ def _without_calibration() -> None:
 
 def _without_waiting() -> None:
     """Requests begin when they arrive, promised or not."""
-    from vllm_slo.engine.scheduling.controller import Steering
+    from vllm_slo.engine.scheduling.opportunistic import OpportunisticStarts
 
-    _replace(Steering, "can_wait", lambda *_: False)
+    _replace(OpportunisticStarts, "had_better_wait", lambda *_: False)
 
 
 FIXED: Final = (4, 2)
@@ -178,10 +178,10 @@ class Steps:
         self._draft = getattr(runner, "propose_draft_token_ids", None)
         if self._draft is not None:
             runner.propose_draft_token_ids = self.draft
-        steering = getattr(self.scheduler, "_steering", None)
-        if steering is not None:
-            self._tree_times = steering.metrics.tree_times
-            steering.metrics.tree_times = self.tree_times
+        parts = getattr(self.scheduler, "parts", None)
+        if parts is not None:
+            self._tree_times = parts.metrics.speculation.tree_times
+            parts.metrics.speculation.tree_times = self.tree_times
 
     @staticmethod
     def _blank() -> Step:

@@ -18,7 +18,7 @@ from typing import IO, Any, Final
 from adaserve_engine import ABLATIONS, ANSWER, ENVIRONMENT
 
 from vllm_slo import tiny
-from vllm_slo.config.serve_args import SCHEDULER, TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config.class_names import SCHEDULER, TREE_PROPOSER, TREE_WORKER
 
 CHILD: Final = Path(__file__).with_name("adaserve_engine.py")
 MAX_MODEL_LEN: Final = 2048

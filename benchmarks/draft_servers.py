@@ -146,8 +146,8 @@ class Grants:
         from vllm_slo.core.speculation import candidate_trees
         from vllm_slo.core.speculation.model_chain import Plan
 
-        self.drafting = scheduler._speculation.drafting
-        self._steering = scheduler._steering
+        self.drafting = scheduler.parts.speculation.drafting
+        self.parts = scheduler.parts
         self._budget, self._plan = budget, Plan
         self._grove: Any = candidate_trees
         self._paying = self._grove.worthwhile_nodes
@@ -172,12 +172,12 @@ class Grants:
 
     def _always(self, _load: Any) -> None:
         drafting, wait_s = self.drafting, DEADLINE_MS * 1e-3
-        requests = drafting._at_home(self._steering.scheduler.running)
+        requests = drafting._at_home(self.parts.speculation.drafting._state.running)
         for name, count in Counter(drafting._homes.values()).items():
             drafting.clients.add(name, float(count))
         drafting._budget, drafting._least = self._budget, {}
         drafting.plan = self._plan(depth=DEPTH, drafting_s=wait_s, requests=len(requests))
-        self._steering.steps.drafting(0.0, 0.0)
+        self.parts.clock.drafting(0.0, 0.0)
 
     def _equally(self, requests: Sequence[Any]) -> Any:
         return self._divided(requests, lambda count: np.full(count, self._budget // count))
@@ -235,7 +235,8 @@ class Bench:
         self._watch()
 
     def _watch(self) -> None:
-        metrics, schedule = self.scheduler._steering.metrics, self.scheduler.schedule
+        metrics = self.scheduler.parts.metrics.speculation
+        schedule = self.scheduler.schedule
         showing = metrics.draft_servers
 
         def show(report: Any, clients: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from vllm.v1.request import Request
 
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.scheduling.admission import Ruling
 
 FORCED = "forced"
 """The tenant."""
@@ -18,12 +19,12 @@ class ForcedPromises(Scheduler):
     def add_request(self, request: Request) -> None:
         """Take a request; one of the tenant leaves with a promise, unless it came too late."""
         super().add_request(request)
-        steering = self._steering
-        tracked = steering.tracked.get(request.request_id)
+        parts = self.parts
+        tracked = parts.tracker.get(request.request_id)
         if tracked is None or tracked.slo.tenant != FORCED:
             return
-        start_s = steering.steps.next_start_s(steering.begin_step())
+        start_s = parts.clock.next_start_s(parts.clock.tick())
         if tracked.wants_promise(start_s):
-            prefill_s = steering.steps.promise_model.predict_s(tracked.remaining_tokens)
-            due_s = {request.request_id: tracked.due_s(start_s, prefill_s)}
-            steering._settle((request.request_id,), {}, {}, due_s)
+            prefill_s = parts.clock.promise_model.predict_s(tracked.remaining_tokens)
+            due_s = tracked.due_s(start_s, prefill_s)
+            parts.controller._carry_out(Ruling({request.request_id: due_s}))

@@ -219,7 +219,7 @@ class Bench:
     @staticmethod
     def _error(engine: VirtualEngine) -> float:
         """Mean error of predicted service; nan if nothing was predicted."""
-        registry, said = engine.scheduler._steering.metrics.registry, {"engine": "0"}
+        registry, said = engine.scheduler.parts.metrics.registry, {"engine": "0"}
         name = "vllm_slo:foreseen_service_error_ratio"
         count = registry.get_sample_value(f"{name}_count", said) or 0.0
         return float(registry.get_sample_value(f"{name}_sum", said) or 0.0) / (count or math.nan)

@@ -43,7 +43,7 @@ from least_perceived_service import (
 from vllm_slo import tiny
 from vllm_slo.bench import traces
 from vllm_slo.config import profiles
-from vllm_slo.config.serve_args import SCHEDULER
+from vllm_slo.config.class_names import SCHEDULER
 
 SCALE: Final = 0.2
 """Of answers."""
@@ -104,7 +104,7 @@ class Server(adaserve_engine.Server):
             end(begun_s, took_s)
 
         steps.scheduler.schedule, steps.end = noting, ending
-        lengths = steps.scheduler._lengths
+        lengths = steps.scheduler.parts.speculation
 
         def all_of_them(decoding: Sequence[Any]) -> list[int]:
             lengths._draft_ahead(DRAFTS)
@@ -130,15 +130,20 @@ class Server(adaserve_engine.Server):
 
     def use(self, order: str, **options: Any) -> None:
         """Serve in this order from now on."""
-        from vllm_slo.config.model import BestEffortConfig
+        from vllm_slo.config.best_effort import BestEffortConfig
+        from vllm_slo.engine.compat.scheduler_state import SchedulerState
         from vllm_slo.engine.scheduling.best_effort import BestEffort
 
         chosen: Any = {**OPTIONS[order], **options}
-        steering = self.steps.scheduler._steering
-        config = steering.config.model_copy(update={"best_effort": BestEffortConfig(**chosen)})
-        steering.best_effort = best_effort = (
-            None if order == "fcfs" else BestEffort(steering, config)
-        )
+        parts = self.steps.scheduler.parts
+        config = parts.config.model_copy(update={"best_effort": BestEffortConfig(**chosen)})
+        best_effort = None
+        if order != "fcfs":
+            best_effort = BestEffort(
+                *(SchedulerState(self.steps.scheduler), parts.tracker, parts.blocks, parts.clock),
+                *(parts.guard, parts.workload.lengths, parts.metrics, config),
+            )
+        parts.planner._best_effort = parts.controller._best_effort = best_effort
         if best_effort is not None:
             self._follow(best_effort)
 

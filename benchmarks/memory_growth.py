@@ -19,12 +19,11 @@ import random
 from pathlib import Path
 
 from common import markdown, write_result
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_slo import SLO, tiny
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.sim.harness import AsyncScheduler, EngineShape, VirtualEngine
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.015), (1e-4, 0.0, 0.008)), kv_s=1e-9, max_tokens=8192)
 BATCHES = 10

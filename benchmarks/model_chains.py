@@ -30,7 +30,7 @@ from common import markdown, write_result
 from vllm_slo import tiny
 from vllm_slo.bench import traces
 from vllm_slo.config import profiles
-from vllm_slo.config.serve_args import SCHEDULER, TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config.class_names import SCHEDULER, TREE_PROPOSER, TREE_WORKER
 
 OURS: Final = "chooser"
 PLAIN: Final = "plain"

@@ -45,7 +45,7 @@ def flood(running: int, quotes: int) -> Flood:
 
     rng = random.Random(3)
     engine = loaded(running, rng)
-    asking = engine.scheduler._steering._quotes
+    asking = engine.scheduler.parts.quotes
     schedule, answer, step_time = engine.scheduler.schedule, asking.answer, engine.step_time
     found = Flood([], [], [])
 

@@ -357,12 +357,12 @@ def loaded(running: int, rng: random.Random) -> Any:
         believed=model,
     )
     tiers = [SLO(ttft_ms=ms, tpot_ms=tpot) for ms, tpot in ((2e3, 30), (4e3, 50), (8e3, 100))]
-    steering = engine.scheduler._steering
+    parts = engine.scheduler.parts
     for length in range(20, 3500, 50):
-        steering.lengths.observe("custom", length)
+        parts.workload.lengths.observe("custom", length)
     for i in range(running):
         engine.add(f"r{i}", 64, 3500, tiers[i % len(tiers)], max_tokens=3500)
-    while sum(one.promised and one.decodes for one in steering.tracked.values()) < running:
+    while sum(one.promised and one.decodes for one in parts.tracker.live.values()) < running:
         engine.step()
     for i in range(16):
         engine.add(f"w{i}", rng.randint(50, 3000), 50, SLO(ttft_ms=5e4, tpot_ms=14.5))
@@ -384,12 +384,12 @@ def cost(running: int, quotes: int) -> list[float]:
     """Milliseconds of the engine's thread for each of so many quotes, one at a time."""
     rng = random.Random(3)
     engine = loaded(running, rng)
-    steering, took_ms = engine.scheduler._steering, []
+    parts, took_ms = engine.scheduler.parts, []
     for i in range(quotes):
         ask(engine, f"q{i}", rng)
-        start_s = steering.steps.next_start_s(steering.begin_step())
+        start_s = parts.clock.next_start_s(parts.clock.tick())
         begun_s = time.thread_time()
-        ((request, _),) = steering._quotes.take(start_s)
+        ((request, _),) = parts.quotes.take(start_s)
         took_ms.append((time.thread_time() - begun_s) * 1e3)
         engine.abort(request.request_id)
     return took_ms

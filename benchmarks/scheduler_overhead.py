@@ -32,7 +32,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from common import markdown, write_result
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -40,7 +39,7 @@ from vllm.v1.request import Request
 from vllm_slo import SLO, tiny
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.sim.harness import AsyncScheduler, EngineShape, VirtualEngine
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.015), (3e-5, 0.0, 0.008)), kv_s=1e-9, max_tokens=8192)
 TIERS = (

@@ -32,10 +32,15 @@ import vllm_slo
 from vllm_slo import cli, errors
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http import routes as http_routes
-from vllm_slo.engine.telemetry import metrics
+from vllm_slo.engine.telemetry import metrics, speculation_metrics
+from vllm_slo.engine.telemetry.series import SeriesMaker
 from vllm_slo.router import front_metrics, front_page, front_server
 from vllm_slo.slo import carriers
 from vllm_slo.slo import model as slo
+from vllm_slo.slo.claims import HEADER_FIELDS
+from vllm_slo.slo.hints import HINT_HEADERS
+from vllm_slo.slo.keys import INTERNAL_KEYS
+from vllm_slo.slo.resolve import SERVICE_TIERS
 from vllm_slo.slo.verdicts import Declined, Verdict
 
 PACKAGE: Final = Path(vllm_slo.__file__).parent
@@ -194,7 +199,7 @@ def request_fields() -> list[list[str]]:
 
 
 TIER: Final = (
-    f"{', '.join(map(code, slo.SERVICE_TIERS))}, or a name of your own; `service_tiers` of the "
+    f"{', '.join(map(code, SERVICE_TIERS))}, or a name of your own; `service_tiers` of the "
     "configuration maps it to a class. `flex` is best effort, mapped or not. A tier that is not "
     "mapped asks for nothing"
 )
@@ -233,15 +238,15 @@ def hints() -> list[list[str]]:
         ValueError: the code reads a header that ``HINTS`` does not tell of, or no more.
     """
     told = set(re.findall(r"header `([\w-]+)`", " ".join(HINTS)))
-    if told ^ set(carriers._HINT_HEADERS):
-        raise ValueError(f"reference.HINTS: {sorted(told ^ set(carriers._HINT_HEADERS))} differ")
+    if told ^ set(HINT_HEADERS):
+        raise ValueError(f"reference.HINTS: {sorted(told ^ set(HINT_HEADERS))} differ")
     return [[hint, meaning] for hint, meaning in HINTS.items()]
 
 
 def requests() -> str:
     """What a request may ask for, and how it says so."""
     rows = request_fields()
-    headers = [[code(h), code(n.removeprefix("slo_"))] for h, n in slo.HEADER_FIELDS.items()]
+    headers = [[code(h), code(n.removeprefix("slo_"))] for h, n in HEADER_FIELDS.items()]
     keys = ", ".join(code("slo_" + row[0].strip("`")) for row in rows)
     return "\n\n".join(
         [
@@ -292,7 +297,7 @@ def requests() -> str:
                 `slo_session_last` as 0 or 1. SLOs-Serve's keys are read, too: `prefill_ddl` (when
                 the first token is due, epoch seconds) and `slo_tpot` (seconds per token). Any other
                 key that begins with `slo_` is a 400, the server's internal keys included:
-                {", ".join(map(code, slo.INTERNAL_KEYS))}."""
+                {", ".join(map(code, INTERNAL_KEYS))}."""
             ),
             "### Hints",
             flow(
@@ -371,13 +376,13 @@ def scheduler_series() -> list[list[str]]:
     """Every series of a scheduler, those included that it has once there is something to say."""
     scheduler = metrics.SchedulerMetrics()
     scheduler.promised_tokens("tenant", 0.0)
-    registry = scheduler.registry
-    for name, kind in vars(metrics).items():
+    make = SeriesMaker(scheduler.registry, "0")
+    for name, kind in (*vars(metrics).items(), *vars(speculation_metrics).items()):
         if isinstance(kind, type) and name.endswith("Series"):
             first = next(iter(inspect.signature(kind).parameters))
             # What serves several kinds of clients takes the kind first; draft servers bring theirs.
-            kind(*(["tenant"] if first != "engine" else []), "0", registry)
-    return series_of(registry)
+            kind(*(["tenant"] if first != "make" else []), make)
+    return series_of(scheduler.registry)
 
 
 def front_series() -> list[list[str]]:

@@ -30,8 +30,9 @@ from vllm_slo.engine.http.routes import ROUTES
 from vllm_slo.router import front_server
 from vllm_slo.slo import carriers
 from vllm_slo.slo import fields as slo_fields
-from vllm_slo.slo import model as slo
-from vllm_slo.slo.model import resolve_slo
+from vllm_slo.slo.claims import HEADER_FIELDS
+from vllm_slo.slo.hints import HINT_HEADERS
+from vllm_slo.slo.resolve import resolve_slo
 
 BLOCKS = docs_blocks.blocks()
 COMMANDS = docs_blocks.commands()
@@ -431,12 +432,16 @@ def test_every_key_of_the_configuration_is_in_the_reference() -> None:
 def test_every_field_of_a_request_is_in_the_reference() -> None:
     page = reference().requests()
     assert not {key for key in slo_fields.PUBLIC if f"| `{key}` |" not in page}
-    assert not {header for header in slo.HEADER_FIELDS if f"| `{header}` |" not in page}
+    assert not {header for header in HEADER_FIELDS if f"| `{header}` |" not in page}
 
 
 def test_every_series_in_the_code_is_in_the_reference() -> None:
     known = reference_series()
-    for module in ("engine/telemetry/metrics.py", "router/front_metrics.py"):
+    for module in (
+        "engine/telemetry/metrics.py",
+        "engine/telemetry/speculation_metrics.py",
+        "router/front_metrics.py",
+    ):
         source = (ROOT / "vllm_slo" / module).read_text(encoding="utf-8")
         named = re.findall(r'"vllm_slo:(\w+)"', source)
         assert len(named) > 5
@@ -505,10 +510,11 @@ def test_the_status_of_a_decline_is_in_the_reference() -> None:
 
 def test_every_hint_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     page = reference().requests()
-    assert not [header for header in carriers._HINT_HEADERS if f"header `{header}`" not in page]
-    monkeypatch.setattr(carriers, "_HINT_HEADERS", {"x-coffee": "tenant"})
+    assert not [header for header in HINT_HEADERS if f"header `{header}`" not in page]
+    page = reference()
+    monkeypatch.setattr(page, "HINT_HEADERS", {"x-coffee": "tenant"})
     with pytest.raises(ValueError, match="x-coffee"):
-        reference().hints()
+        page.hints()
 
 
 def test_a_page_of_the_front_that_nobody_explains_ends_the_build() -> None:

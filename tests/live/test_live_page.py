@@ -26,7 +26,8 @@ from prometheus_client.values import MultiProcessValue
 from vllm_slo.engine.http import live_page
 from vllm_slo.engine.http.live_page import LivePage
 from vllm_slo.engine.http.middleware import SLOMiddleware
-from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector, SchedulerMetrics
+from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 from vllm_slo.live import history
 from vllm_slo.live.history import COARSE, FINE, KEPT, STEP_S, History
 from vllm_slo.live.merge import merged

@@ -28,7 +28,7 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.engine.serving.plugin import SUPPORTED_VLLM
+from vllm_slo.engine.compat.version import SUPPORTED_VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

@@ -27,7 +27,8 @@ from front_stack import (
 )
 from patience import patience
 
-from vllm_slo.slo.carriers import MAX_BODY_BYTES, ROUTES
+from vllm_slo.slo.body import MAX_BODY_BYTES
+from vllm_slo.slo.carriers import ROUTES
 
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0), "drain_s": 5.0}
 SLO = {"ttft_ms": 2_000}

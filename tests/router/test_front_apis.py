@@ -14,7 +14,8 @@ from front_stack import LOADED, Fake, FrontProcess, eventually, http, processes,
 from patience import patience
 
 from vllm_slo.router.front_errors import stream_end
-from vllm_slo.slo.carriers import MAX_BODY_BYTES, ROUTES
+from vllm_slo.slo.body import MAX_BODY_BYTES
+from vllm_slo.slo.carriers import ROUTES
 
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0), "retries": 1}
 MESSAGES, BATCH = "/v1/messages", "/v1/chat/completions/batch"

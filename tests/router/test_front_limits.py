@@ -21,7 +21,8 @@ from patience import patience
 
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.router.body_reader import LARGE_BYTES, read
-from vllm_slo.slo.carriers import MAX_BODY_BYTES, Policy
+from vllm_slo.slo.body import MAX_BODY_BYTES
+from vllm_slo.slo.carriers import Policy
 
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0)}
 MOST, HELD = 6, 1_000_000

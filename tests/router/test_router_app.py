@@ -35,8 +35,7 @@ from live_server import environment
 from vllm_slo import tiny
 from vllm_slo.cli import main
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.config.serve_args import MIDDLEWARE, SCHEDULER, Flags, serve_arguments
-from vllm_slo.engine.serving import plugin
+from vllm_slo.config.serve_args import Flags, serve_arguments
 from vllm_slo.engine.serving import serve as engine_serve
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import app, arguments, front_actor, replica_actor
@@ -192,7 +191,6 @@ def test_a_profile_that_is_here_gets_its_whole_path(
 
 
 def test_one_server_and_many_are_told_the_same(tmp_path: Path) -> None:
-    assert (SCHEDULER, MIDDLEWARE) == (plugin.SCHEDULER, plugin.MIDDLEWARE)
     parser = argparse.ArgumentParser()
     engine_serve.add_arguments(parser)
     router_serve.add_arguments(parser)

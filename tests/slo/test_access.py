@@ -47,8 +47,8 @@ from vllm_slo.slo.access_config import (
     QuotaConfig,
     QuotasConfig,
 )
-from vllm_slo.slo.model import INTERNAL_KEYS, SEAL_KEY, unpack_quote
-from vllm_slo.slo.verdicts import unpack_report
+from vllm_slo.slo.keys import INTERNAL_KEYS, SEAL_KEY
+from vllm_slo.slo.verdicts import unpack_quote, unpack_report
 
 GOLD, SILVER, OPS = "gold-key-0123456789", "silver-key-0123456789", "ops-key-0123456789"
 
@@ -555,7 +555,7 @@ def test_a_default_class_is_not_given_past_the_check(
         Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=config
     )
     send(one, "other route", {})
-    assert not one.scheduler._steering.tracked
+    assert not one.scheduler.parts.tracker.live
     one.run()
     assert one.outcomes["other route"].finish_reason == "stop"
 

@@ -20,7 +20,7 @@ from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 SMALL = EngineShape(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)

@@ -52,7 +52,7 @@ class Faults:
         )
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
-        self.steering = core.scheduler._steering
+        self.parts = core.scheduler.parts
         self.runner = core.model_executor.driver_worker.worker.model_runner
 
     @contextmanager
@@ -78,7 +78,7 @@ class Faults:
 
     def counted(self, counter: str) -> float:
         """A counter of the scheduler's, over all labels."""
-        found = getattr(self.steering.metrics, counter).collect()
+        found = getattr(self.parts.metrics, counter).collect()
         return sum(s.value for f in found for s in f.samples if s.name.endswith("_total"))
 
     def left(self) -> dict[str, int]:
@@ -86,9 +86,9 @@ class Faults:
         pool = self.scheduler.kv_cache_manager.block_pool
         return {
             "requests": len(self.scheduler.requests),
-            "tracked": len(self.steering.tracked),
-            "unpromised": self.steering._unpromised,
-            "steps": len(self.steering.steps._flight),
+            "tracked": len(self.parts.tracker.live),
+            "unpromised": self.parts.tracker.unpromised,
+            "steps": len(self.parts.clock._flight),
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }
 
@@ -103,7 +103,7 @@ class Faults:
     def slow_phase(self) -> Any:
         """Every step takes longer for a while than a TPOT allows that could be kept before: what is
         promised of it before and after."""
-        tpot_s = max(4 * self.steering.steps.promise_model.predict_s(4), 0.05)
+        tpot_s = max(4 * self.parts.clock.promise_model.predict_s(4), 0.05)
         wish = SLO(tpot_ms=1e3 * tpot_s)
         before = [report["promised"] for _, report in self.ask(wish)]
         with self.before_steps(lambda: time.sleep(tpot_s)):
@@ -112,11 +112,11 @@ class Faults:
 
     def wrong_clock(self, off_s: float) -> Any:
         """The epoch clock is off by so much when requests come that were stamped before."""
-        self.steering.clock = WrongClock(off_s)
+        self.parts.clock.clock = WrongClock(off_s)
         try:
             return self.ask(SLO(ttft_ms=60_000))
         finally:
-            self.steering.clock = SystemClock()
+            self.parts.clock.clock = SystemClock()
 
     def failing_step(self) -> Any:
         """The third step raises; the requests are given up, and the next ones come."""

@@ -22,7 +22,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_slo.engine.serving.plugin import MIDDLEWARE
+from vllm_slo.config.class_names import MIDDLEWARE
 from vllm_slo.live.page import DATA_PATH, PAGE_PATH
 from vllm_slo.slo.carriers import QUOTE_ROUTE
 

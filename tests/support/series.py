@@ -37,11 +37,13 @@ def _samples(registry: CollectorRegistry) -> dict[str, set[str]]:
 def engine_series() -> dict[str, set[str]]:
     """Those of a scheduler that does everything."""
     series = SchedulerMetrics()
-    series.speculation_on(True)
-    series.draft_model_up("small", up=True)
-    series.draft_lengths("chat", tokens=2.0, acceptance=0.5)
-    series.tenant("one", ClientView(acceptance=0.5, granted=1, goodput=1.0, utility=0.0))
-    series.draft_servers(ServersReport(()), {})
+    series.speculation.speculation_on(True)
+    series.speculation.draft_model_up("small", up=True)
+    series.speculation.draft_lengths("chat", tokens=2.0, acceptance=0.5)
+    series.speculation.tenant(
+        "one", ClientView(acceptance=0.5, granted=1, goodput=1.0, utility=0.0)
+    )
+    series.speculation.draft_servers(ServersReport(()), {})
     series.foreseen_service(1.0, 1.0)
     return _samples(series.registry)
 

@@ -185,6 +185,7 @@ def take_masks() -> None:
 
 def break_it(what: str, scheduler: Any, patch: pytest.MonkeyPatch) -> None:
     """Make one part of verification wrong, to see the tests fail."""
+    from vllm_slo.engine.compat.runner import RunnerBatch
     from vllm_slo.engine.worker import model_runner
     from vllm_slo.engine.worker.proposers import lm
 
@@ -202,7 +203,7 @@ def break_it(what: str, scheduler: Any, patch: pytest.MonkeyPatch) -> None:
         )
         patch.setattr(model_runner, "token_tree", wrong)
     elif what == "draft":  # it computes what it has no blocks for
-        patch.setattr(runner, "slots_of", lambda self, index: 10**9)
+        patch.setattr(RunnerBatch, "allocated_tokens", lambda self, index: 10**9)
         patch.setattr(scheduler, "num_lookahead_tokens", 0)
     elif what == "guesses":  # what was guessed is taken for what was said
         patch.setattr(lm.DraftCoverage, "confirm", _confirm_guesses)

@@ -12,14 +12,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_slo import tiny
-from vllm_slo.config.serve_args import REMOTE_PROPOSER, TREE_WORKER
+from vllm_slo.config.class_names import REMOTE_PROPOSER, TREE_WORKER
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.speculation import messages
-from vllm_slo.engine.speculation.draft_link import DrafterView
-from vllm_slo.engine.speculation.draft_servers import RemoteDrafting
+from vllm_slo.engine.speculation.draft_servers import DraftServers
 from vllm_slo.engine.speculation.messages import Grant
-from vllm_slo.engine.speculation.servers_report import DrafterRound, ServersReport
+from vllm_slo.engine.speculation.servers_report import DrafterRound, DrafterView, ServersReport
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 
 from virtual_trees import TreeEngine  # isort: skip
@@ -88,9 +87,9 @@ class RemoteEngine(TreeEngine):
         self._late: set[str] = set()
 
     @property
-    def drafting(self) -> RemoteDrafting:
+    def drafting(self) -> DraftServers:
         found = self.scheduler._speculation.drafting
-        assert isinstance(found, RemoteDrafting)
+        assert isinstance(found, DraftServers)
         return found
 
     def granted(self, last: int = 0) -> list[dict[str, Grant]]:

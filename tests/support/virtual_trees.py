@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_slo import tiny
-from vllm_slo.config.serve_args import TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config.class_names import TREE_PROPOSER, TREE_WORKER
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
@@ -181,7 +181,7 @@ class TreeEngine(VirtualEngine):
         tokens = output.scheduled_spec_decode_tokens.get(name, [])
         parents = messages.of(output).parents.get(name, [])
         assert len(tokens) == len(parents)
-        planted = self.scheduler._speculation._planted
+        planted = self.scheduler.parts.speculation._scheduled
         start = planted.starts.get(name, 0)
         given, at, passed = [], -1, False
         while not passed:

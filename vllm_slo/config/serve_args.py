@@ -17,17 +17,20 @@ from typing import Any, Final
 import yaml
 
 from vllm_slo import tiny
-from vllm_slo.config.model import DRAFT_KEY, SLOConfig, SpeculationConfig, pool_value
+from vllm_slo.config.class_names import (
+    MIDDLEWARE,
+    REMOTE_PROPOSER,
+    SCHEDULER,
+    TREE_PROPOSER,
+    TREE_WORKER,
+)
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.speculation import DRAFT_KEY, SpeculationConfig, pool_value
 from vllm_slo.errors import ConfigError
 
 __all__ = [
     "BUILT_IN_DRAFTS",
-    "MIDDLEWARE",
-    "REMOTE_PROPOSER",
-    "SCHEDULER",
     "TINY",
-    "TREE_PROPOSER",
-    "TREE_WORKER",
     "Flags",
     "check_draft_folder",
     "check_vocabulary",
@@ -40,11 +43,6 @@ __all__ = [
     "with_draft",
 ]
 
-SCHEDULER: Final = "vllm_slo.Scheduler"
-MIDDLEWARE: Final = "vllm_slo.engine.http.SLOMiddleware"
-TREE_WORKER: Final = "vllm_slo.engine.worker.TreeWorker"
-TREE_PROPOSER: Final = "vllm_slo.engine.proposers.TreeProposer"
-REMOTE_PROPOSER: Final = "vllm_slo.engine.proposers.RemoteProposer"
 TINY: Final = "tiny"
 """Name of the built-in model, and of its draft, wherever a model is named."""
 TINY_KV_BYTES: Final = 1 << 30

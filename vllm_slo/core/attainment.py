@@ -38,9 +38,24 @@ class WindowTPOT:
     """Worst-window TPOT, one token at a time: O(1) per token, constant memory.
 
     After any prefix of tokens, ``worst_s`` equals ``worst_window_tpot_s`` of that prefix exactly.
+
+    Attributes:
+        open_start_s: start of the window that the next token falls into: the time of the last token
+            before it; 0 before any token.
+        open_tokens: tokens that this window already holds.
     """
 
-    __slots__ = ("_closed_worst_s", "_end_s", "_gaps", "_last_s", "_start_s", "_tokens", "_window")
+    __slots__ = (
+        "_closed_worst_s",
+        "_end_s",
+        "_gaps",
+        "_last_s",
+        "_start_s",
+        "_tokens",
+        "_window",
+        "open_start_s",
+        "open_tokens",
+    )
 
     def __init__(self, window: int = DEFAULT_WINDOW_TOKENS) -> None:
         """``window``: inter-token gaps per window, at least 1."""
@@ -53,11 +68,16 @@ class WindowTPOT:
         self._end_s = 0.0  # where the open window would be cut if a full tail follows it
         self._last_s = 0.0
         self._closed_worst_s = 0.0
+        self.open_start_s = 0.0
+        self.open_tokens = 0
 
     def add(self, time_s: float, count: int = 1) -> None:
         """Record ``count`` tokens that arrived together at ``time_s`` (never before the last)."""
         if self._tokens and not time_s >= self._last_s:
             raise ValueError(f"token times must not decrease: {time_s} after {self._last_s}")
+        if count == 1:
+            self._add_one(time_s)
+            return
         for _ in range(count):
             self._add_one(time_s)
 
@@ -65,15 +85,18 @@ class WindowTPOT:
         self._tokens += 1
         self._last_s = time_s
         if self._tokens == 1:
-            self._start_s = time_s
+            self._start_s = self.open_start_s = time_s
             return
         self._gaps += 1
-        if self._gaps == self._window:
-            self._end_s = time_s
-        elif self._gaps == 2 * self._window:
+        self.open_tokens += 1
+        if self.open_tokens < self._window:
+            return
+        if self._gaps == 2 * self._window:
             closed_s = (self._end_s - self._start_s) / self._window
             self._closed_worst_s = max(self._closed_worst_s, closed_s)
-            self._start_s, self._end_s, self._gaps = self._end_s, time_s, self._window
+            self._start_s, self._gaps = self._end_s, self._window
+        self._end_s = self.open_start_s = time_s
+        self.open_tokens = 0
 
     def successor(self) -> WindowTPOT:
         """What measures the tokens after the last one, the gap before the first of them included;
@@ -90,13 +113,8 @@ class WindowTPOT:
 
     @property
     def open_window(self) -> tuple[float, int]:
-        """The window the next token falls into: its start, and the tokens it already holds.
-
-        The start is the time of the last token before it. Before any token: (0.0, 0).
-        """
-        if self._gaps < self._window:
-            return self._start_s, self._gaps
-        return self._end_s, self._gaps - self._window
+        """`open_start_s` and `open_tokens`."""
+        return self.open_start_s, self.open_tokens
 
     @property
     def worst_full_s(self) -> float | None:

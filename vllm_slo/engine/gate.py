@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -26,12 +25,12 @@ import wrapt
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_slo.engine.serving.plugin import SCHEDULER_NAMES
+from vllm_slo.config.class_names import SCHEDULER_NAMES
+from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.access import check_internal
-from vllm_slo.slo.model import is_slo_key
+from vllm_slo.slo.keys import is_slo_key
 from vllm_slo.slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack, unpack_report
 
 __all__ = ["CALLER", "Caller", "RequestDeclinedError", "install"]
@@ -113,20 +112,7 @@ def _generate(
 
 def _is_ours(engine: Any) -> bool:
     """Whether the engine runs our scheduler, or one derived from it."""
-    return _is_our_class(engine.vllm_config.scheduler_config.scheduler_cls)
-
-
-@functools.cache
-def _is_our_class(given: str | type | None) -> bool:
-    if given in SCHEDULER_NAMES:  # not imported for this: API servers do not need it
-        return True
-    if isinstance(given, str):
-        try:
-            given = resolve_obj_by_qualname(given)
-        except (ImportError, AttributeError, ValueError):
-            return False
-    lineage = given.__mro__ if isinstance(given, type) else ()
-    return any(one.__module__ == "vllm_slo.engine.scheduler" for one in lineage)
+    return is_derived(engine.vllm_config.scheduler_config.scheduler_cls, SCHEDULER_NAMES)
 
 
 def _admitted(params: SamplingParams, caller: Caller | None) -> SamplingParams | None:

@@ -20,8 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_slo.config.model import CONFIG_KEY, DRAFT_KEY, SLOConfig, pool_value
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, Flags, flag_of, tree_arguments
+from vllm_slo.config.speculation import DRAFT_KEY, pool_value
 from vllm_slo.errors import ConfigError
 
 API_KEY_ENV: Final = "VLLM_API_KEY"

@@ -37,7 +37,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_slo.router.prompts import Prompt, read_max_tokens, read_prompt
-from vllm_slo.slo.carriers import Policy, asked_by, carriers_of, read_body
+from vllm_slo.slo.body import read_body
+from vllm_slo.slo.carriers import Policy, asked_by, carriers_of
 from vllm_slo.slo.model import SLO
 
 LARGE_BYTES: Final = 256 * 1024

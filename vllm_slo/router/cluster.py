@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-from vllm_slo.config.model import RoutingConfig
+from vllm_slo.config.routing import RoutingConfig
 from vllm_slo.core.routing.policy import DemandMeter, Route, RoutedRequest, route
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
 from vllm_slo.slo.model import OnUnattainable

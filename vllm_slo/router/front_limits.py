@@ -17,7 +17,7 @@ from vllm_slo.router.front_errors import (
     busy_response,
     error_response,
 )
-from vllm_slo.slo.carriers import MAX_BODY_BYTES
+from vllm_slo.slo.body import MAX_BODY_BYTES
 
 logger = logging.getLogger("vllm_slo.front")
 

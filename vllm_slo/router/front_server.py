@@ -44,13 +44,8 @@ from vllm_slo.router.front_quote import answer_quote
 from vllm_slo.router.prompts import Prompt, TokenRatio
 from vllm_slo.router.relay import Exchange, Relay, Wire
 from vllm_slo.router.upstream import Upstream
-from vllm_slo.slo.carriers import (
-    MAX_BODY_BYTES,
-    QUOTE_ROUTE,
-    ROUTES,
-    is_json_type,
-    slo_headers,
-)
+from vllm_slo.slo.body import MAX_BODY_BYTES, is_json_type
+from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, slo_headers
 
 logger = logging.getLogger("vllm_slo.front")
 

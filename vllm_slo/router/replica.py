@@ -29,8 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias, lifeline
-from vllm_slo.engine.serving.plugin import check_vllm
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
 from vllm_slo.errors import VllmSLOError
 from vllm_slo.router.state_feed import StateFeed

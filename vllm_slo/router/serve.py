@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from vllm_slo.config.model import SERVERS_KEY
 from vllm_slo.config.serve_args import Flags
+from vllm_slo.config.speculation import SERVERS_KEY
 from vllm_slo.errors import ConfigError, VllmSLOError
 from vllm_slo.router import ray_session
 from vllm_slo.router.arguments import HEAD_NODE, AppArgs, embedded_config

@@ -44,7 +44,11 @@ from vllm_slo.sim.baselines import ShedEDF
 from vllm_slo.sim.light_scheduler import LightOutput, LightResult, LightScheduler
 from vllm_slo.sim.text import STOP_TOKEN, own_text
 from vllm_slo.slo.access import Seal
-from vllm_slo.slo.model import QUOTE_KEY, SLO, TICKET_KEY
+from vllm_slo.slo.keys import QUOTE_KEY, TICKET_KEY
+from vllm_slo.slo.model import SLO
+
+# The rest of the simulator and the benchmarks take vLLM's and vllm-slo's scheduler from here.
+__all__ = ["AsyncScheduler", "EngineShape", "Outcome", "Scheduler", "VirtualEngine"]
 
 StepTime = Callable[[BatchShape], float]
 
@@ -231,6 +235,7 @@ class VirtualEngine:
         ticket: int = 0,
         stage_ends: Sequence[int] = (),
         quote: bool = False,
+        stop: Sequence[str] = (),
     ) -> Request:
         """Send a request now.
 
@@ -245,7 +250,8 @@ class VirtualEngine:
             acceptance: probability that a drafted token is accepted.
             ticket: number that a front gave the request; 0: none.
             stage_ends: see ``KnownEnds``.
-            quote: only ask when the request could be served.
+            quote: only ask what the request would be promised.
+            stop: texts that may end the answer.
         """
         ids = own_text(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked: dict[str, Any] | None = slo.to_extra_args() if slo else None
@@ -256,6 +262,7 @@ class VirtualEngine:
         params = SamplingParams(
             max_tokens=max_tokens or output_tokens,
             stop_token_ids=[STOP_TOKEN],
+            stop=list(stop),
             extra_args=asked,
         )
         arrival_s = self.clock.now_s if arrival_s is None else arrival_s

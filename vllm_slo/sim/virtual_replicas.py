@@ -12,16 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.model import DEFAULT_MARGIN
-from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
 from vllm_slo.sim.jobs import RoundResult
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
 from vllm_slo.sim.replica import Replica, RoundRequest

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.slo.access_config import AccessConfig, GrantConfig, KeyConfig
-from vllm_slo.slo.model import INTERNAL_KEYS, SEAL_KEY, SLO, is_slo_key
+from vllm_slo.slo.keys import INTERNAL_KEYS, SEAL_KEY, is_slo_key
+from vllm_slo.slo.model import SLO
 
 __all__ = ["SEAL_VARIABLE", "Access", "Seal", "bearer_of", "check_internal"]
 

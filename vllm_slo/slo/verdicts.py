@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from vllm_slo.slo.model import unpack_quote
-
 __all__ = [
     "DECLINED_HEADER",
     "REPORT_KEY",
@@ -22,8 +20,10 @@ __all__ = [
     "Invalid",
     "Quoted",
     "Verdict",
+    "pack_quote",
     "pack_report",
     "unpack",
+    "unpack_quote",
     "unpack_report",
 ]
 
@@ -35,6 +35,7 @@ value: after how many milliseconds a retry is worth it. Clients do not get it.""
 _REPORTED: Final = "slo_report:"
 _DECLINED: Final = "slo_declined:"
 _INVALID: Final = "slo_invalid:"
+_QUOTE: Final = "slo_quote:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,18 @@ class Quoted:
 
 
 Verdict: TypeAlias = Declined | Invalid | Quoted
+
+
+def pack_quote(quote: Mapping[str, Any]) -> str:
+    """The stop reason by which a request is told what it would be promised."""
+    return _QUOTE + json.dumps(quote, separators=(",", ":"))
+
+
+def unpack_quote(stop_reason: object) -> dict[str, Any] | None:
+    """Inverse of `pack_quote`; None of any other stop reason."""
+    if not isinstance(stop_reason, str) or not stop_reason.startswith(_QUOTE):
+        return None
+    return dict(json.loads(stop_reason.removeprefix(_QUOTE)))
 
 
 def unpack(stop_reason: object) -> Verdict | None:

@@ -15,12 +15,12 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.batching.step import (
     SMALLEST_CHUNK,
     Pressure,
     RecentObjectives,
     StepLimits,
-    decode_limit_s,
     plan_step,
     preemptions,
     rank_best_effort,
@@ -170,26 +170,26 @@ def test_a_chunk_granted_in_two_goes_costs_what_it_costs_in_one() -> None:
 
 
 def test_on_schedule_the_limit_is_the_tpot() -> None:
-    assert decode_limit_s(3.0, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1) == 1.0
+    assert limit_of(3.0, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1) == 1.0
 
 
 def test_ahead_of_schedule_all_slack_goes_into_one_step() -> None:
-    assert decode_limit_s(3.0, DecodeView("d", 5.5, 11.5, 7, 1.0), 0.1) == 2.5
+    assert limit_of(3.0, DecodeView("d", 5.5, 11.5, 7, 1.0), 0.1) == 2.5
 
 
 def test_behind_schedule_the_lateness_is_spread_over_the_window() -> None:
     # 0.7 late with 7 tokens left: each of them 0.1 faster.
-    limit = decode_limit_s(3.7, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1)
+    limit = limit_of(3.7, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1)
     assert limit == pytest.approx(0.9)
 
 
 def test_a_lost_window_hurries_nobody() -> None:
-    assert decode_limit_s(9.9, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1) == 1.0
-    assert decode_limit_s(99.0, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1) == 1.0
+    assert limit_of(9.9, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1) == 1.0
+    assert limit_of(99.0, DecodeView("d", 4.0, 10.0, 7, 1.0), 0.1) == 1.0
 
 
 def test_a_tpot_below_the_shortest_step_asks_for_the_shortest() -> None:
-    assert decode_limit_s(0.0, DecodeView("d", 0.01, 0.1, 10, 0.01), 0.05) == 0.05
+    assert limit_of(0.0, DecodeView("d", 0.01, 0.1, 10, 0.01), 0.05) == 0.05
 
 
 def test_attention_counts_when_judging_whether_a_window_is_lost() -> None:
@@ -217,7 +217,7 @@ decode_views = st.builds(
 def test_the_limit_is_never_below_what_any_step_takes(
     decode: DecodeView, start_s: float, shortest_s: float
 ) -> None:
-    assert decode_limit_s(start_s, decode, shortest_s) >= shortest_s - 1e-9
+    assert limit_of(start_s, decode, shortest_s) >= shortest_s - 1e-9
 
 
 @given(st.floats(0.05, 5), st.integers(1, 10), st.floats(0, 5), st.floats(1e-4, 0.04))
@@ -230,7 +230,7 @@ def test_steps_at_the_limit_save_a_late_window(
     for place in range(left):
         due_s = end_s - (left - place - 1) * tpot_s
         view = DecodeView("d", due_s, end_s, left - place, tpot_s)
-        now_s += decode_limit_s(now_s, view, shortest_s)
+        now_s += limit_of(now_s, view, shortest_s)
     if end_s >= left * shortest_s:
         assert now_s <= end_s + 1e-6
     else:

@@ -21,7 +21,7 @@ from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import resolve_slo
+from vllm_slo.slo.resolve import resolve_slo
 
 KEY = (None, "job")
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
@@ -227,7 +227,7 @@ def test_every_round_tells_how_the_session_is_doing(engine: Any) -> None:
     elapsed = [report["session"]["elapsed_ms"] for report in reports]
     assert elapsed == sorted(elapsed)
     assert elapsed[2] > elapsed[0] + 1000  # two tools
-    count = one.scheduler._steering.metrics.registry.get_sample_value
+    count = one.scheduler.parts.metrics.registry.get_sample_value
     labels = {"engine": "0", "slo_class": "custom", "attained": "true"}
     assert count("vllm_slo:sessions_finished_total", labels) == 1
 
@@ -242,7 +242,7 @@ def test_a_session_paces_a_round_that_asks_for_nothing_else(engine: Any) -> None
     one = engine()
     asked = SLO(session_id="job", session_e2e_ms=4000, session_rounds=2, expected_output_tokens=21)
     one.add("round", 64, 21, asked, max_tokens=40)
-    tracked = one.scheduler._steering.tracked["round"]
+    tracked = one.scheduler.parts.tracker.live["round"]
     lone_s = ROOFLINE.predict_s(64)
     assert tracked.deadline_s == pytest.approx(TIGHT * lone_s)
     assert tracked.tpot_s == pytest.approx((2.0 - TIGHT * lone_s) / 20)
@@ -293,17 +293,17 @@ def test_a_prefix_stays_while_tools_run(engine: Any, share: float, found: bool) 
 
 def test_a_round_that_a_stop_string_ended_counts_and_stays_warm(engine: Any) -> None:
     one = engine()
-    steering = one.scheduler._steering
-    steering._marks.has_stopped = lambda request: request.request_id == "stops"
+    parts = one.scheduler.parts
+    parts.marks.has_stopped = lambda request: request.request_id == "stops"
     for name in ("stops", "leaves"):
         one.add(name, 64, 32, SLO(ttft_ms=5000, session_id=name))
         for _ in range(4):
             one.step()
-        before = steering.sessions.gauges()["warm_prefix_blocks"]
+        before = parts.sessions.gauges()["warm_prefix_blocks"]
         one.abort(name)  # as vLLM's API server does for either
-        warm = steering.sessions.gauges()["warm_prefix_blocks"]
+        warm = parts.sessions.gauges()["warm_prefix_blocks"]
         assert (warm > before) is (name == "stops")
-    samples = [s for metric in steering.metrics.registry.collect() for s in metric.samples]
+    samples = [s for metric in parts.metrics.registry.collect() for s in metric.samples]
     finished = [s.value for s in samples if s.name == "vllm_slo:requests_finished_total"]
     assert sum(finished) == pytest.approx(1)
 
@@ -314,8 +314,8 @@ def test_warm_prefixes_withhold_no_memory(engine: Any) -> None:
     for number in range(6):
         one.add(f"job{number}", 60, 4, SLO(ttft_ms=5000, session_id=f"job{number}"))
         one.run()
-    steering = one.scheduler._steering
-    assert 0 < steering.sessions.gauges()["warm_prefix_blocks"] <= 25
+    parts = one.scheduler.parts
+    assert 0 < parts.sessions.gauges()["warm_prefix_blocks"] <= 25
     assert pool.get_num_free_blocks() == 100
     one.add("large", 1500, 64, SLO(ttft_ms=9000))
     one.run()

@@ -31,7 +31,8 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.stage_marks import AnswerMarks
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import Stage, resolve_slo
+from vllm_slo.slo.model import Stage
+from vllm_slo.slo.resolve import resolve_slo
 
 THINK = [{"until": "</think>", "tpot_ms": 20}, {"tpot_ms": 100}]
 FLAT = StepTimeModel(((0.0, 0.0, 0.01), (0.0, 0.0, 0.0)), max_tokens=64)
@@ -225,7 +226,7 @@ def test_a_stage_that_is_over_gives_back_what_it_drew(engine: Any) -> None:
         one.add(name, 1, 200, SLO(ttft_ms=1000, stages=tight), stage_ends=[20])
     for _ in range(5):
         one.step()
-    tracked = one.scheduler._steering.tracked
+    tracked = one.scheduler.parts.tracker.live
     assert [t.promised for t in tracked.values()] == [True, True]
     one.add("late", 1, 20, SLO(tpot_ms=40))
     one.step()
@@ -245,7 +246,7 @@ def test_a_tight_stage_to_come_is_reserved_from_the_start(engine: Any) -> None:
     for name in "abc":
         one.add(name, 1, 60, SLO(ttft_ms=1000, stages=later), stage_ends=[20])
     one.step()
-    promised = [t.promised for t in one.scheduler._steering.tracked.values()]
+    promised = [t.promised for t in one.scheduler.parts.tracker.live.values()]
     assert sum(promised) == 2
     one.run()
     kept = [seen.report["attained"] for seen in one.outcomes.values() if seen.report["promised"]]
@@ -274,7 +275,7 @@ def test_stages_are_counted(engine: Any) -> None:
     one.add("kept", 4, 60, SLO(slo_class="reason"), stage_ends=[25])
     one.add("short", 4, 10, SLO(slo_class="reason"), stage_ends=[25])  # ends while it thinks
     one.run()
-    count = one.scheduler._steering.metrics.registry.get_sample_value
+    count = one.scheduler.parts.metrics.registry.get_sample_value
     labels = {"engine": "0", "slo_class": "reason", "attained": "true"}
     name = "vllm_slo:stages_finished_total"
     assert count(name, {**labels, "stage": "1"}) == 2

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_slo.core.batching.step import decode_limit_s
+from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation import draft_lengths
 from vllm_slo.core.speculation.draft_lengths import (
     GRID,
@@ -395,7 +395,7 @@ def test_who_is_on_schedule_or_ahead_keeps_its_tpot() -> None:
 @given(st.floats(1e-4, 0.25), st.floats(1.0, 10.0))
 def test_who_fell_behind_keeps_its_window_at_the_pace_planned(late_s: float, left: float) -> None:
     view = decode(late_s=late_s, left=left)
-    pace_s = decode_limit_s(0.0, view, 0.0)
+    pace_s = limit_of(0.0, view, 0.0)
     assume(0.002 < pace_s < 0.050)
     found = working_tpot_s(0.0, view, 0.001)
     assert found * left <= view.window_end_s + 1e-9
@@ -496,7 +496,7 @@ def test_a_step_of_one_token_is_what_the_batch_plan_allows(
 ) -> None:
     end_s = now_s + left * tpot_s + ahead_s
     decode = DecodeView("r", end_s - (left - 1.0) * tpot_s, end_s, left, tpot_s)
-    assert stretched_s(now_s, decode, 1.0) == pytest.approx(decode_limit_s(now_s, decode, 0.0))
+    assert stretched_s(now_s, decode, 1.0) == pytest.approx(limit_of(now_s, decode, 0.0))
 
 
 # --- acceptance ----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from vllm_slo.engine.gate import CALLER, RequestDeclinedError
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import ForbiddenSLOError, InvalidSLOError
 from vllm_slo.slo.access import SEAL_VARIABLE, Seal
-from vllm_slo.slo.model import INTERNAL_KEYS
+from vllm_slo.slo.keys import INTERNAL_KEYS
 from vllm_slo.slo.verdicts import Declined, Invalid, Quoted, Verdict, pack_report
 
 

@@ -33,8 +33,9 @@ from patience import patience
 
 from vllm_slo.engine.http.middleware import SLOMiddleware
 from vllm_slo.slo.access import SEAL_VARIABLE, Seal
-from vllm_slo.slo.carriers import MAX_BODY_BYTES
-from vllm_slo.slo.model import EACH_KEY, GROUP_KEY, HEADER_FIELDS, INTERNAL_KEYS
+from vllm_slo.slo.body import MAX_BODY_BYTES
+from vllm_slo.slo.claims import HEADER_FIELDS
+from vllm_slo.slo.keys import EACH_KEY, GROUP_KEY, INTERNAL_KEYS
 
 JSON = {"content-type": "application/json"}
 

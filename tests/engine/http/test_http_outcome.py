@@ -50,7 +50,7 @@ from starlette.routing import Route
 from vllm.sampling_params import SamplingParams
 
 from vllm_slo.engine import gate
-from vllm_slo.engine.http import exchange as http_exchange
+from vllm_slo.engine.http import response as http_response
 from vllm_slo.engine.http.middleware import SLOMiddleware
 from vllm_slo.engine.http.outcome import (
     Asked,
@@ -547,7 +547,7 @@ def test_a_held_stream_that_ends_without_output_goes_out() -> None:
 
 def test_a_response_too_long_to_be_held_goes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "slo" in Server(SERVED).post(json=ASKING).json()
-    monkeypatch.setattr(http_exchange, "MAX_HELD_BYTES", 10)
+    monkeypatch.setattr(http_response, "MAX_HELD_BYTES", 10)
 
     async def parts() -> AsyncIterator[bytes]:
         yield b'{"text": "'

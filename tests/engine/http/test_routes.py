@@ -28,7 +28,7 @@ from live_server import PROMPT, SMALL, LiveServer, command
 
 from vllm_slo import tiny
 from vllm_slo.engine.http.routes import ROUTES, unlisted
-from vllm_slo.slo.model import INTERNAL_KEYS
+from vllm_slo.slo.keys import INTERNAL_KEYS
 
 pytestmark = pytest.mark.engine
 

@@ -293,7 +293,7 @@ def test_a_place_lost_and_got_again_unseen_is_kept_anew(engine: Make) -> None:
     one.add("r1", 50, 40, declared(40))
     for _ in range(8):
         one.step()
-    order, request = one.scheduler._steering.best_effort, one.scheduler.requests["r0"]
+    order, request = one.scheduler.parts.best_effort, one.scheduler.requests["r0"]
     assert order.rank([request])[0].progress_s > 0.0
     one.scheduler.running.remove(request)
     one.scheduler._preempt_request(request, 0.0, drop_stale_output=False)
@@ -305,7 +305,7 @@ def test_a_place_lost_and_got_again_unseen_is_kept_anew(engine: Make) -> None:
 def test_what_was_foreseen_is_compared_with_what_came(engine: Make) -> None:
     one = engine("laps_sd", best_effort={"output_length": "learnt"})
     mixed(one)
-    metrics = one.scheduler._steering.metrics
+    metrics = one.scheduler.parts.metrics
     ratio, error = "vllm_slo:foreseen_service_ratio", "vllm_slo:output_length_error_ratio"
     count = metrics.registry.get_sample_value(f"{ratio}_count", {"engine": "0"})
     total = metrics.registry.get_sample_value(f"{ratio}_sum", {"engine": "0"})

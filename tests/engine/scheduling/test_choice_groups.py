@@ -18,12 +18,12 @@ pytest.importorskip("vllm")
 
 from vllm_slo import SLO
 from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.engine.composition import Parts
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.choice_groups import REMEMBERED, ChoiceGroups
-from vllm_slo.engine.scheduling.controller import Steering
-from vllm_slo.engine.scheduling.request_views import SLORequest
+from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.slo.model import EACH_KEY, GROUP_KEY
+from vllm_slo.slo.keys import EACH_KEY, GROUP_KEY
 from vllm_slo.slo.verdicts import Declined, unpack
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
@@ -60,14 +60,14 @@ def add(
     one.add(name, prompt, output, cast(SLO, SimpleNamespace(to_extra_args=lambda: flat)))
 
 
-def steering(one: VirtualEngine) -> Steering:
+def parts_of(one: VirtualEngine) -> Parts:
     scheduler = one.scheduler
     assert isinstance(scheduler, Scheduler)
-    return scheduler._steering
+    return scheduler.parts
 
 
 def counted(one: VirtualEngine, outcome: str) -> float:
-    metrics = steering(one).metrics.registry.collect()
+    metrics = parts_of(one).metrics.registry.collect()
     samples = [s for m in metrics for s in m.samples if s.name == "vllm_slo:admissions_total"]
     return sum(s.value for s in samples if s.labels["outcome"] == outcome)
 
@@ -82,9 +82,9 @@ def verdict(one: VirtualEngine, name: str) -> Declined | None:
 
 
 def check_nothing_left(one: VirtualEngine) -> None:
-    state = steering(one)
-    assert not state.tracked and not state._refused and not state._groups._members
-    assert state._unpromised == 0
+    parts = parts_of(one)
+    assert not len(parts.tracker) and parts.tracker.unpromised == 0
+    assert not parts.controller._refused and not parts.controller._groups._members
     free = one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert free == one.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
@@ -151,7 +151,7 @@ def test_a_quota_that_pays_for_one_of_two_pays_for_neither(engine: Make) -> None
         add(one, name, "g", prompt=3_000, output=3_000)
     one.run()
     assert verdict(one, "a") == verdict(one, "b") == Declined(86_400_000, "quota")
-    quotas = steering(one).quotas
+    quotas = parts_of(one).quotas
     assert quotas is not None
     assert quotas.level(None, one.clock.now_s) == pytest.approx(BURST)
     assert not quotas._paid
@@ -186,13 +186,13 @@ def test_a_promise_without_a_token_is_taken_back_with_its_group(engine: Make) ->
     one.step()
     add(one, "a", "g", prompt=3_500)
     one.step()
-    assert steering(one).tracked["a"].promised
+    assert parts_of(one).tracker.live["a"].promised
     assert not one.outcomes["a"].token_ids
     add(one, "b", "g")
     one.run()
     assert verdict(one, "a") == verdict(one, "b") is not None
     assert len(one.outcomes["other"].token_ids) == 40
-    quotas = steering(one).quotas
+    quotas = parts_of(one).quotas
     assert quotas is not None and not quotas._paid
     # What the scheduler takes back is given back, but for what was computed: a step of ``a``, and
     # all of ``other``.
@@ -339,5 +339,5 @@ def test_all_of_a_group_are_declined_or_none(
     served: list[Outcome] = [o for o in one.outcomes.values() if o.finish_reason != "abort"]
     assert all(outcome.token_ids for outcome in served)
     check_nothing_left(one)
-    if steering(one).quotas is not None:
-        assert not cast(Any, steering(one).quotas)._paid
+    if parts_of(one).quotas is not None:
+        assert not cast(Any, parts_of(one).quotas)._paid

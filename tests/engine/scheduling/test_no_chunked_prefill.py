@@ -21,9 +21,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm_slo import SLO
 from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.engine.scheduling.request_views import NO_CHUNKED_PREFILL
+from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 SHAPE = EngineShape(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -175,7 +175,7 @@ def test_a_request_is_served_and_told(engine: Any) -> None:
     assert (report["promised"], report["reason"]) == (False, NO_CHUNKED_PREFILL)
     assert (report["tier"], report["attained"]) == ("best_effort", True)
     assert one.outcomes["free"].report["reason"] is None
-    registry = one.scheduler._steering.metrics.registry
+    registry = one.scheduler.parts.metrics.registry
     labels = {"engine": "0", "slo_class": "custom", "outcome": "best_effort"}
     labels["reason"] = NO_CHUNKED_PREFILL
     assert registry.get_sample_value("vllm_slo:admissions_total", labels) == 1

@@ -21,7 +21,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import Outcome, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 IMPOSSIBLE_MS = 0.01
@@ -94,8 +94,11 @@ def test_without_a_ttft_it_does_not_wait_for_room_to_decode(engine: Any) -> None
     decoding(one, 20, SLO(tpot_ms=55))
     for name, tokens in (("classify", 1), ("answer", 50)):
         one.add(name, 16, tokens, SLO(tpot_ms=55))
-    steering = one.scheduler._steering
-    waits = {name: steering.can_wait(steering.tracked[name]) for name in ("classify", "answer")}
+    parts = one.scheduler.parts
+    waits = {
+        name: parts.starts.had_better_wait(parts.tracker.live[name])
+        for name in ("classify", "answer")
+    }
     assert waits == {"classify": False, "answer": True}
 
 
@@ -137,13 +140,13 @@ def test_it_does_not_teach_the_length_of_answers(engine: Any, order: str, slo: A
     for number in range(20):
         one.add(f"answer{number}", 10, 40, slo, max_tokens=400)
     one.run()
-    known = one.scheduler._steering.lengths.all_points()
+    known = one.scheduler.parts.workload.lengths.all_points()
     assert [points[0] for points in known.values()] == [40]
     for number in range(300):
         # Some end there by themselves, others are cut off.
         one.add(f"one{number}", 10, 1 + number % 2 * 40, slo, max_tokens=1)
     one.run()
-    assert one.scheduler._steering.lengths.all_points() == known
+    assert one.scheduler.parts.workload.lengths.all_points() == known
 
 
 def test_a_prefill_leg_does_not_either(engine: Any) -> None:
@@ -163,4 +166,4 @@ def test_a_prefill_leg_does_not_either(engine: Any) -> None:
         one.scheduler.add_request(_request(one, name, params))
     one.run()
     assert all(outcome.report["promised"] for outcome in one.outcomes.values())
-    assert one.scheduler._steering.lengths.all_points() == {}
+    assert one.scheduler.parts.workload.lengths.all_points() == {}

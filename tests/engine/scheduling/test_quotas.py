@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from vllm_slo.core.admission.quota import TokenBucket, relative_values, token_we
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
-from vllm_slo.slo.verdicts import Declined, unpack
+from vllm_slo.slo.verdicts import Declined, unpack, unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 ENDLESS = {"promised_tokens_per_s": 1e-6}
@@ -268,7 +266,7 @@ def test_the_very_tightest_tpot_still_leaves_most(engine: Make) -> None:
 
 
 def promised_tokens(one: VirtualEngine, tenant: str) -> float:
-    registry = one.scheduler._steering.metrics.registry
+    registry = one.scheduler.parts.metrics.registry
     labels = {"engine": "0", "tenant": tenant}
     return registry.get_sample_value("vllm_slo:tenant_promised_tokens_total", labels) or 0.0
 
@@ -280,7 +278,7 @@ def test_promises_come_to_no_more_than_the_quota(engine: Make, names: str) -> No
     attainment(one, SLO(ttft_ms=1_000, tpot_ms=100, value=9), names, 5.0)
     assert promised_tokens(one, "mallory") == 0.0
     assert 1_500 < promised_tokens(one, "(others)") <= 500 * one.clock.now_s + 2_000
-    assert one.scheduler._steering.quotas._paid == {}
+    assert one.scheduler.parts.quotas._paid == {}
 
 
 def test_best_effort_goes_on_beyond_the_quota(engine: Make) -> None:
@@ -288,13 +286,13 @@ def test_best_effort_goes_on_beyond_the_quota(engine: Make) -> None:
     for n in range(4):
         one.add(f"r{n}", 60, 40, SLO(ttft_ms=5_000), max_tokens=40)
     one.step()
-    promised = [t.promised for t in one.scheduler._steering.tracked.values()]
+    promised = [t.promised for t in one.scheduler.parts.tracker.live.values()]
     assert promised == [True, False, False, False]
     one.run()
     reports = [one.outcomes[f"r{n}"].report for n in range(4)]
     assert [r and r["reason"] for r in reports] == [None, "quota", "quota", "quota"]
     assert all(r and r["attained"] for r in reports)  # there was nothing else to do
-    value = one.scheduler._steering.metrics.registry.get_sample_value
+    value = one.scheduler.parts.metrics.registry.get_sample_value
     labels = {"engine": "0", "slo_class": "custom", "outcome": "best_effort", "reason": "quota"}
     assert value("vllm_slo:admissions_total", labels) == 3
 
@@ -343,7 +341,7 @@ def test_what_an_answer_did_not_use_is_given_back(engine: Make, declared: int | 
     slo = SLO(tpot_ms=900, expected_output_tokens=declared)
     one.add("short", 100, 20, slo, max_tokens=800)
     one.step()
-    quotas = one.scheduler._steering.quotas
+    quotas = one.scheduler.parts.quotas
     assert quotas.level(None, one.clock.now_s) == pytest.approx(100, abs=1)
     one.run()
     assert quotas.level(None, one.clock.now_s) == pytest.approx(880, abs=1)
@@ -356,7 +354,7 @@ def test_a_client_that_leaves_has_had_its_promise(engine: Make) -> None:
     one.step()
     one.abort("gone")
     one.run()
-    quotas = one.scheduler._steering.quotas
+    quotas = one.scheduler.parts.quotas
     assert quotas.level(None, one.clock.now_s) == pytest.approx(100, abs=1)
     assert promised_tokens(one, "(others)") == pytest.approx(900, abs=1)
 
@@ -367,7 +365,7 @@ def test_a_prompt_that_the_cache_holds_is_not_paid_for(engine: Make) -> None:
     for name in ("first", "second"):
         one.add(name, prompt, 10, SLO(tpot_ms=900), max_tokens=10)
         one.run()
-    left = one.scheduler._steering.quotas.level(None, one.clock.now_s)
+    left = one.scheduler.parts.quotas.level(None, one.clock.now_s)
     assert left == pytest.approx(1_000 - 410 - 16 - 10, abs=1)  # all but the last block is cached
 
 
@@ -388,7 +386,7 @@ def test_a_long_answer_pays_on_and_then_loses_its_promise(engine: Make) -> None:
         steps += 1
     assert len(one.outcomes["long"].token_ids) == 800
     assert one.outcomes["long"].report["promised"]  # it was
-    value = one.scheduler._steering.metrics.registry.get_sample_value
+    value = one.scheduler.parts.metrics.registry.get_sample_value
     labels = {"engine": "0", "slo_class": "custom", "objective": "quota"}
     assert value("vllm_slo:promises_broken_total", labels) == 1
     assert 180 < promised_tokens(one, "(others)") < 215
@@ -401,7 +399,7 @@ def test_who_shares_a_bucket_is_not_pushed_aside_by_values_or_deadlines(engine: 
         greedy = SLO(ttft_ms=100, tpot_ms=900, value=1e6, tenant=f"a{n}")
         one.add(f"greedy{n}", 60, 40, greedy, max_tokens=40, arrival_s=0.001)
     one.step()
-    tracked = one.scheduler._steering.tracked
+    tracked = one.scheduler.parts.tracker.live
     assert [name for name, t in tracked.items() if t.promised] == ["meek"]
 
 
@@ -412,7 +410,7 @@ def test_where_one_can_be_promised_it_is_by_the_operators_word(engine: Make, quo
     one.add("greedy", 60, 40, SLO(ttft_ms=9_000, value=1e6, tenant="a"), max_tokens=40)
     one.add("good", 60, 40, SLO(slo_class="good", tenant="b"), max_tokens=40)
     one.step()
-    promised = [name for name, t in one.scheduler._steering.tracked.items() if t.promised]
+    promised = [name for name, t in one.scheduler.parts.tracker.live.items() if t.promised]
     assert promised == (["good"] if quotas else ["greedy"])
 
 
@@ -440,12 +438,10 @@ def test_a_quote_tells_of_the_quota_and_takes_nothing_from_it(engine: Make) -> N
 def test_stages_are_paid_for_by_the_tightest_to_come(engine: Make) -> None:
     one = engine(quotas={"default": {**ENDLESS, "burst_tokens": 1_000}})
     stages: Any = [{"until": "x", "tpot_ms": 30}, {"tpot_ms": 2_000}]
-    one.scheduler._steering._marks = SimpleNamespace(
-        check=lambda slo: None, first_stage=lambda *_: 0, end_of=lambda *_: None
-    )
+    one.stages.end_of = lambda *_: None
     one.add("staged", 100, 20, SLO(stages=stages), max_tokens=20)
     one.step()
-    level = one.scheduler._steering.quotas.level(None, one.clock.now_s)
+    level = one.scheduler.parts.quotas.level(None, one.clock.now_s)
     weight = token_weight(ROOFLINE, 0.03, 2048)
     assert weight > 1.3
     assert level == pytest.approx(1_000 - 100 - 20 * weight, rel=0.01)
@@ -455,7 +451,7 @@ def test_without_quotas_nothing_is_counted(engine: Make) -> None:
     one = engine()
     one.add("r", 100, 20, SLO(tpot_ms=900, tenant="t"))
     one.run()
-    assert one.scheduler._steering.quotas is None
+    assert one.scheduler.parts.quotas is None
     assert promised_tokens(one, "t") == 0.0
 
 
@@ -480,7 +476,7 @@ def test_all_is_accounted_for(config_folder: Path, crowd: list[tuple[int, int, i
         if n % 4 == 3 and f"r{n - 1}" in one.scheduler.requests:
             one.abort(f"r{n - 1}")
     one.run()
-    quotas = one.scheduler._steering.quotas
+    quotas = one.scheduler.parts.quotas
     assert quotas._paid == {}
     spent = promised_tokens(one, "(others)")
     assert quotas.level(None, one.clock.now_s) == pytest.approx(burst - spent, abs=0.01)

@@ -38,8 +38,8 @@ from vllm_slo.engine.http.quote import MOST
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.access import SEAL_VARIABLE, Seal
-from vllm_slo.slo.model import QUOTE_KEY, pack_quote, unpack_quote
-from vllm_slo.slo.verdicts import Invalid
+from vllm_slo.slo.keys import QUOTE_KEY
+from vllm_slo.slo.verdicts import Invalid, pack_quote, unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 
@@ -157,8 +157,8 @@ SLOS = [
 def quoted_now(engine: VirtualEngine, name: str, prompt: int, slo: SLO) -> Any:
     """A quote of this very moment, in which nothing else is promised."""
     engine.add(name, prompt, 50, slo, quote=True)
-    steering = engine.scheduler._steering
-    ((_, answer),) = steering._quotes.take(steering.steps.next_start_s(steering.begin_step()))
+    parts = engine.scheduler.parts
+    ((_, answer),) = parts.quotes.take(parts.clock.next_start_s(parts.clock.tick()))
     engine.abort(name)
     return unpack_quote(answer)
 
@@ -265,11 +265,11 @@ def test_asking_changes_nothing(engine: Any, order: str) -> None:
     answers = [unpack_quote(o.stop_reason) for n, o in asked.outcomes.items() if n[:3] == "ask"]
     assert len(answers) == 60
     assert None not in answers
-    steering = asked.scheduler._steering
-    assert not steering.tracked
-    assert not steering.waiting.since_s
-    counted = asked.scheduler._steering.metrics.registry
-    both = (counted, plain.scheduler._steering.metrics.registry)
+    parts = asked.scheduler.parts
+    assert not parts.tracker.live
+    assert not parts.guard.since_s
+    counted = asked.scheduler.parts.metrics.registry
+    both = (counted, plain.scheduler.parts.metrics.registry)
     admissions = [
         sum(s.value for m in r.collect() if m.name == "vllm_slo:admissions" for s in m.samples)
         for r in both
@@ -279,13 +279,13 @@ def test_asking_changes_nothing(engine: Any, order: str) -> None:
 
 def test_a_quote_that_counts_on_drafts_leaves_others_what_they_count_on(engine: Any) -> None:
     one = engine()
-    steering, asked = one.scheduler._steering, []
-    steering.speculation = asked.append  # plain steps, but it is noted
+    parts, asked = one.scheduler.parts, []
+    parts.speculation.speculative = asked.append  # plain steps, but it is noted
     one.add("chat", 100, 50, SLO(ttft_ms=1000, tpot_ms=100))
     quoted_now(one, "ask", 100, SLO(ttft_ms=1000, tpot_ms=25))
     assert min(asked) == 0.025
     asked.clear()
-    steering.ways_to_decode()
+    parts.workload.ways_to_decode()
     assert asked == [0.1]
 
 
@@ -309,7 +309,7 @@ def test_quotes_are_counted(engine: Any) -> None:
         one.add(f"yes{number}", 16, 50, SLO(slo_class="chat"), quote=True)
     one.add("no", 16, 50, SLO(tpot_ms=0.001), quote=True)
     one.step()
-    registry = one.scheduler._steering.metrics.registry
+    registry = one.scheduler.parts.metrics.registry
 
     def count(**labels: str) -> float | None:
         return registry.get_sample_value("vllm_slo:quotes_total", {"engine": "0", **labels})

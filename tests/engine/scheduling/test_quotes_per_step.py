@@ -20,7 +20,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.quotes import MOST_IN_STEP, TIME_SHARE
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 STEP_S = ROOFLINE.predict_s(1)
@@ -39,8 +39,8 @@ class AskedEngine(VirtualEngine):
     def __init__(self, *args: Any, quote_s: float = 0.0, **options: Any) -> None:
         super().__init__(*args, **options)
         self.per_step: list[int] = []
-        steering = self.scheduler._steering
-        answer, schedule = steering._quotes.answer, self.scheduler.schedule
+        parts = self.scheduler.parts
+        answer, schedule = parts.quotes.answer, self.scheduler.schedule
 
         def timed_answer(*arguments: Any) -> Any:
             self.clock.advance(quote_s)
@@ -51,7 +51,7 @@ class AskedEngine(VirtualEngine):
             self.per_step.append(0)
             return schedule(*arguments)
 
-        steering._quotes.answer = timed_answer
+        parts.quotes.answer = timed_answer
         self.scheduler.schedule = counted_schedule
 
     def ask(self, count: int, **options: Any) -> list[str]:
@@ -159,7 +159,7 @@ def test_one_who_leaves_is_dropped(engine: Make) -> None:
     assert one.per_step[:3] == [8, 8, 2]
     assert None not in one.answers(names[:8] + names[20:])
     assert {one.outcomes[name].stop_reason for name in names[8:20]} == {None}
-    assert not one.scheduler._steering._quotes
+    assert not one.scheduler.parts.quotes
     assert not one.scheduler.requests
 
 
@@ -168,7 +168,7 @@ def test_all_are_dropped_when_everything_is_aborted(engine: Make) -> None:
     one.ask(30)
     one.step()
     one.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert not one.scheduler._steering._quotes
+    assert not one.scheduler.parts.quotes
     assert not one.scheduler.requests
     assert one.scheduler.get_request_counts() == (0, 0)
 

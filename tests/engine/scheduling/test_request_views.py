@@ -17,8 +17,8 @@ from vllm.v1.request import RequestStatus
 from vllm_slo.core.attainment import WindowTPOT
 from vllm_slo.core.lengths.output_length import LengthPrediction
 from vllm_slo.core.types import INFINITY
-from vllm_slo.engine.scheduling import request_views
-from vllm_slo.engine.scheduling.request_views import UNCLASSED, SLORequest
+from vllm_slo.engine.scheduling import request_facts, request_views
+from vllm_slo.engine.scheduling.slo_request import UNCLASSED, SLORequest
 from vllm_slo.slo.model import SLO
 
 
@@ -167,7 +167,7 @@ def test_the_report_is_in_milliseconds() -> None:
     [(1002.5, 2.5), (1000.0, 0.0), (400.0, 0.0), (1e9, 86_400.0)],
 )
 def test_age_survives_clocks_that_jump(now_s: float, age_s: float) -> None:
-    assert request_views.age_s(request(), now_s) == age_s
+    assert request_facts.age_s(request(), now_s) == age_s
 
 
 # --- decode views --------------------------------------------------------------------------------
@@ -259,12 +259,12 @@ def test_a_demand_is_a_prefill_until_the_first_token_and_a_rate_after_it() -> No
 
 
 def test_small_questions() -> None:
-    assert request_views.is_decoding(request())
-    assert not request_views.is_decoding(request(is_prefill_chunk=True))
-    assert not request_views.is_decoding(request(num_computed_tokens=0))
-    assert not request_views.is_blocked(request(status=RequestStatus.WAITING))
-    assert not request_views.is_blocked(request(status=RequestStatus.PREEMPTED))
-    assert request_views.is_blocked(request(status=RequestStatus.WAITING_FOR_REMOTE_KVS))
-    assert request_views.holds_kv(request())
-    assert request_views.lora_id(request()) == 0
-    assert request_views.lora_id(request(lora_request=SimpleNamespace(lora_int_id=4))) == 4
+    assert request_facts.is_decoding(request())
+    assert not request_facts.is_decoding(request(is_prefill_chunk=True))
+    assert not request_facts.is_decoding(request(num_computed_tokens=0))
+    assert not request_facts.is_blocked(request(status=RequestStatus.WAITING))
+    assert not request_facts.is_blocked(request(status=RequestStatus.PREEMPTED))
+    assert request_facts.is_blocked(request(status=RequestStatus.WAITING_FOR_REMOTE_KVS))
+    assert request_facts.holds_kv(request())
+    assert request_facts.lora_id(request()) == 0
+    assert request_facts.lora_id(request(lora_request=SimpleNamespace(lora_int_id=4))) == 4

@@ -19,9 +19,8 @@ from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.request_views import prefill_view
-from vllm_slo.engine.scheduling.step_planner import StepPlanner
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.slo.model import unpack_quote
+from vllm_slo.slo.verdicts import unpack_quote
 
 pytestmark = pytest.mark.slow
 
@@ -280,7 +279,7 @@ def test_what_was_never_possible_is_not_tried(engine: Any) -> None:
 def test_a_quote_knows_of_the_one_that_would_find_out(engine: Any) -> None:
     one = engine()
     asked_every_second(one, "first", 40, SLO(ttft_ms=5000, tpot_ms=500))
-    steps = one.scheduler._steering.steps
+    steps = one.scheduler.parts.clock
     for _ in range(600):
         steps.estimator.correction.observe(1.0, 20.0)
     steps._refresh()
@@ -300,29 +299,32 @@ def test_a_quote_knows_of_the_one_that_would_find_out(engine: Any) -> None:
 def test_what_was_to_have_begun_is_not_held_back(engine: Any) -> None:
     one = engine(model=NARROW)
     one.add("r", 8, 4, SLO(tpot_ms=45))
-    steering = one.scheduler._steering
-    steering.may_start = lambda *_: False
-    tracked = steering.tracked["r"]
-    tracked.promise(5.0)
+    parts = one.scheduler.parts
+    parts.admission.may_start = lambda *_: False
+    tracked = parts.tracker.live["r"]
+    parts.tracker.promise(tracked, 5.0)
     view = prefill_view(tracked)
-    assert not StepPlanner(steering, 4.9, NARROW)._may_start(view)
-    assert StepPlanner(steering, 5.0, NARROW)._may_start(view)
+    planner = parts.planner
+    planner._begin(4.9)
+    assert not planner._may_start(view)
+    planner._begin(5.0)
+    assert planner._may_start(view)
 
 
 def test_who_was_let_in_and_finds_no_time_ages_like_best_effort(engine: Any) -> None:
     one = engine(model=NARROW, slo_config={"ageing_s": 1.0})
     one.add("r", 8, 4, SLO(tpot_ms=45))
-    steering = one.scheduler._steering
-    tracked = steering.tracked["r"]
-    trusted = StepPlanner(steering, 0.0, NARROW)._is_trusted
+    parts = one.scheduler.parts
+    tracked = parts.tracker.live["r"]
+    trusted = parts.starts.is_planned_for
     assert not trusted(tracked)
     tracked.opportunistic = True
-    steering.begin_step()
+    parts.clock.tick()
     assert trusted(tracked)
     one.clock.advance(1.1)
-    steering.begin_step()
+    parts.clock.tick()
     assert not trusted(tracked)
-    steering.served("r")
+    parts.guard.served("r", parts.clock.now_s)
     assert trusted(tracked)
 
 
@@ -363,9 +365,7 @@ def test_every_output_that_a_stop_string_may_end_has_the_report(
     monkeypatch.setattr(virtual.scheduler, "update_from_output", noted)
     slo = SLO(ttft_ms=60_000, tpot_ms=10_000)
     for name, asked in {"asked": slo, "unasked": None, "endless": slo}.items():
-        virtual.add(name, 10, 5, asked)
-        if name != "endless":
-            virtual.scheduler.requests[name].sampling_params.stop = ["\n"]
+        virtual.add(name, 10, 5, asked, stop=() if name == "endless" else ["\n"])
     virtual.run()
     reports = [one["vllm_slo"] for one in said["asked"]]
     assert [report["attained"] for report in reports] == [True] * 5

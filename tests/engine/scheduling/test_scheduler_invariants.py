@@ -34,7 +34,8 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.stage_marks import AnswerMarks
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome, VirtualEngine
-from vllm_slo.slo.model import INTERNAL_KEYS
+from vllm_slo.sim.text import own_text
+from vllm_slo.slo.keys import INTERNAL_KEYS
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 SLOS = (
@@ -119,7 +120,7 @@ class CheckedEngine(VirtualEngine):
         )
         request = Request(
             name,
-            self._prompt(name, prompt),
+            own_text(name, prompt),
             params,
             None,
             arrival_time=self.clock.now_s,
@@ -186,9 +187,9 @@ class CheckedEngine(VirtualEngine):
         assert all(r.status != RequestStatus.RUNNING for r in waiting)
         assert s.max_num_scheduled_tokens == self.shape.max_num_batched_tokens
         self.check_blocks()
-        steering = s._steering
-        assert set(steering.tracked) <= set(s.requests)
-        assert set(steering.waiting.since_s) <= set(s.requests)
+        parts = s.parts
+        assert set(parts.tracker.live) <= set(s.requests)
+        assert set(parts.guard.since_s) <= set(s.requests)
 
     def check_blocks(self) -> None:
         manager, pool = self.scheduler.kv_cache_manager, self.scheduler.kv_cache_manager.block_pool
@@ -221,13 +222,13 @@ class CheckedEngine(VirtualEngine):
                 assert outcome.finish_reason == "stop", name
                 assert outcome.token_ids == expected, name
                 assert outcome.token_times_s == sorted(outcome.token_times_s)
-        steering = self.scheduler._steering
-        assert not steering.active
+        parts = self.scheduler.parts
+        assert not parts.controller.active
         for left in (
-            steering.tracked,
-            steering.waiting.since_s,
-            steering._ended,
-            steering._refused,
+            parts.tracker.live,
+            parts.guard.since_s,
+            parts.controller._ended,
+            parts.controller._refused,
         ):
             assert not left
 
@@ -503,7 +504,7 @@ def test_best_effort_gets_its_share_of_an_engine_full_of_promises(
             sent += 1
         engine.turn()
         assert engine.clock.now_s < 20.0
-    assert sum(bool(t.promised) for t in engine.scheduler._steering.tracked.values()) > 3
+    assert sum(bool(t.promised) for t in engine.scheduler.parts.tracker.live.values()) > 3
     for name in list(engine.scheduler.requests):
         engine.abort(name)
     engine.run_all(limit_s=engine.clock.now_s + 1.0)
@@ -603,7 +604,7 @@ def test_a_prompt_that_comes_in_parts_has_no_objectives(make: Make) -> None:
     engine.send("own", 40, 5, {"slo_ttft_ms": 500.0}, resumable=True)
     engine.send("session", 40, 5, None, resumable=True)
     engine.turn()
-    assert not engine.scheduler._steering.tracked
+    assert not engine.scheduler.parts.tracker.live
     engine.turn()
     assert engine.outcomes["own"].stop_reason == (
         "slo_invalid:slo: the prompt comes in parts; leave objectives out"
@@ -613,7 +614,7 @@ def test_a_prompt_that_comes_in_parts_has_no_objectives(make: Make) -> None:
 def test_who_is_waited_for_does_not_wait(make: Make) -> None:
     """Nothing is kept for a session whose client has to send the next part."""
     engine = make(slo_config={"ageing_s": 0.5})
-    steering = engine.scheduler._steering
+    parts = engine.scheduler.parts
     for i in range(4):
         engine.add(f"busy{i}", 100, 600, SLO(ttft_ms=1000, tpot_ms=60))
     session = engine.send("session", 40, 5, None, resumable=True)
@@ -623,8 +624,8 @@ def test_who_is_waited_for_does_not_wait(make: Make) -> None:
     until_s = engine.clock.now_s + 2.0
     while engine.clock.now_s < until_s:
         engine.turn()
-        assert "session" not in steering.waiting.since_s
-        assert steering.waiting.starved != "session"
+        assert "session" not in parts.guard.since_s
+        assert parts.guard.starved != "session"
     engine.abort("session")
     engine.run_all(limit_s=120.0)
 

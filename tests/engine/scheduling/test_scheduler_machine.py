@@ -49,12 +49,13 @@ from vllm_slo import SLO, tiny
 from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.clock import VirtualClock
 from vllm_slo.core.step_time.model import BatchShape
-from vllm_slo.engine.scheduling import request_views
-from vllm_slo.engine.scheduling.step_planner import Nudge
+from vllm_slo.engine.scheduling import request_facts
+from vllm_slo.engine.scheduling.step_schedule import StepSchedule
+from vllm_slo.engine.speculation.chains import Chains
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
 from vllm_slo.sim.text import own_text
 from vllm_slo.slo.fields import SHORTEST_MS
-from vllm_slo.slo.model import GROUP_KEY
+from vllm_slo.slo.keys import GROUP_KEY
 
 pytestmark = pytest.mark.slow
 
@@ -153,10 +154,10 @@ class WatchedEngine(CheckedEngine):
         if default_class is not None:
             config["default_class"] = default_class
         super().__init__(model, slo_config=config, **options)
-        steering = self.scheduler._steering
+        parts = self.scheduler.parts
         self.default = default_class is not None
         self.keep_history = False
-        self.clock = steering.clock = JumpingClock()
+        self.clock = parts.clock.clock = JumpingClock()
         self.asks: dict[str, Ask] = {}
         self.arrived_s: dict[str, float] = {}
         self.slower = 1.0
@@ -166,21 +167,21 @@ class WatchedEngine(CheckedEngine):
         self.ended_promised = 0
         self.said: dict[str, int] = {}
         self.judged: set[str] = set()
-        self.nudge: Nudge | None = None
-        self._on_end, steering.on_end = steering.on_end, self._note_end
-        self._plan, self.scheduler._schedule = self.scheduler._schedule, self._note_nudge
+        self.plan: StepSchedule | None = None
+        self._on_end, parts.controller.on_end = parts.controller.on_end, self._note_end
+        self._plan, parts.controller.plan = parts.controller.plan, self._note_plan
 
     def _slowed(self, shape: BatchShape) -> float:
         return self.slower * ROOFLINE.predict_shape_s(shape)
 
-    def _note_nudge(self, throttle_prefills: bool, nudge: Nudge | None) -> SchedulerOutput:
-        self.nudge = nudge
-        return self._plan(throttle_prefills, nudge)
+    def _note_plan(self) -> StepSchedule | None:
+        self.plan = self._plan()
+        return self.plan
 
     def _note_end(
         self, request: Request, blocks: Sequence[KVCacheBlock] = ()
     ) -> dict[str, Any] | None:
-        tracked = self.scheduler._steering.tracked.get(request.request_id)
+        tracked = self.scheduler.parts.tracker.get(request.request_id)
         self.ended_promised += tracked is not None and tracked.promised
         return self._on_end(request, blocks)
 
@@ -236,16 +237,16 @@ class WatchedEngine(CheckedEngine):
         return computed, sum(len(o.token_ids) for o in self.outcomes.values())
 
     def step(self) -> SchedulerOutput:
-        self.nudge = None
+        self.plan = None
         held = {r.request_id for r in self.scheduler.running}
-        served_s = dict(self.scheduler._steering.waiting.since_s)
+        served_s = dict(self.scheduler.parts.guard.since_s)
         output = super().step()
         PLAYED["preempted"] += len(output.preempted_req_ids or ())
-        if self.nudge is not None:
-            self.check_grants(self.nudge, output)
-            self.check_share(self.nudge, output, held, served_s)
+        if self.plan is not None:
+            self.check_grants(self.plan, output)
+            self.check_share(self.plan, output, held, served_s)
         if not self._is_paused():
-            assert not self.scheduler._steering._refused
+            assert not self.scheduler.parts.controller._refused
         return output
 
     def abort(self, request_id: str) -> None:
@@ -257,7 +258,7 @@ class WatchedEngine(CheckedEngine):
         return self.scheduler.pause_state != PauseState.UNPAUSED
 
     def _all_blocked(self) -> bool:
-        return all(request_views.is_blocked(r) for r in self.scheduler.requests.values())
+        return all(request_facts.is_blocked(r) for r in self.scheduler.requests.values())
 
     # What must hold.
 
@@ -288,7 +289,9 @@ class WatchedEngine(CheckedEngine):
         live = set(self.scheduler.requests)
         told = Counter(self.finished)
         assert not told or max(told.values()) == 1, f"told twice: {told.most_common(1)}"
-        to_tell = {r.request_id for r in self.scheduler._steering._ended}  # with the next output
+        to_tell = {
+            r.request_id for r in self.scheduler.parts.controller._ended
+        }  # with the next output
         ended = told.keys() | self.aborted | to_tell
         assert not live & ended
         assert live | ended == self.asks.keys(), "a request is lost"
@@ -300,14 +303,14 @@ class WatchedEngine(CheckedEngine):
                 assert len(outcome.token_ids) == said, f"{name} speaks after its end"
 
     def check_promises(self) -> None:
-        """The books of ``Steering`` agree with the requests and with the counters."""
-        steering, live = self.scheduler._steering, self.scheduler.requests
-        tracked = steering.tracked
+        """The books of ``RequestTracker`` agree with the requests and with the counters."""
+        parts, live = self.scheduler.parts, self.scheduler.requests
+        tracked = parts.tracker.live
         follows = {n for n in live if self.asks[n].valid and (self.asks[n].extra or self.default)}
         assert set(tracked) == follows
         promised = {name for name, one in tracked.items() if one.promised}
-        assert steering._unpromised == len(tracked) - len(promised)
-        assert not promised & set(steering.waiting.since_s), "a promise among those who wait"
+        assert parts.tracker.unpromised == len(tracked) - len(promised)
+        assert not promised & set(parts.guard.since_s), "a promise among those who wait"
         made = self.counted("admissions", outcome="promised")
         made += self.counted("admissions", outcome="late")
         broken = self.counted("promises_broken")
@@ -316,12 +319,12 @@ class WatchedEngine(CheckedEngine):
             assert one.was_promised or not one.promised
             late = one.first_token_s is not None and one.first_token_s > one.deadline_s
             assert not (late and one.promised), f"{name} is late and its promise not withdrawn"
-        if steering.best_effort is not None:
-            assert set(steering.best_effort._known) == set(live)
+        if parts.best_effort is not None:
+            assert set(parts.best_effort._known) == set(live)
 
     def counted(self, series: str, **labels: str) -> float:
         """Sum of a counter's samples that have these labels."""
-        counter = getattr(self.scheduler._steering.metrics, f"_{series.removeprefix('promises_')}")
+        counter = getattr(self.scheduler.parts.metrics, f"_{series.removeprefix('promises_')}")
         return sum(
             sample.value
             for family in counter.collect()
@@ -329,35 +332,41 @@ class WatchedEngine(CheckedEngine):
             if sample.name.endswith("_total") and labels.items() <= sample.labels.items()
         )
 
-    def check_grants(self, nudge: Nudge, output: SchedulerOutput) -> None:
+    def check_grants(self, plan: StepSchedule, output: SchedulerOutput) -> None:
         """No step above its budget, nobody above what was granted."""
         started = {r.req_id for r in output.scheduled_new_reqs} | {
-            r.request_id for r in nudge.waiting
+            r.request_id for r in plan.waiting
         }
-        assert output.total_num_scheduled_tokens <= nudge.token_budget
+        assert output.total_num_scheduled_tokens <= plan.token_budget
         for name, tokens in output.num_scheduled_tokens.items():
-            granted = nudge.tokens.get(name)
+            granted = plan.tokens.get(name)
             assert granted is not None, f"{name} was not planned"
-            padding = self.scheduler.draft_padding if granted and name in started else 0
+            padding = (
+                self.scheduler.parts.speculation.draft_padding if granted and name in started else 0
+            )
             assert tokens <= granted + padding, f"{name}: {tokens} of {granted} tokens"
 
     def check_share(
-        self, nudge: Nudge, output: SchedulerOutput, held: set[str], served_s: dict[str, float]
+        self,
+        plan: StepSchedule,
+        output: SchedulerOutput,
+        held: set[str],
+        served_s: dict[str, float],
     ) -> None:
         """Who holds a place and has aged gets its share before long, whatever is promised. (In
         another order than that of arrival only who has no place ages.)"""
-        steering, scheduled = self.scheduler._steering, output.num_scheduled_tokens
-        aged_s = steering.now_s - AGEING_S
+        parts, scheduled = self.scheduler.parts, output.num_scheduled_tokens
+        aged_s = parts.clock.now_s - AGEING_S
         for name, since_s in served_s.items():
             waits = name in held and name not in scheduled and since_s < aged_s
             waits = waits and name in self.scheduler.requests and bool(scheduled)
             self.skipped[name] = self.skipped[name] + 1 if waits else 0
-        promised = [one.tpot_s for one in steering.tracked.values() if one.promised]
-        fullest = steering.steps.promise_model.time_to_tokens(min(promised, default=60.0))
-        share = steering.config.best_effort_token_share * fullest
+        promised = [one.tpot_s for one in parts.tracker.live.values() if one.promised]
+        fullest = parts.clock.promise_model.time_to_tokens(min(promised, default=60.0))
+        share = parts.config.best_effort_token_share * fullest
         if share < 1.0 or fullest < 2 * len(promised):
             self.skipped.clear()  # steps that keep promises have no room for a share
-        if steering.best_effort is None:
+        if parts.best_effort is None:
             worst = max(self.skipped.values(), default=0)
             assert worst <= 2 * len(self.scheduler.requests) + 5, self.skipped.most_common(3)
 
@@ -369,7 +378,7 @@ class WatchedEngine(CheckedEngine):
         for name in self.asks.keys() - self.judged:
             self.judged.add(name)
             self.check_end(name)
-        scheduler, steering = self.scheduler, self.scheduler._steering
+        scheduler, parts = self.scheduler, self.scheduler.parts
         assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == (
             self.shape.num_blocks - 1
         )
@@ -379,19 +388,19 @@ class WatchedEngine(CheckedEngine):
             "waiting": [*scheduler.waiting, *scheduler.kv_holding_waiting],
             "deferred": scheduler.deferred_waiting,
             "prefills": scheduler._inflight_prefills,
-            "nudge": scheduler._nudge,
-            "tracked": steering.tracked,
-            "unpromised": steering._unpromised,
-            "served": steering.waiting.since_s,
-            "ended": steering._ended,
-            "refused": steering._refused,
-            "steps": steering.steps._flight,
-            "active": steering.active,
+            "step": scheduler._step,
+            "tracked": parts.tracker.live,
+            "unpromised": parts.tracker.unpromised,
+            "served": parts.guard.since_s,
+            "ended": parts.controller._ended,
+            "refused": parts.controller._refused,
+            "steps": parts.clock._flight,
+            "active": parts.controller.active,
         }
-        if steering.best_effort is not None:
-            left |= {"known": steering.best_effort._known, "given": steering.best_effort._given}
-        if scheduler._lengths is not None:
-            left["drafts"] = scheduler._lengths._flight
+        if parts.best_effort is not None:
+            left["known"] = parts.best_effort._known
+        if isinstance(parts.speculation, Chains):
+            left["drafts"] = parts.speculation._flight
         assert not any(left.values()), {name: what for name, what in left.items() if what}
         reasons = [str(self.outcomes[n].stop_reason) for n in self.finished]
         told = sum(reason.startswith("slo_declined:") for reason in reasons)
@@ -614,7 +623,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state = scheduler.state()
         assert state.to_json() == scheduler.state().to_json()
         assert state.running + state.waiting == len(scheduler.requests)
-        promised = sum(t.promised for t in scheduler._steering.tracked.values())
+        promised = sum(t.promised for t in scheduler.parts.tracker.live.values())
         assert len(state.committed) + sum(state.decoding.values()) == promised
         self.engine.check()
 

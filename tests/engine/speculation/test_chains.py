@@ -219,10 +219,10 @@ def test_acceptance_is_learnt_by_class(method: dict[str, Any]) -> None:
     engine.ask(names("tight", 8), 0.9, tokens=400)
     engine.ask(names("loose", 8), 0.3, tokens=400)
     engine.run()
-    learnt = engine.scheduler._lengths.acceptance
+    learnt = engine.scheduler.parts.speculation.acceptance
     assert learnt.acceptance("tight") == pytest.approx(0.9, abs=0.06)
     assert learnt.acceptance("loose") == pytest.approx(0.3, abs=0.08)
-    read = engine.scheduler._steering.metrics.registry.get_sample_value
+    read = engine.scheduler.parts.metrics.registry.get_sample_value
     for kind in ("tight", "loose"):
         labels = {"engine": "0", "slo_class": kind}
         assert read("vllm_slo:draft_acceptance_ratio", labels) == pytest.approx(
@@ -289,8 +289,8 @@ def test_every_draft_of_an_overlapping_step_is_of_the_step_before() -> None:
     """There alone the runner finds it. Requests without an objective sit steps out while others
     hurry; when the last of these ends, what they keep of older steps is no draft."""
     engine = Engine(DRAFT, overlap=True)
-    lengths = engine.scheduler._lengths
-    assert isinstance(lengths, chains.DraftLengths)
+    lengths = engine.scheduler.parts.speculation
+    assert isinstance(lengths, chains.Chains)
     lengths._only_of_last = True  # as where vLLM schedules asynchronously, not on CPU
     before: set[str] = set()
     late: set[str] = set()

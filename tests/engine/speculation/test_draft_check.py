@@ -17,8 +17,10 @@ from vllm import EngineArgs
 from vllm.config import VllmConfig
 
 from vllm_slo import Scheduler, tiny
-from vllm_slo.config.model import DRAFT_KEY, SERVERS_KEY, SLOConfig, SpeculationConfig
-from vllm_slo.config.serve_args import TREE_PROPOSER, tree_arguments
+from vllm_slo.config.class_names import TREE_PROPOSER
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.serve_args import tree_arguments
+from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, SpeculationConfig
 from vllm_slo.engine.speculation import draft_check
 from vllm_slo.engine.speculation.draft_check import check_draft, check_flags
 from vllm_slo.engine.worker.cpu import CPUTreeWorker

@@ -39,14 +39,10 @@ from support_folder import SUPPORT
 from vllm_slo.core.speculation import drafter_health
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.core.speculation.drafter_health import FAULTS, IGNORED_S, MISSES
-from vllm_slo.engine.speculation import draft_link
-from vllm_slo.engine.speculation.draft_link import (
-    SPARE_MESSAGES,
-    DrafterView,
-    DraftLink,
-    Exchange,
-    Fault,
-)
+from vllm_slo.engine.speculation import draft_peer
+from vllm_slo.engine.speculation.draft_link import DraftLink, Exchange
+from vllm_slo.engine.speculation.draft_peer import SPARE_MESSAGES
+from vllm_slo.engine.speculation.servers_report import DrafterView, Fault
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import verifier_link
 from vllm_slo.router.verifier_link import VerifierLink
@@ -222,7 +218,7 @@ def test_what_a_drafter_cannot_take_is_left_out(
         assert link.drafters[0].sessions == 2
         nothing = {"x": DraftAsk([], 4), "y": DraftAsk([1], 0)}
         assert link.exchange({"a": nothing}, deadline_s=SOON_S).skipped == ("a",)
-        monkeypatch.setattr(draft_link, "MAX_ASKED_TOKENS", 5)
+        monkeypatch.setattr(draft_peer, "MAX_ASKED_TOKENS", 5)
         long = {name: DraftAsk([9, 9, 9, 9], 1) for name in ("p", "q")}
         first = link.exchange({"a": long}, deadline_s=SOON_S)
         second = link.exchange({"a": long}, deadline_s=SOON_S)

@@ -57,7 +57,7 @@ def test_without_drafters_answers_are_as_before() -> None:
     took_s = run_all(engine, 2)
     assert took_s == pytest.approx(40 * 0.040 + FLAT.predict_s(32) - 0.040, rel=0.01)
     assert not any(engine.granted())
-    assert b"drafter_up{" not in generate_latest(engine.scheduler._steering.metrics.registry)
+    assert b"drafter_up{" not in generate_latest(engine.scheduler.parts.metrics.registry)
 
 
 def test_a_drafter_that_costs_more_than_it_brings_is_hardly_asked() -> None:
@@ -290,7 +290,7 @@ def test_what_promises_need_comes_first() -> None:
         engine.add(f"free{i}", 16, 200)
     for _ in range(40):
         engine.step()
-    assert all(engine.scheduler._steering.tracked[f"urgent{i}"].promised for i in range(2))
+    assert all(engine.scheduler.parts.tracker.live[f"urgent{i}"].promised for i in range(2))
     shares = [
         (mean(g["urgent0"].tokens for g in [grants]), mean(g.tokens for n, g in grants.items()))
         for grants in engine.granted(20)

@@ -21,7 +21,6 @@ from vllm_slo import SLO, tiny
 from vllm_slo.core.speculation.proportional_fairness import ClientView, jain_index
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.engine.scheduling.controller import Steering
 from vllm_slo.engine.speculation import tenants
 from vllm_slo.engine.speculation.tenants import NOBODY, TenantShares, Verified
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
@@ -37,8 +36,7 @@ def shares_of(by_request: dict[str, str | None]) -> tuple[TenantShares, dict[str
     shown: dict[str, ClientView] = {}
     tracked = {n: SimpleNamespace(slo=SimpleNamespace(tenant=t)) for n, t in by_request.items()}
     metrics = SimpleNamespace(tenant=shown.__setitem__)
-    engine = SimpleNamespace(tracked=tracked, metrics=metrics)
-    return TenantShares(cast(Steering, engine)), shown
+    return TenantShares(cast(Any, tracked), cast(Any, metrics)), shown
 
 
 def test_who_got_less_goes_first() -> None:
@@ -152,7 +150,7 @@ def test_a_small_tenant_of_worse_drafts_gets_its_share() -> None:
 
 
 def test_metrics_say_how_tenants_fare() -> None:
-    registry = both("tenants").scheduler._steering.metrics.registry
+    registry = both("tenants").scheduler.parts.metrics.registry
     said = {
         (name, tenant): registry.get_sample_value(
             f"vllm_slo:tenant_{name}", {"engine": "0", "tenant": tenant}

@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_slo.core.speculation.proportional_fairness import ClientView
-from vllm_slo.engine.speculation.draft_link import DrafterView
-from vllm_slo.engine.speculation.servers_report import DrafterRound, ServersReport
-from vllm_slo.engine.telemetry import metrics
-from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector, SchedulerMetrics
+from vllm_slo.engine.speculation.servers_report import DrafterRound, DrafterView, ServersReport
+from vllm_slo.engine.telemetry import exposition, metrics, speculation_metrics
+from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 
 Samples = dict[str, float]
 
@@ -54,15 +54,15 @@ def busy(engine: int = 0) -> SchedulerMetrics:
 def grown(engine: int = 0) -> SchedulerMetrics:
     """A busy scheduler's series after two steps with trees."""
     series = busy(engine)
-    series.speculation_on(True)
-    series.tree_step(
+    series.speculation.speculation_on(True)
+    series.speculation.tree_step(
         accepted=[2, 0],
         verified_by_depth=[5, 3, 1],
         accepted_by_depth=[1, 1, 0],
         nodes_slo=4,
         nodes_throughput=5,
     )
-    series.tree_step(
+    series.speculation.tree_step(
         accepted=[1],
         verified_by_depth=[2],
         accepted_by_depth=[1],
@@ -70,7 +70,7 @@ def grown(engine: int = 0) -> SchedulerMetrics:
         nodes_throughput=2,
     )
     for _ in range(2):
-        series.tree_times(draft_s=0.004, selection_s=0.0001)
+        series.speculation.tree_times(draft_s=0.004, selection_s=0.0001)
     return series
 
 
@@ -78,16 +78,16 @@ def chained() -> SchedulerMetrics:
     """A scheduler's series after two steps of a chain and one of its second model alone."""
     series = SchedulerMetrics()
     for model in ("small", "middle"):
-        series.draft_model_up(model, up=True)
+        series.speculation.draft_model_up(model, up=True)
     for accepted in (2, 3):
-        series.drafting(
+        series.speculation.drafting(
             "small>middle",
             [("small", 0.001), ("small", 0.002), ("middle", 0.016)],
             [("small", "middle", 4, accepted)],
             [("small", "middle", 0.75), ("middle", "target", 0.9)],
         )
-    series.drafting("middle", [("middle", 0.014)], [], [("middle", "target", 0.8)])
-    series.draft_model_up("small", up=False)
+    series.speculation.drafting("middle", [("middle", 0.014)], [], [("middle", "target", 0.8)])
+    series.speculation.draft_model_up("small", up=False)
     return series
 
 
@@ -96,12 +96,16 @@ def remote() -> SchedulerMetrics:
     series = SchedulerMetrics()
     here, there = drafter("here"), drafter("there")
     late = (("here", "late", 2), ("", "refused_hello", 1))
-    series.draft_servers(ServersReport((here, there)), {"here": FARES})
+    series.speculation.draft_servers(ServersReport((here, there)), {"here": FARES})
     rounds = DrafterRound("here", 0.010, 0.008, 4), DrafterRound("there", 0.002, 0.001, 1)
-    series.draft_servers(ServersReport((here, there), rounds, (), 0.001, 0.010), {"here": FARES})
-    series.draft_servers(ServersReport((here,), rounds[:1], late, 0.001, 0.020), {"here": FARES})
+    series.speculation.draft_servers(
+        ServersReport((here, there), rounds, (), 0.001, 0.010), {"here": FARES}
+    )
+    series.speculation.draft_servers(
+        ServersReport((here,), rounds[:1], late, 0.001, 0.020), {"here": FARES}
+    )
     for verified, accepted in ((4, 1), (3, 3)):
-        series.drafts_verified("here", verified, accepted)
+        series.speculation.drafts_verified("here", verified, accepted)
     return series
 
 
@@ -174,14 +178,14 @@ def test_draft_servers_are_counted_by_name() -> None:
 
 
 def test_draft_servers_without_end_are_not_all_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._ServerSeries, "MOST_SHOWN", 3)
+    monkeypatch.setattr(speculation_metrics, "MAX_DRAFTERS", 3)
     series = SchedulerMetrics()
     for number in range(9):
         name = f"d{number}"
         rounds, dropped = (DrafterRound(name, 0.01, 0.01, 1),), ((name, "late", 1),)
         report = ServersReport((drafter(name), drafter("stays")), rounds, dropped, 0.0, 0.01)
-        series.draft_servers(report, {name: FARES, "stays": FARES})
-        series.drafts_verified(name, 2, 1)
+        series.speculation.draft_servers(report, {name: FARES, "stays": FARES})
+        series.speculation.drafts_verified(name, 2, 1)
     text = generate_latest(series.registry).decode()
     assert {name for name in ("d0", "d1", "d2", "d8", "stays") if f'"{name}"' in text} == {
         *("d0", "d1", "stays")
@@ -254,11 +258,11 @@ def test_without_a_draft_there_is_no_word_of_trees() -> None:
 def test_a_draft_that_has_failed_is_seen_without_another_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "SETTLE_S", 0.02)
+    monkeypatch.setattr(exposition, "SETTLE_S", 0.02)
     series = SchedulerMetrics()
     key = "vllm_slo:speculation_enabled{engine=0}"
     for on in (True, False):
-        series.speculation_on(on)
+        series.speculation.speculation_on(on)
         assert until(lambda: samples(scrape(folder)).get(key) == float(on))  # noqa: B023 - at once
 
 
@@ -300,14 +304,14 @@ def test_labels_stay_few_however_many_requests_come() -> None:
                 "chat", i % 3 == 0, promised=True, tokens=i, ttft_s=i / 100, tpot_s=i / 1000
             )
             series.step(0.01, 0.01 + i / 1000)
-            series.tree_step(
+            series.speculation.tree_step(
                 accepted=[i % 6],
                 verified_by_depth=[i] * 5,
                 accepted_by_depth=[1] * 5,
                 nodes_slo=i,
                 nodes_throughput=i,
             )
-            series.tree_times(draft_s=0.004, selection_s=0.0001)
+            series.speculation.tree_times(draft_s=0.004, selection_s=0.0001)
         return len(samples(generate_latest(series.registry).decode()))
 
     assert many(10) == many(500)
@@ -325,7 +329,7 @@ def test_labels_stay_few_however_many_requests_come() -> None:
 def test_what_is_published_is_what_is_scraped(
     folder: Path, made: Callable[[], SchedulerMetrics], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "SETTLE_S", 60.0)
+    monkeypatch.setattr(exposition, "SETTLE_S", 60.0)
     series = made()
     assert samples(scrape(folder)) == {}  # nothing was written yet, and the folder is not there
     series.publish(0.0, **GAUGES)
@@ -412,7 +416,7 @@ def test_a_disk_that_has_room_again_gets_metrics_again(folder: Path) -> None:
 def test_what_its_owner_has_removed_is_not_made_anew(folder: Path) -> None:
     series = busy()
     series.publish(0.0, **GAUGES)
-    metrics.remove_folder(folder)
+    exposition.remove_folder(folder)
     series.publish(2.0, **GAUGES)
     series.publish(4.0, **GAUGES)
     assert not folder.exists()
@@ -442,7 +446,7 @@ def until(fact: Callable[[], bool]) -> bool:
 def test_the_last_word_is_written_without_another_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "SETTLE_S", 0.02)
+    monkeypatch.setattr(exposition, "SETTLE_S", 0.02)
     series = busy()
     key = "vllm_slo:best_effort_requests{engine=0}"
     for last in (2.0, 0.0):
@@ -453,21 +457,21 @@ def test_the_last_word_is_written_without_another_step(
 
 def test_the_folder_is_private_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "before")
-    folder = metrics.choose_folder()
+    folder = exposition.choose_folder()
     assert not folder.exists()
-    assert folder != metrics.choose_folder()
+    assert folder != exposition.choose_folder()
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     busy().publish(0.0)
     assert folder.stat().st_mode & 0o077 == 0
     assert [path.suffix for path in folder.iterdir()] == [".prom"]
-    metrics.remove_folder(folder)
+    exposition.remove_folder(folder)
     assert not folder.exists()
-    metrics.remove_folder(folder)  # twice is not an error
+    exposition.remove_folder(folder)  # twice is not an error
 
 
 def test_a_folder_that_its_owner_removed_stays_away(folder: Path) -> None:
     series = busy()
     series.publish(0.0, **GAUGES)
-    metrics.remove_folder(folder)
+    exposition.remove_folder(folder)
     series.publish(9.0, **GAUGES)
     assert not folder.exists()

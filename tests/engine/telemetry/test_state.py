@@ -22,12 +22,14 @@ from vllm_slo import SLO
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
+from vllm_slo.engine.composition import Parts
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.scheduling import replica_reports
 from vllm_slo.engine.telemetry import state
 from vllm_slo.engine.telemetry.state import StatePublisher, pack, unpack
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.access import Seal
-from vllm_slo.slo.model import SEAL_KEY
+from vllm_slo.slo.keys import SEAL_KEY
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 EASY = SLO(ttft_ms=5000, tpot_ms=100)
@@ -80,15 +82,15 @@ def engine(config_folder: Path) -> Iterator[Callable[..., VirtualEngine]]:
 
     yield make
     for one in made:
-        publisher = steering(one)._publisher
+        publisher = parts_of(one).reports._publisher
         if publisher is not None:
             publisher.close()
 
 
-def steering(engine: VirtualEngine) -> Any:
+def parts_of(engine: VirtualEngine) -> Parts:
     scheduler = engine.scheduler
     assert isinstance(scheduler, Scheduler)
-    return scheduler._steering
+    return scheduler.parts
 
 
 @dataclass
@@ -124,7 +126,7 @@ def add(
 
 def test_an_idle_engine(engine: Any) -> None:
     one = engine(shape=EngineShape(num_blocks=501, max_num_seqs=7, max_model_len=2000))
-    assert steering(one).state() == ReplicaState(
+    assert parts_of(one).reports.state() == ReplicaState(
         model=ROOFLINE,
         free_blocks=500,
         total_blocks=500,
@@ -138,11 +140,11 @@ def test_an_idle_engine(engine: Any) -> None:
 def test_a_promise_from_its_arrival_to_its_end(engine: Any) -> None:
     one = engine()
     add(one, "a", EASY, 3, prompt=3000)
-    waiting = steering(one).state()
+    waiting = parts_of(one).reports.state()
     assert (waiting.running, waiting.waiting, waiting.backlog_tokens) == (0, 1, 3000)
     assert (waiting.tickets, waiting.seen, waiting.committed) == ((3,), 3, ())
     one.step()
-    begun = steering(one).state()
+    begun = parts_of(one).reports.state()
     # Due 5 s after its arrival, less what an indivisible step may overrun.
     elapsed = one.clock.now_s
     assert begun.committed == (
@@ -154,12 +156,12 @@ def test_a_promise_from_its_arrival_to_its_end(engine: Any) -> None:
     assert begun.seats == waiting.seats - 1
     while not one.outcomes["a"].token_times_s:
         one.step()
-    decoding = steering(one).state()
+    decoding = parts_of(one).reports.state()
     assert (decoding.committed, decoding.decoding) == ((), {0.1: 1})
     assert decoding.decoding_context >= 3000
     assert (decoding.backlog_tokens, decoding.tickets) == (0, (3,))
     one.run()
-    ended = steering(one).state()
+    ended = parts_of(one).reports.state()
     assert (ended.decoding, ended.tickets, ended.seen) == ({}, (), 3)
     assert (ended.running, ended.waiting) == (0, 0)
 
@@ -168,7 +170,7 @@ def test_a_step_under_way_counts_as_computed_and_the_next_begins_at_its_end(engi
     one = engine()
     add(one, "a", EASY, prompt=3000)
     one.scheduler.schedule()
-    said = steering(one).state()
+    said = parts_of(one).reports.state()
     assert said.start_s == pytest.approx(0.0004 * 2048 + 0.01)
     assert said.committed[0].prefill_tokens == 3000 - 2048
 
@@ -178,10 +180,10 @@ def test_what_has_no_promise_is_counted_and_not_committed(engine: Any) -> None:
     add(one, "best", SLO(ttft_ms=5000, tier="best_effort"), 1)
     add(one, "plain", None, 0, prompt=500)
     add(one, "hopeless", SLO(ttft_ms=1), 2)
-    said = steering(one).state()
+    said = parts_of(one).reports.state()
     assert (said.waiting, said.backlog_tokens) == (3, 700)
     one.scheduler.schedule()
-    said = steering(one).state()
+    said = parts_of(one).reports.state()
     assert (said.running + said.waiting, said.committed, said.decoding) == (3, (), {})
     assert said.free_blocks == said.total_blocks
     assert (said.tickets, said.seen) == ((1, 2), 2)
@@ -191,22 +193,22 @@ def test_the_choices_of_a_request_share_its_mark(engine: Any) -> None:
     one = engine()
     for name in "abc":
         add(one, name, EASY, 5)
-    assert steering(one).state().tickets == (5,)
+    assert parts_of(one).reports.state().tickets == (5,)
 
 
 def test_a_request_that_is_refused_was_seen(engine: Any) -> None:
     one = engine()
     add(one, "bad", None, 9, slo_ttft_ms=-1)
     one.run()
-    assert steering(one).state().seen == 9
+    assert parts_of(one).reports.state().seen == 9
 
 
 @pytest.mark.parametrize("mark", [0, -3, "4", 1.5, None, [1]])
 def test_a_mark_that_is_none_is_ignored(engine: Any, mark: object) -> None:
     one = engine()
     add(one, "a", EASY, slo_ticket=mark)
-    said = steering(one).state()
-    assert steering(one).tracked.keys() == {"a"}
+    said = parts_of(one).reports.state()
+    assert parts_of(one).tracker.live.keys() == {"a"}
     assert (said.tickets, said.seen) == ((), 0)
 
 
@@ -219,7 +221,7 @@ def test_a_mark_of_somebody_else_is_not_believed(engine: Any, seal: str | None) 
         )
     )
     one.add("a", 100, 20, said)
-    assert (steering(one).tracked, steering(one).state().seen) == ({}, 0)
+    assert (parts_of(one).tracker.live, parts_of(one).reports.state().seen) == ({}, 0)
     one.run()
     assert str(one.outcomes["a"].stop_reason).startswith("slo_invalid:")
 
@@ -229,7 +231,7 @@ def test_lengths_are_learnt_and_told(engine: Any) -> None:
     for i in range(8):
         add(one, f"r{i}", EASY, output=5)
     one.run()
-    assert steering(one).state().lengths == {"custom": (5,) * 9 + (8,)}
+    assert parts_of(one).reports.state().lengths == {"custom": (5,) * 9 + (8,)}
 
 
 def test_much_is_cut_and_fits_one_message(engine: Any, listener: Listener) -> None:
@@ -239,15 +241,15 @@ def test_much_is_cut_and_fits_one_message(engine: Any, listener: Listener) -> No
     for i in range(1100):
         add(one, f"cmpl-{i:032x}-0-{i:08x}", SLO(ttft_ms=80_000_000), 10**12 + i, prompt=30)
         if i % 60 == 59:
-            steering(one).promise_now("none")
+            parts_of(one).controller.promise_now("none")
     for i in range(4000):
         add(one, f"best{i}", SLO(tier="best_effort"), 10**12 + 2000 + i, prompt=3)
-    steering(one).promise_now("none")
-    said = steering(one).state()
-    assert len(said.committed) == state.MAX_COMMITTED
-    assert len(said.tickets) == state.MAX_TICKETS
+    parts_of(one).controller.promise_now("none")
+    said = parts_of(one).reports.state()
+    assert len(said.committed) == replica_reports.MAX_COMMITTED
+    assert len(said.tickets) == replica_reports.MAX_TICKETS
     assert said.waiting == 5100
-    steering(one).on_empty()
+    parts_of(one).controller.on_empty()
     told = listener.last()
     assert told.tickets == said.tickets
     assert len(told.committed) == len(said.committed)
@@ -258,7 +260,7 @@ def test_ids_of_clients_may_be_long(engine: Any, listener: Listener) -> None:
     for i in range(60):
         add(one, f"cmpl-{'x' * 40_000}-{i}", SLO(ttft_ms=80_000_000), i + 1, prompt=3000)
     one.step()
-    said = steering(one).state()
+    said = parts_of(one).reports.state()
     assert len(said.committed) > 55
     told = listener.last()
     assert told.tickets == said.tickets
@@ -279,7 +281,7 @@ def test_a_request_arrived_when_it_came_to_the_front(
     one = engine()
     one.clock.advance(1000.0)
     add(one, "a", SLO(ttft_ms=86_400_000), slo_age_ms=age_ms)
-    tracked = steering(one).tracked["a"]
+    tracked = parts_of(one).tracker.live["a"]
     assert tracked.arrival_s == pytest.approx(1000.0 - seconds)
     assert tracked.deadline_s == pytest.approx(1000.0 - seconds + 86_400)
     if seconds < 10:
@@ -293,7 +295,7 @@ def test_an_absolute_deadline_does_not_move(engine: Any) -> None:
     one = engine()
     one.clock.advance(1000.0)
     add(one, "a", None, prefill_ddl=1002.0, slo_age_ms=500.0)
-    tracked = steering(one).tracked["a"]
+    tracked = parts_of(one).tracker.live["a"]
     assert tracked.arrival_s == pytest.approx(999.5)
     assert tracked.deadline_s == pytest.approx(1002.0)
 
@@ -301,15 +303,15 @@ def test_an_absolute_deadline_does_not_move(engine: Any) -> None:
 def test_marks_alone_make_no_slo(engine: Any) -> None:
     one = engine()
     add(one, "a", None, 2, slo_age_ms=500.0)
-    assert steering(one).tracked == {}
-    assert steering(one).state().seen == 2
+    assert parts_of(one).tracker.live == {}
+    assert parts_of(one).reports.state().seen == 2
 
 
 # --- how it is sent ------------------------------------------------------------------------------
 
 
 def test_nothing_is_sent_unless_asked_for(engine: Any) -> None:
-    assert steering(engine())._publisher is None
+    assert parts_of(engine()).reports._publisher is None
     assert StatePublisher.from_environment() is None
 
 
@@ -317,7 +319,7 @@ def test_an_engine_speaks_at_its_start_while_it_works_and_when_it_is_done(
     engine: Any, listener: Listener
 ) -> None:
     one = engine(model=StepTimeModel(((0.0, 0.0, 0.001), (0.0, 0.0, 0.001)), max_tokens=8192))
-    assert listener.last() == steering(one).state()
+    assert listener.last() == parts_of(one).reports.state()
     one.clock.advance(100.0)  # until now it waited
     add(one, "a", EASY, 1, output=50)
     add(one, "b", EASY, 2, output=100)
@@ -338,7 +340,7 @@ def test_before_a_long_step_it_always_speaks(engine: Any, listener: Listener) ->
     one.step()
     listener.all()
     add(one, "b", EASY, 2, prompt=2000)
-    steering(one)._publisher._next_s = math.inf  # it has just spoken
+    parts_of(one).reports._publisher._next_s = math.inf  # it has just spoken
     one.step()
     assert [s.tickets for s in listener.all()] == [(1, 2)]
 
@@ -448,5 +450,5 @@ def test_publishing_changes_no_decision(engine: Any, monkeypatch: pytest.MonkeyP
             add(one, f"r{i}", SLO(ttft_ms=200 + 90 * i, tpot_ms=40 + i), i + 1, prompt=80 + 7 * i)
         one.run()
         timings.append({name: o.token_times_s for name, o in one.outcomes.items()})
-        assert (steering(one)._publisher is not None) == asked
+        assert (parts_of(one).reports._publisher is not None) == asked
     assert timings[0] == timings[1]

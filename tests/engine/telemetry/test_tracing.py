@@ -41,12 +41,12 @@ def test_without_an_endpoint_there_is_nothing_to_do(engine: Any, spans: list[Any
     assert RequestSpans.from_config(SimpleNamespace(otlp_traces_endpoint=None)) is None
     engine.add("one", 100, 5, SLO(ttft_ms=1000, tpot_ms=100))
     engine.run()
-    assert engine.scheduler._steering._spans is None
+    assert engine.scheduler.parts.outcomes._spans is None
     assert spans == []
 
 
 def traced(engine: Any) -> None:
-    engine.scheduler._steering._spans = RequestSpans.from_config(
+    engine.scheduler.parts.outcomes._spans = RequestSpans.from_config(
         SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
     )
 
@@ -124,9 +124,11 @@ def test_an_aborted_request_has_neither_kept_nor_missed(engine: Any, spans: list
 def test_a_wall_clock_that_jumps_bends_no_span(engine: Any, spans: list[Any]) -> None:
     traced(engine)
     engine.add("one", 100, 5, SLO(ttft_ms=1000))
-    clock = engine.scheduler._steering.clock
+    clock = engine.scheduler.parts.clock.clock
     monotonic = clock.monotonic_s
-    engine.scheduler._steering._spans = Jumped(engine.scheduler._steering._spans, monotonic)
+    engine.scheduler.parts.outcomes._spans = Jumped(
+        engine.scheduler.parts.outcomes._spans, monotonic
+    )
     engine.run()
     (span,) = spans
     outcome = engine.outcomes["one"]

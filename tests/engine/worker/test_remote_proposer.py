@@ -19,7 +19,9 @@ pytest.importorskip("vllm")
 from echo_drafter import TOKEN, VOCAB, HeldDrafter, RawDrafter, drafting, echo, hello
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_slo.config.model import SERVERS_KEY, SLOConfig
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.speculation import SERVERS_KEY
+from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.messages import DraftTrees, Grant, StepTrees
 from vllm_slo.engine.speculation.servers_report import ServersReport
@@ -61,7 +63,7 @@ class Worker:
         deadline_s: float = SOON_S,
     ) -> tuple[dict[str, list[int]], ServersReport]:
         """What was drafted in a step in which all but the ``silent`` got a token."""
-        self.proposer.runner = SimpleNamespace(input_batch=Batch(texts))  # type: ignore[assignment]
+        self.proposer.batch = RunnerBatch(SimpleNamespace(input_batch=Batch(texts)))
         output = SchedulerOutput.make_empty()
         output.finished_req_ids = ended or set()
         wanted = {name: Grant(*grant) for name, grant in (grants or {}).items()}

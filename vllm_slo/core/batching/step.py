@@ -19,10 +19,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from vllm_slo.core.batching.decodes import EPS_S, NONE, Decodes
 from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
 
-EPS_S = 1e-9
 SMALLEST_CHUNK = 64
 """Prefill tokens that best effort gets in a step that nobody else uses, at the least."""
 
@@ -48,22 +50,9 @@ class StepLimits:
     best_effort_prompt_s: float = INFINITY
 
 
-def decode_limit_s(start_s: float, decode: DecodeView, shortest_s: float) -> float:
-    """Longest step, beginning at ``start_s``, that keeps a decoding request's TPOT.
-
-    On schedule this is its TPOT. Ahead of it, all the slack may go into one step. Behind it, the
-    lateness is spread evenly over the tokens left in its window. A window that cannot be saved even
-    by steps of ``shortest_s`` is given up: the request goes on at its TPOT and hurries nobody.
-    """
-    slack = decode.due_s - start_s
-    pace = (decode.window_end_s - start_s) / decode.window_left
-    limit = slack if slack > pace else pace
-    return limit if limit >= shortest_s - EPS_S else max(decode.tpot_s, shortest_s)
-
-
 def plan_step(
     start_s: float,
-    decodes: Sequence[DecodeView],
+    decodes: Decodes | Sequence[DecodeView],
     prefills: Sequence[PrefillView],
     best_effort: Sequence[BestEffortView],
     model: StepTimeModel,
@@ -85,47 +74,34 @@ def plan_step(
     Returns:
         A grant for each request named in the three sequences.
     """
+    decodes = decodes if isinstance(decodes, Decodes) else Decodes.of(decodes)
     batch = _Batch(start_s, model, limits)
-    decoding, context, pairs = _load(decodes)
+    decoding, context, pairs = decodes.load()
     shortest = model.predict_s(decoding, context, pairs=pairs)
-    limit = min((decode_limit_s(start_s, d, shortest) for d in decodes), default=INFINITY)
+    limit = decodes.limit_s(start_s, shortest)
     batch.set_limits(limit, _meet_next_deadline(batch, limit, decodes, prefills))
     urgent, patient = _split_by_urgency(batch, decodes)
     batch.grant_decodes(urgent, forced=True)
     kept = batch.reserve(
         min(limits.best_effort_tokens, sum(b.remaining_tokens for b in best_effort))
     )
-    held = batch.grant_prefills(prefills, may_start, sum(d.tokens for d in patient))
+    held = batch.grant_prefills(prefills, may_start, patient.load()[0])
     batch.grant_decodes(patient, forced=False)
     batch.grant_prefills(prefills, may_start, 0, held)
     batch.release(kept)
     batch.grant_best_effort(best_effort, kept)
     if kept:  # what best effort could not use after all, for want of a seat
-        batch.grant_decodes([d for d in patient if not batch.tokens[d.request_id]], forced=False)
+        batch.grant_decodes(_without_tokens(batch, patient), forced=False)
         batch.grant_prefills(prefills, may_start, 0, held)
     if held and not batch.used:  # nobody is held back for the sake of nothing
         batch.grant_prefills(prefills, lambda _: True, 0)
     return batch.plan()
 
 
-def _load(decodes: Sequence[DecodeView]) -> tuple[int, int, int]:
-    """(tokens, context tokens, query-key pairs) of one decode step of each."""
-    tokens = context = pairs = 0
-    for decode in decodes:
-        tokens += decode.tokens
-        context += decode.context_tokens
-        pairs += chunk_pairs(decode.tokens, decode.context_tokens)
-    return tokens, context, pairs
-
-
-def _by_due(decode: DecodeView) -> tuple[float, str]:
-    return decode.due_s, decode.request_id
-
-
 def _meet_next_deadline(
     batch: _Batch,
     limit: float,
-    decodes: Sequence[DecodeView],
+    decodes: Decodes,
     prefills: Sequence[PrefillView],
 ) -> float:
     """Shorten the step where that lets the most urgent prefills end in time.
@@ -134,7 +110,7 @@ def _meet_next_deadline(
     can hold what is still due by then; one that cannot be met at all is left to its fate.
     """
     model = batch.model
-    decoding, context, _ = _load(decodes)
+    decoding, context, _ = decodes.load()
     due = ahead = pairs = 0
     for prefill in prefills:
         due += prefill.remaining_tokens
@@ -146,7 +122,7 @@ def _meet_next_deadline(
             break
         needed = model.predict_s(due + decoding, ahead + context, pairs=pairs + ahead + context)
         if needed > left + EPS_S:  # with the decodes that cannot wait for the step after
-            tokens, held, more = _load([d for d in decodes if d.due_s < prefill.deadline_s + full])
+            tokens, held, more = decodes.due_before(prefill.deadline_s + full).load()
             needed = model.predict_s(due + tokens, ahead + held, pairs=pairs + ahead + more)
         # Ends in this step only if the next one would come too late for it.
         following = model.predict_s(decoding + 1, ahead + context)
@@ -155,15 +131,18 @@ def _meet_next_deadline(
     return limit
 
 
-def _split_by_urgency(
-    batch: _Batch, decodes: Sequence[DecodeView]
-) -> tuple[list[DecodeView], list[DecodeView]]:
+def _split_by_urgency(batch: _Batch, decodes: Decodes) -> tuple[Decodes, Decodes]:
     """Decodes that must be in this step, and those that may wait for the next."""
     next_end = batch.start_s + 2 * min(batch.limit_s, batch.longest_s) - EPS_S
-    urgent = [decode for decode in decodes if decode.due_s < next_end]
-    if len(urgent) == len(decodes):
-        return urgent, []
-    return urgent, [decode for decode in decodes if decode.due_s >= next_end]
+    mask = decodes.due_s < next_end
+    urgent = decodes.where(mask)
+    return urgent, NONE if urgent is decodes else decodes.where(~mask)
+
+
+def _without_tokens(batch: _Batch, decodes: Decodes) -> Decodes:
+    """Those that have no tokens in the step so far."""
+    lacking = [not batch.tokens[name] for name in decodes.request_ids]
+    return decodes.where(np.array(lacking, dtype=np.bool_))
 
 
 class _Batch:
@@ -228,26 +207,26 @@ class _Batch:
             if not before:
                 self.context += context
 
-    def grant_decodes(self, decodes: Sequence[DecodeView], *, forced: bool) -> None:
+    def grant_decodes(self, decodes: Decodes, *, forced: bool) -> None:
         """One decode step each, by due time where not all fit. Forced ones are granted beyond the
         limit, up to the engine's own: all of them being slightly late beats some being far too
         late."""
         limit = INFINITY if forced else self.limit_s
-        tokens, context, pairs = _load(decodes)
+        tokens, context, pairs = decodes.load()
         after = self.used + self.reserved + tokens
         if after <= self.limits.max_step_tokens and (
             forced
             or self.model.predict_s(after, self.context + context, pairs=self.pairs + pairs)
             <= limit
         ):
-            self.tokens.update({decode.request_id: decode.tokens for decode in decodes})
+            self.tokens.update(zip(decodes.request_ids, decodes.tokens.tolist(), strict=True))
             self.used += tokens
             self.context += context
             self.pairs += pairs
             return
-        for decode in sorted(decodes, key=_by_due):
-            fits = self.fits_decode(limit, decode.tokens, decode.context_tokens)
-            self.add(decode.request_id, decode.tokens if fits else 0, decode.context_tokens)
+        for request_id, tokens, context in decodes.by_due():
+            fits = self.fits_decode(limit, tokens, context)
+            self.add(request_id, tokens if fits else 0, context)
 
     def grant_prefills(
         self,

@@ -17,6 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.core.lengths.holds import holds_of
+
+Ints = NDArray[np.int64]
+
 Source = Literal["declared", "quantile", "learnt", "cap"]
 """Where a predicted length comes from: the request itself, what requests of its class did, a
 regressor that learnt from all requests (`core.lengths.forecast`), or ``max_tokens``."""
@@ -56,8 +63,6 @@ class OutputLengthPredictor:
 
     PARTS = 8
     """Points of the survival curve that ``expected_hold`` looks at."""
-    REMEMBERED = 4096
-    """Of its answers: it is asked for every promise in every plan, and has few new ones to give."""
 
     def __init__(self, quantile: float = 0.9, window: int = 256, min_samples: int = 8) -> None:
         self._quantile = checked_quantile(quantile)
@@ -67,7 +72,7 @@ class OutputLengthPredictor:
         self._seen: dict[str, list[_Seen]] = {}
         self._samples: dict[str, list[int]] = {}
         self._ends: dict[str, int] = {}
-        self._holds: dict[tuple[str, int, int, int], int] = {}
+        self._arrays: dict[str, Ints] = {}
 
     def observe(self, slo_class: str, tokens: int, *, cut_off: bool = False) -> None:
         """Record that a request of this class ended by itself after ``tokens`` tokens, or that its
@@ -83,7 +88,7 @@ class OutputLengthPredictor:
             ends -= not oldest[1]
         self._ends[slo_class] = ends
         self._samples.pop(slo_class, None)
-        self._holds.clear()
+        self._arrays.pop(slo_class, None)
 
     def _ranked(self, slo_class: str) -> Sequence[int]:
         """The lengths of a class in ascending order, as many as were seen, with those that were cut
@@ -169,34 +174,23 @@ class OutputLengthPredictor:
         A declared length is taken at its word; without any knowledge only what is needed next. S(n)
         is known up to the longest answer that was seen, and looked at no further.
         """
-        now = prompt + generated + 1
-        if declared is not None and declared > generated:
-            return max(prompt + min(declared, max_tokens), now)
-        ranked = self._ranked(slo_class)
-        longer = bisect_right(ranked, generated)
-        survivors = len(ranked) - longer
-        if len(ranked) < self._min_samples or survivors < 1:
-            return now
-        asked = slo_class, prompt, max_tokens, longer
-        hold = self._holds.get(asked)
-        if hold is None:
-            if len(self._holds) >= self.REMEMBERED:
-                self._holds.clear()
-            longest = min(max_tokens, self._longest(slo_class))
-            hold = self._holds[asked] = self._hold(ranked, longer, prompt, longest)
-        return max(hold, now)
+        columns = (prompt, max_tokens, declared or 0, generated)
+        return int(self.expected_holds(slo_class, *np.array(columns, dtype=np.int64)[:, None])[0])
 
-    def _hold(self, ranked: Sequence[int], longer: int, prompt: int, longest: int) -> int:
-        """The greatest (prompt + n) S(n), n the lengths ``ranked`` from place ``longer`` on, but at
-        most ``longest``."""
-        survivors, most = len(ranked) - longer, 0
-        for part in range(self.PARTS):
-            passed = part * survivors // self.PARTS
-            length = min(ranked[longer + passed], longest)
-            most = max(most, (prompt + length) * (survivors - passed) // survivors)
-            if length == longest:  # fewer and fewer are there from here on
-                break
-        return most
+    def expected_holds(
+        self, slo_class: str, prompt: Ints, max_tokens: Ints, declared: Ints, generated: Ints
+    ) -> Ints:
+        """`expected_hold` of many requests of a class: (n,) tokens of each argument and answer.
+
+        A declared length of 0 is none.
+        """
+        ranked = self._ranked(slo_class)
+        believed = len(ranked) >= self._min_samples
+        if slo_class not in self._arrays:
+            self._arrays[slo_class] = np.array(ranked if believed else (), dtype=np.int64)
+        longest = self._longest(slo_class) if believed else 0
+        columns = prompt, max_tokens, declared, generated
+        return holds_of(self._arrays[slo_class], longest, self.PARTS, *columns)
 
 
 def _product_limit(seen: Sequence[_Seen]) -> list[int]:

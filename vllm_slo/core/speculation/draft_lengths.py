@@ -553,7 +553,7 @@ def fastest_pace_s(
 def working_tpot_s(start_s: float, decode: DecodeView, fastest_s: float) -> float:
     """Seconds per token to plan a request by: its TPOT is strengthened where it fell behind.
 
-    Behind its schedule it needs the pace that still keeps its window (`decode_limit_s` of
+    Behind its schedule it needs the pace that still keeps its window (`limit_of` of
     `core.batching.step` spreads lateness in the same way), rounded down to the next of few values.
     A window that no pace of ``fastest_s`` or more can save is given up: the request goes on at its
     TPOT and hurries nobody.
@@ -630,7 +630,7 @@ def counted_tokens(start_s: float, decode: DecodeView, hoped: float, sure_s: flo
 
 def stretched_s(start_s: float, decode: DecodeView, counted: float) -> float:
     """Longest step that keeps a request's TPOT if it yields ``counted`` tokens; see
-    `core.batching.step.decode_limit_s`."""
+    `core.batching.step.limit_of`."""
     left_s = decode.window_end_s - start_s
     slack_s = left_s - (decode.window_left - counted) * decode.tpot_s
     return max(slack_s, left_s * counted / decode.window_left)

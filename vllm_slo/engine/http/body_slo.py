@@ -15,15 +15,15 @@ from typing import Any
 import wrapt
 from vllm.exceptions import VLLMValidationError
 
+from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
 from vllm_slo.engine.gate import CALLER
-from vllm_slo.engine.serving.plugin import REQUESTS
 
 __all__ = ["install"]
 
 
 def install(module: Any) -> None:
-    """Wrap the request class of one of the modules in `REQUESTS`, once."""
-    cls = getattr(module, REQUESTS[module.__name__])
+    """Wrap the request class of one of the modules in `REQUEST_CLASSES`, once."""
+    cls = getattr(module, REQUEST_CLASSES[module.__name__])
     for name, wrapper in (
         ("to_sampling_params", _to_sampling_params),
         ("to_beam_search_params", _to_beam_search_params),

@@ -6,128 +6,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_slo.engine.compat.api_server import fail_stored_response
 from vllm_slo.engine.gate import CALLER
-from vllm_slo.engine.http.messages import error_messages, json_messages, resized
-from vllm_slo.engine.http.outcome import Asked, rewrite_event, rewrite_json
+from vllm_slo.engine.http.messages import error_messages, json_messages
+from vllm_slo.engine.http.outcome import Asked
+from vllm_slo.engine.http.reading import Rules, read_request, sealed
+from vllm_slo.engine.http.response import Response
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
-from vllm_slo.slo.access import Access, Seal
-from vllm_slo.slo.carriers import (
-    FORWARDED,
-    Carriers,
-    Forwarded,
-    Policy,
-    asked_by,
-    carriers_of,
-    is_json_type,
-    peek,
-    prompts_in,
-    read_body,
-    slo_headers,
-    slo_keys_of,
-)
-from vllm_slo.slo.model import (
-    AGE_KEY,
-    EACH_KEY,
-    EXEMPT_KEY,
-    GROUP_KEY,
-    INTERNAL_KEYS,
-    SLO,
-    TICKET_KEY,
-    OnUnattainable,
-)
+from vllm_slo.slo.body import is_json_type, peek, prompts_in
+from vllm_slo.slo.carriers import FORWARDED, carriers_of, slo_headers
+from vllm_slo.slo.keys import AGE_KEY, EACH_KEY, EXEMPT_KEY, GROUP_KEY, TICKET_KEY, slo_keys_of
 from vllm_slo.slo.verdicts import DECLINED_HEADER, Declined, Invalid, Quoted, Verdict
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Exchange", "Rules", "read_request", "sealed"]
+__all__ = ["Exchange"]
 
 logger = logging.getLogger("vllm_slo.http")
 
-MAX_HELD_BYTES: Final = 64 * 1024 * 1024
-"""Of a response that is to get a report; a longer one goes out as it comes."""
 _DISCONNECT: Final = {"type": "http.disconnect"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the requests of one server are read with.
-
-    Attributes:
-        policy: classes, service tiers and the default.
-        access: what a key may ask for; None: anything.
-        seal: proves to the scheduler who wrote the keys; None: nobody made up its secret.
-    """
-
-    policy: Policy
-    access: Access | None
-    seal: Seal | None
-
-
-def read_request(
-    request: Mapping[str, Any],
-    raw_headers: Sequence[tuple[bytes, bytes]],
-    rules: Rules,
-    arrival_s: float,
-    forwarded: Forwarded | None = None,
-    xargs: Mapping[str, Any] | None = None,
-) -> Asked:
-    """What a request asks for.
-
-    Args:
-        request: the fields of its body.
-        raw_headers: ASGI headers, names in lower case.
-        rules: how it is read.
-        arrival_s: arrival here, epoch seconds.
-        forwarded: what the front says of it, if it came through one.
-        xargs: the SLO's keys that reached the engine; None: those of the body.
-
-    Raises:
-        InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
-        ForbiddenSLOError: the key may not ask for that.
-    """
-    carriers = carriers_of(request, slo_headers(raw_headers))
-    if xargs is not None:
-        carriers = carriers.with_xargs(xargs)
-    if rules.access is not None:  # the key says who is asking
-        carriers = carriers.without_hints({"tenant"})
-    before_s = 0.0 if forwarded is None else forwarded["age_ms"] / 1e3
-    slo = _allowed(request, carriers, raw_headers, rules, arrival_s - before_s)
-    if forwarded is not None and slo is not None:
-        slo = _as_forwarded(slo, forwarded["on_unattainable"])
-    return Asked(slo, carriers.service_tier)
-
-
-def _allowed(
-    request: Mapping[str, Any],
-    carriers: Carriers,
-    raw_headers: Sequence[tuple[bytes, bytes]],
-    rules: Rules,
-    arrival_s: float,
-) -> SLO | None:
-    """The SLO of a request, as far as its key may have it. A hint that it may not have is ignored,
-    as any hint is that means nothing here."""
-    slo, own = asked_by(request, carriers, rules.policy, arrival_s)
-    if rules.access is None or slo is None:
-        return slo
-    try:
-        return rules.access.ruled(slo, raw_headers, rules.policy.classes, own=own)
-    except ForbiddenSLOError as error:
-        fewer = carriers.without_hints_of(error.field)
-        if fewer is None:
-            raise
-    return _allowed(request, fewer, raw_headers, rules, arrival_s)
-
-
-def _as_forwarded(slo: SLO, wish: OnUnattainable | None) -> SLO:
-    """`slo` with what the front wants if no promise can be made."""
-    if wish is None or slo.effective_tier != "guaranteed":
-        return slo
-    return replace(slo, on_unattainable=wish)
 
 
 class Exchange:
@@ -167,16 +68,10 @@ class Exchange:
         self._arrival_s = arrival_s
         self._body: bytes | None = None
         self._request: Mapping[str, Any] = {}
-        self._asked: Asked | None = None
         self._flat: Mapping[str, Any] | None = None
         self._numbers = 0
-        self._reports: dict[int, Mapping[str, Any]] = {}
-        self._has_output = False
+        self._response = Response(send, eager=eager)
         self._gone: asyncio.Event | None = None
-        self._held: list[Message] | None = None
-        self._started = False
-        self._streams = False
-        self._stored_id: str | None = None
 
     async def run(self, app: ASGIApp) -> None:
         """Let the application serve the request."""
@@ -191,6 +86,11 @@ class Exchange:
         finally:
             CALLER.reset(token)
             self._body = b""  # tasks that vLLM began here may keep the context for long
+
+    @property
+    def _asked(self) -> Asked | None:
+        """What is asked for; None: it was not read yet."""
+        return self._response.asked
 
     # --- the request ------------------------------------------------------------------------------
 
@@ -247,18 +147,19 @@ class Exchange:
         headers = dict(reversed(self._scope["headers"]))
         return is_json_type(headers.get(b"content-type", b"").decode("latin-1"))
 
-    def _read(self, xargs: Mapping[str, Any] | None) -> Asked:
-        """What is asked for.
+    def _read(self, xargs: Mapping[str, Any] | None) -> None:
+        """Read what is asked for.
 
         Raises:
             InvalidSLOError, ConfigError: the request is to be refused.
         """
         if self._asked is None and self._body:
             self._request = peek(self._body) or {}
+            self._response.in_background = self._request.get("background") is True
         headers, forwarded = self._scope["headers"], self._scope.get(FORWARDED)
         rules = self._rules()
-        self._asked = read_request(self._request, headers, rules, self._arrival_s, forwarded, xargs)
-        return self._asked
+        asked = read_request(self._request, headers, rules, self._arrival_s, forwarded, xargs)
+        self._response.asked = asked
 
     async def _check(self) -> None:
         """Nothing; what requests of another kind look at beside the SLO."""
@@ -317,8 +218,8 @@ class Exchange:
 
     def has_output(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
         """As `gate.Caller`."""
-        self._has_output = True
-        self._reports.update(reports)
+        self._response.has_output = True
+        self._response.reports.update(reports)
 
     async def settle(self, verdict: Verdict | InvalidSLOError) -> bool:
         """As `gate.Caller`.
@@ -326,13 +227,12 @@ class Exchange:
         Raises:
             asyncio.CancelledError: the request ran in the background, where nobody ends it.
         """
-        in_background = self._request.get("background") is True
-        if not self.refused and self._started:
-            if not self._fail_stored():
+        if not self.refused and self._response.started:
+            if not fail_stored_response(self._scope.get("app"), self._response.stored_id):
                 return False
         elif not self.refused:
             await self._tell(verdict)
-        if in_background:
+        if self._response.in_background:
             raise asyncio.CancelledError
         return True
 
@@ -348,94 +248,12 @@ class Exchange:
         else:
             await self._refuse_error(verdict)
 
-    def _fail_stored(self) -> bool:
-        """Whether this is a stored response that is made in the background; it has failed then."""
-        state = getattr(self._scope.get("app"), "state", None)
-        serving = getattr(state, "openai_serving_responses", None)
-        stored = getattr(serving, "response_store", {}).get(self._stored_id)
-        if stored is None or stored.status not in ("queued", "in_progress"):
-            return False
-        stored.status = "failed"
-        return True
-
     # --- the response -----------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """Forward, hold or rewrite one message of the response."""
-        if self.refused:
-            return
-        if self._held is not None:
-            await self._hold(message)
-        elif message["type"] == "http.response.start" and self._wants(message):
-            self._held = [message]
-        else:
-            await self._pass(message)
-
-    def _wants(self, start: Message) -> bool:
-        """Whether the response has to be held before it goes out."""
-        if start["status"] != 200:
-            return False
-        kinds = [v for name, v in start.get("headers", ()) if name.lower() == b"content-type"]
-        kind = kinds[0] if kinds else b""
-        self._streams = kind.startswith(b"text/event-stream")
-        asked = self._asked
-        if asked is None:
-            # A stream may begin before its route asks the engine, which is when it is read.
-            return self._streams and not self._eager
-        if asked.slo is None and asked.service_tier is None:
-            return False
-        if self._streams:
-            return asked.may_be_declined and not self._has_output
-        return bool(kind.startswith(b"application/json"))
-
-    async def _hold(self, message: Message) -> None:
-        """Keep a message until the response may go out.
-
-        A stream may once there is output of the engine, so nothing stands before a refusal; a
-        comment that keeps the connection alive opens it, too.
-        """
-        assert self._held is not None
-        self._held.append(message)
-        if message["type"] != "http.response.body":
-            await self._release()
-            return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        if self._streams:
-            decided = self._has_output or self._asked is None or not self._asked.may_be_declined
-            if decided or not more or body.startswith(b":"):
-                await self._release()
-        elif not more:
-            self._rewrite()
-            await self._release()
-        elif sum(len(held.get("body", b"")) for held in self._held) > MAX_HELD_BYTES:
-            await self._release()
-
-    def _rewrite(self) -> None:
-        """Put the report into the whole response that is held."""
-        assert self._asked is not None and self._held is not None
-        start, *parts = self._held
-        body = b"".join(part.get("body", b"") for part in parts)
-        if self._request.get("background") is True:
-            self._stored_id = _id_of(body)
-        changed = rewrite_json(body, self._asked, self._reports.get(0))
-        self._held = [
-            {**start, "headers": resized(start.get("headers", ()), len(changed))},
-            {"type": "http.response.body", "body": changed, "more_body": False},
-        ]
-
-    async def _release(self) -> None:
-        """Send what is held, in order; from here on everything passes."""
-        held, self._held = self._held or [], None
-        for message in held:
-            await self._pass(message)
-
-    async def _pass(self, message: Message) -> None:
-        """Send one message; an event of a stream that ends a choice gets its report."""
-        self._started = True
-        if self._streams and self._asked is not None and message.get("body"):
-            changed = rewrite_event(message["body"], self._asked, self._reports)
-            message = {**message, "body": changed}
-        await self._send(message)
+        """As the client's; nothing of the application follows a refusal."""
+        if not self.refused:
+            await self._response.forward(message)
 
     # --- refusals ---------------------------------------------------------------------------------
 
@@ -475,22 +293,8 @@ class Exchange:
     async def _answer(self, messages: Iterable[Message]) -> None:
         """Send a whole answer and close the exchange."""
         self.refused = True
-        self._held = None
+        self._response.discard()
         for message in messages:
             await self._send(message)
         if self._gone is not None:
             self._gone.set()
-
-
-def sealed(flat: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    """`flat` with its seal; where nobody made up its secret, without internal keys, which the
-    scheduler would not believe."""
-    if rules.seal is not None:
-        return rules.seal.sealed(flat)
-    return {key: value for key, value in flat.items() if key not in INTERNAL_KEYS}
-
-
-def _id_of(body: bytes) -> str | None:
-    """The id of a response object."""
-    found = (read_body(body) or {}).get("id")
-    return found if isinstance(found, str) else None

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from prometheus_client import Metric
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.engine.telemetry.metrics import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.engine.compat.api_server import vllm_config_of
+from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
 from vllm_slo.errors import ConfigError
 from vllm_slo.live.history import KEPT
 from vllm_slo.live.page import DATA_PATH, PAGE_PATH, Answer, Sampler, page
@@ -38,7 +39,7 @@ class LivePage:
     def __init__(self) -> None:
         folder = os.environ.get(FOLDER_VARIABLE)
         self._folder = Path(folder) if folder else None
-        self._state: Any = None
+        self._app: Any = None
         self._classes: Mapping[str, Any] | None = None
         self._sampler = Sampler(self._collect, self._about)
 
@@ -64,7 +65,7 @@ class LivePage:
         self._sampler.stop()
 
     def _begin(self, scope: Scope) -> None:
-        self._state = getattr(scope.get("app"), "state", None)
+        self._app = scope.get("app")
         self._sampler.start()
 
     def _collect(self) -> Iterable[Metric]:
@@ -73,7 +74,7 @@ class LivePage:
         yield from vllm_series()
 
     def _about(self) -> dict[str, Any]:
-        vllm_config = getattr(self._state, "vllm_config", None)
+        vllm_config = vllm_config_of(self._app)
         model_config = getattr(vllm_config, "model_config", None)
         if self._classes is None and vllm_config is not None:
             self._classes = _objectives(vllm_config.additional_config)

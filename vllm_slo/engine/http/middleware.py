@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine import gate
-from vllm_slo.engine.http.exchange import Exchange, Rules
+from vllm_slo.engine.compat.api_server import has_reasoning_parser, vllm_config_of
+from vllm_slo.engine.http.exchange import Exchange
 from vllm_slo.engine.http.live_page import LivePage
 from vllm_slo.engine.http.models import MODELS_ROUTE, with_classes
 from vllm_slo.engine.http.quote import answer_quote
+from vllm_slo.engine.http.reading import Rules
 from vllm_slo.engine.http.routes import ROUTES
 from vllm_slo.slo.access import Access, Seal
 from vllm_slo.slo.carriers import QUOTE_ROUTE
@@ -96,14 +98,11 @@ class SLOMiddleware:
             ConfigError: it cannot be used.
         """
         if self._rules is None:
-            state = getattr(scope.get("app"), "state", None)
-            vllm_config = getattr(state, "vllm_config", None)
+            vllm_config = vllm_config_of(scope.get("app"))
             additional = getattr(vllm_config, "additional_config", None)
             config = SLOConfig.from_additional_config(additional)
             access = None if config.access is None else Access(config.access)
-            outputs = getattr(vllm_config, "structured_outputs_config", None)
-            thinking = bool(getattr(outputs, "reasoning_parser", ""))
-            policy = config.http_policy(thinking=thinking)
+            policy = config.http_policy(thinking=has_reasoning_parser(vllm_config))
             self._rules = Rules(policy, access, Seal.from_environment())
         return self._rules
 

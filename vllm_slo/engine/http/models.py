@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.http.messages import resized
-from vllm_slo.slo.carriers import Policy, read_body
+from vllm_slo.slo.body import read_body
+from vllm_slo.slo.carriers import Policy
 from vllm_slo.slo.fields import PUBLIC_OF
 from vllm_slo.slo.model import SLO
 

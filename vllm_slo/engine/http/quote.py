@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_slo.engine.http.exchange import Exchange, Rules, sealed
+from vllm_slo.engine.http.exchange import Exchange
 from vllm_slo.engine.http.messages import error_messages
+from vllm_slo.engine.http.reading import Rules, sealed
 from vllm_slo.errors import InvalidSLOError
-from vllm_slo.slo.carriers import MAX_BODY_BYTES, prompts_in
-from vllm_slo.slo.model import QUOTE_KEY
+from vllm_slo.slo.body import MAX_BODY_BYTES, prompts_in
+from vllm_slo.slo.keys import QUOTE_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.lengths.forecast import (
     LengthForecaster,
     LengthQuery,
     QuantileForecaster,
     forecast_error,
 )
-from vllm_slo.core.lengths.output_length import LengthPrediction
+from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.ordering.least_perceived_service import (
     Perception,
     ServiceOrder,
@@ -24,14 +25,16 @@ from vllm_slo.core.ordering.least_perceived_service import (
     ServiceView,
     TypicalRounds,
 )
+from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
-from vllm_slo.engine.scheduling import request_views
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling import request_facts
+from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.length_regressor import LengthRegressor
-
-if TYPE_CHECKING:
-    from vllm_slo.config.model import SLOConfig
-    from vllm_slo.engine.scheduling.controller import Steering
-
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import UNLABELLED
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 
 OVERRUN = 0.1
 """Of its tokens so far: what a request that outgrew its foretold length will still say."""
@@ -85,7 +88,13 @@ class BestEffort:
     """The order of requests without a promise on one engine.
 
     Args:
-        steering: step times, predicted lengths, and who is promised.
+        state: the requests.
+        tracker: which of them carry an SLO.
+        blocks: KV memory.
+        clock: step times.
+        guard: when each request was last served.
+        lengths: the lengths seen of each class.
+        metrics: where it is told how forecasts turned out.
         config: names the policy.
 
     Attributes:
@@ -96,12 +105,27 @@ class BestEffort:
         ConfigError: lengths are to be learnt, and scikit-learn is missing.
     """
 
-    def __init__(self, steering: Steering, config: SLOConfig) -> None:
-        self.steering = steering
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        blocks: KVBlocks,
+        clock: StepClock,
+        guard: StarvationGuard,
+        lengths: OutputLengthPredictor,
+        metrics: SchedulerMetrics,
+        config: SLOConfig,
+    ) -> None:
+        self._state = state
+        self._tracker = tracker
+        self._blocks = blocks
+        self._clock = clock
+        self._guard = guard
+        self._metrics = metrics
         chosen = config.best_effort
         queues = ServiceQueues(chosen.queues, chosen.first_queue_s, chosen.queue_ratio)
         self.order = ServiceOrder(chosen.order, queues, config.ageing_s, chosen.preempt_known)
-        median = QuantileForecaster(steering.lengths)
+        median = QuantileForecaster(lengths)
         self.lengths: LengthForecaster = median
         if chosen.output_length == "learnt":
             self.lengths = LengthRegressor(median)
@@ -109,9 +133,8 @@ class BestEffort:
         self._typical = TypicalRounds()
         self._numbers = itertools.count()
         self._known: dict[str, _Known] = {}
-        self._given: dict[str, int] = {}
         # Nothing is drafted: how many drafts are accepted is known from the start.
-        self._plain = steering.scheduler.vllm_config.speculative_config is None
+        self._plain = state.vllm_config.speculative_config is None
 
     # What happens to requests.
 
@@ -121,52 +144,66 @@ class BestEffort:
             next(self._numbers), Perception(*self._stable, self._typical)
         )
 
-    def on_tokens(self, request: Request, count: int) -> None:
-        """Record tokens of the step whose output is being processed."""
-        self._given[request.request_id] = count
-
     def on_end(self, request: Request, *, by_itself: bool) -> None:
         """Stop following a request."""
         known = self._known.pop(request.request_id, None)
         if known is None or not by_itself:
             return
-        metrics, tokens = self.steering.metrics, request.num_output_tokens
-        if not request_views.yields_one_token(request):
-            query = known.query or self.steering.length_query(request)
-            self.lengths.observe(query, tokens, cut_off=request_views.is_cut_off(request))
+        metrics, tokens = self._metrics, request.num_output_tokens
+        if not request_facts.yields_one_token(request):
+            query = known.query or self._length_query(request)
+            self.lengths.observe(query, tokens, cut_off=request_facts.is_cut_off(request))
         if tokens and known.first.source != "cap":
             metrics.foretold_length(known.first.source, forecast_error(known.first.tokens, tokens))
         if known.foreseen_s is not None:
             metrics.foreseen_service(known.foreseen_s, known.perception.attained_s)
 
+    def _note_served(self, request_id: str) -> None:
+        """A request without a promise got tokens: one with a promise does not wait."""
+        tracked = self._tracker.get(request_id)
+        if tracked is None or not tracked.promised:
+            self._guard.served(request_id, self._clock.now_s)
+
+    def _length_query(self, request: Request) -> LengthQuery:
+        """What is known of an answer's length when its request arrives."""
+        tracked = self._tracker.get(request.request_id)
+        return LengthQuery(
+            UNLABELLED if tracked is None else tracked.slo_class,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            None if tracked is None else tracked.slo.expected_output_tokens,
+            request.prompt_token_ids or (),
+        )
+
     def _foretell(self, known: _Known, request: Request) -> LengthPrediction:
         """The predicted length of a request's whole answer; anew once that is outgrown."""
         done = request.num_output_tokens
         if known.query is None:
-            known.query = self.steering.length_query(request)
+            known.query = self._length_query(request)
             known.first = known.length = self.lengths.predict(known.query, done)
         elif known.length.tokens <= done:
             known.length = self.lengths.predict(known.query, done)
         return known.length
 
-    def observe(self, output: SchedulerOutput) -> None:
+    def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         """Count the work of a step for everybody who was in it.
 
         A request's own: what a step of it alone would take, drafting included.
         """
-        model = self.steering.steps.expected_model
+        places, sampled = done.req_id_to_index, done.sampled_token_ids
+        model = self._clock.expected_model
         drafts = output.scheduled_spec_decode_tokens
-        given, self._given = self._given, {}
         for name, tokens in output.num_scheduled_tokens.items():
-            known, request = self._known.get(name), self.steering.scheduler.requests.get(name)
+            known, request = self._known.get(name), self._state.requests.get(name)
             if known is None or request is None:
                 continue
-            self.steering.served(name)
+            self._note_served(name)
             context = max(request.num_computed_tokens - tokens, 0)
             seconds = model.predict_s(tokens, context, pairs=chunk_pairs(tokens, context))
             drafted = len(drafts.get(name, ()))
-            if name in given and tokens == 1 + drafted:
-                known.perception.round(seconds, drafted, given[name] - 1)
+            given = len(sampled[places[name]]) if sampled and name in places else 0
+            if given and tokens == 1 + drafted:
+                known.perception.round(seconds, drafted, given - 1)
                 self._foresee(known, request)
             else:
                 known.perception.read(seconds)
@@ -206,14 +243,14 @@ class BestEffort:
         remaining_s = self._remaining_s(known, request)
         if placed:
             kept_s = max(self._switch_s(request), known.turn_s, perception.shows_s)
-            blocks = self.steering.held_blocks(request)
+            blocks = self._blocks.held(request)
         else:
             kept_s, (again_s, blocks) = 0.0, self._beginning(known, request)
             remaining_s = None if remaining_s is None else remaining_s + again_s
         view = ServiceView(
             name,
             known.number,
-            self.steering.now_s - self.steering.since_served_s(request),
+            self._clock.now_s - self._guard.seen(name, self._clock.now_s),
             self._foretell(known, request).tokens,
             perception.attained_s,
             remaining_s,
@@ -237,17 +274,17 @@ class BestEffort:
                 return None
             left = min(left, OVERRUN * done)
         if self._plain and known.perception.acceptance is None:
-            return left * self.steering.steps.expected_model.predict_s(1)
+            return left * self._clock.expected_model.predict_s(1)
         return known.perception.remaining_s(left)
 
     def _beginning(self, known: _Known, request: Request) -> tuple[float, int]:
         """Seconds of computing what a request that waits needs before its next round, and KV blocks
         that it has to find; worked out anew when something has changed."""
-        model = self.steering.steps.expected_model
+        model = self._clock.expected_model
         computed, tokens = request.num_computed_tokens, request.num_tokens
         if known.begins[0] is not model or known.begins[1:] != (computed, tokens):
-            left = request_views.tokens_to_next_sample(request)
-            blocks = 0 if request_views.holds_kv(request) else self.steering.blocks_for(tokens)
+            left = request_facts.tokens_to_next_sample(request)
+            blocks = 0 if request_facts.holds_kv(request) else self._blocks.needed(tokens)
             again_s = model.predict_s(left, computed, pairs=chunk_pairs(left, computed))
             known.beginning, known.begins = (again_s, blocks), (model, computed, tokens)
         return known.beginning
@@ -255,5 +292,5 @@ class BestEffort:
     def _switch_s(self, request: Request) -> float:
         """Seconds of computing a request's KV again."""
         tokens = request.num_computed_tokens
-        model = self.steering.steps.expected_model
+        model = self._clock.expected_model
         return model.predict_s(tokens, pairs=chunk_pairs(tokens, 0))

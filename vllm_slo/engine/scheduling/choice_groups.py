@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from vllm_slo.engine.scheduling.request_views import SLORequest
+from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.slo.verdicts import Declined
 
 REMEMBERED: Final = 1_024

@@ -13,18 +13,20 @@ drawn as it goes, on credit of at most a burst; then its promise ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from vllm.v1.request import Request
+
+from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.quota import TokenBucket, relative_values, token_weight
+from vllm_slo.core.lengths.output_length import OutputLengthPredictor
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
-
-if TYPE_CHECKING:
-    from vllm_slo.config.model import SLOConfig
-    from vllm_slo.engine.scheduling.controller import Steering
-    from vllm_slo.engine.scheduling.request_views import SLORequest
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.slo.model import SLO
 
 REASON: Final = "quota"
 """Why a request beyond its tenant's quota got no promise, or lost it."""
@@ -58,15 +60,31 @@ class Quotas:
     """The quotas of one engine.
 
     Args:
-        steering: the requests, output lengths, time.
+        requests: all live ones.
+        lengths: how long answers become.
+        metrics: where it is counted what tenants were promised.
         config: with quotas.
+        classes: the configured classes, whose values are what their requests are usually worth.
+        max_step_tokens: tokens of one step at most.
 
     Attributes:
         over: seconds to wait of each request that was beyond its quota at the last `charge`.
     """
 
-    def __init__(self, steering: Steering, config: SLOConfig) -> None:
-        self._steering = steering
+    def __init__(
+        self,
+        requests: Mapping[str, Request],
+        lengths: OutputLengthPredictor,
+        metrics: SchedulerMetrics,
+        config: SLOConfig,
+        classes: Mapping[str, SLO],
+        max_step_tokens: int,
+    ) -> None:
+        self._requests = requests
+        self._lengths = lengths
+        self._metrics = metrics
+        self._classes = classes
+        self._max_step_tokens = max_step_tokens
         quotas, access = config.quotas, config.access
         own = dict(quotas.tenants)
         if quotas.default is not None:
@@ -109,7 +127,7 @@ class Quotas:
                 continue
             tpot_s = tracked.reserved_tpot_s
             if tpot_s not in weights:
-                weights[tpot_s] = token_weight(model, tpot_s, self._steering.max_step_tokens)
+                weights[tpot_s] = token_weight(model, tpot_s, self._max_step_tokens)
             price = self._price(tracked, bucket, weights[tpot_s])
             request_id = tracked.request.request_id
             if price.tokens <= left[bucket]:
@@ -125,7 +143,7 @@ class Quotas:
         bucket = self._bucket_of(tracked.slo.tenant)
         if bucket not in self._buckets:
             return 0.0
-        most = self._steering.max_step_tokens
+        most = self._max_step_tokens
         weight = token_weight(model, tracked.reserved_tpot_s, most)
         return self._wait_s(self._price(tracked, bucket, weight), now_s)
 
@@ -139,7 +157,7 @@ class Quotas:
 
     def _worths(self, asking: Sequence[SLORequest]) -> list[float]:
         """What each is worth beside those of other tenants, those who name none being one."""
-        classes = self._steering.classes
+        classes = self._classes
         usual = [classes[t.slo_class].value if t.slo_class in classes else 1.0 for t in asking]
         tenants = [t.slo.tenant for t in asking]
         return relative_values(tenants, [t.slo.value for t in asking], usual)
@@ -157,9 +175,8 @@ class Quotas:
     def overdrawn(self, now_s: float) -> list[str]:
         """Let answers that have outgrown their price pay on; those that cannot."""
         out = []
-        requests = self._steering.scheduler.requests
         for request_id, price in self._paid.items():
-            excess = requests[request_id].num_output_tokens - price.generated - price.output
+            excess = self._requests[request_id].num_output_tokens - price.generated - price.output
             if excess > 0:
                 price.output += excess
                 if not self._buckets[price.bucket].draw(excess * price.weight, now_s):
@@ -181,7 +198,7 @@ class Quotas:
             bucket.draw(used - paid, now_s)
         elif refunded:
             bucket.give_back(paid - used, now_s)
-        self._steering.metrics.promised_tokens(price.bucket, used if refunded else max(used, paid))
+        self._metrics.promised_tokens(price.bucket, used if refunded else max(used, paid))
 
     def _bucket_of(self, tenant: str | None) -> str:
         return tenant if tenant is not None and tenant in self._buckets else OTHERS
@@ -189,7 +206,7 @@ class Quotas:
     def _price(self, tracked: SLORequest, bucket: str, weight: float) -> _Price:
         request, slo = tracked.request, tracked.slo
         generated = request.num_output_tokens
-        lengths, most = self._steering.lengths, request.max_tokens
+        lengths, most = self._lengths, request.max_tokens
         foretold = lengths.predict(tracked.slo_class, most, None, generated).tokens
         declared = min(slo.expected_output_tokens or 0, most)
         prompt = 0.0 if tracked.decodes else float(tracked.remaining_tokens)

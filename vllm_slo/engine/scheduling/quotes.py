@@ -13,23 +13,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from vllm.v1.request import Request
 
+from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.incremental import IncrementalAdmission, Verdict
 from vllm_slo.core.admission.quote import Competition, Quote, quote
 from vllm_slo.core.types import INFINITY, Demand
-from vllm_slo.engine.scheduling.request_views import (
-    NO_CHUNKED_PREFILL,
-    UNCLASSED,
-    SLORequest,
-    yields_one_token,
-)
-from vllm_slo.slo.model import SLO, pack_quote
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.scheduling.controller import CommittedLoad, Steering
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL, AdmissionController
+from vllm_slo.engine.scheduling.quotas import Quotas
+from vllm_slo.engine.scheduling.request_facts import yields_one_token
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import UNCLASSED, SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.scheduling.workload import CommittedLoad, Workload
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.slo.model import SLO
+from vllm_slo.slo.verdicts import pack_quote
 
 MOST_IN_STEP: Final = 8
 """Quotes that one step answers at most: as many as one API server lets in at once
@@ -58,14 +60,43 @@ class Quotes:
     """The requests that only ask, in the order in which they came.
 
     Args:
-        steering: what is promised, and by which step times. Nothing in it is changed.
+        state: vLLM's queues.
+        tracker: the live requests.
+        workload: what they ask, and what is left.
+        admission: what would be promised. It is asked, and promises nothing.
+        clock: step times.
+        quotas: how much each tenant may be promised; None: as much as there is.
+        metrics: where answers are counted.
+        config: how long the room for a "yes" is held.
+        can_promise: whether anything can be promised on this engine.
 
     Attributes:
         competition: who may be promised something before a request comes that was told "yes".
     """
 
-    def __init__(self, steering: Steering) -> None:
-        self.steering = steering
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        workload: Workload,
+        admission: AdmissionController,
+        clock: StepClock,
+        quotas: Quotas | None,
+        metrics: SchedulerMetrics,
+        config: SLOConfig,
+        *,
+        can_promise: bool,
+    ) -> None:
+        self._state = state
+        self._tracker = tracker
+        self._workload = workload
+        self._admission = admission
+        self._clock = clock
+        self._quotas = quotas
+        self._metrics = metrics
+        self._holds_s = config.quote_holds_s
+        self._window = config.tpot_window_tokens
+        self._can_promise = can_promise
         self.competition = Competition()
         self._asking: dict[str, _Asking] = {}
         self._last_s = -INFINITY
@@ -92,21 +123,21 @@ class Quotes:
         requests alone take if that is more. Those that were left to this step are answered as if
         they came now: a request that is to be served would not have waited for other quotes.
         """
-        steering = self.steering
-        begun_s = steering.clock.monotonic_s()
-        running = max(len(steering.scheduler.running), 1)
-        usual_s = max(steering.steps.mean_s, steering.steps.expected_model.predict_s(running))
-        committed = steering.committed_load(start_s, steering.steps.promise_model)
+        clock = self._clock
+        begun_s = clock.clock.monotonic_s()
+        running = max(len(self._state.running), 1)
+        usual_s = max(clock.mean_s, clock.expected_model.predict_s(running))
+        committed = self._workload.committed(start_s, clock.promise_model)
         answers: list[tuple[Request, str]] = []
         for request, slo, came_s, age_s in list(islice(self._asking.values(), MOST_IN_STEP)):
-            arrival_s = (steering.now_s if came_s <= self._last_s else came_s) - age_s
+            arrival_s = (clock.now_s if came_s <= self._last_s else came_s) - age_s
             answer = self.answer(request, slo, arrival_s, start_s, committed)
             answers.append((request, pack_quote(answer)))
             self.forget(request.request_id)
-            each_s = (steering.clock.monotonic_s() - begun_s) / len(answers)
+            each_s = (clock.clock.monotonic_s() - begun_s) / len(answers)
             if each_s * (len(answers) + 1) > TIME_SHARE * usual_s:
                 break
-        self._last_s = steering.now_s
+        self._last_s = clock.now_s
         return answers
 
     def answer(
@@ -123,21 +154,21 @@ class Quotes:
         What it asks of the engine does not depend on its objectives, so a request without any is
         told what it could ask for. Where nothing can be promised at all, every request is told so.
         """
-        steering = self.steering
-        if not steering.can_promise:
-            never = Quote(False, NO_CHUNKED_PREFILL, steering.finish_interval_s, None, None, None)
+        if not self._can_promise:
+            later_s = self._tracker.finish_interval_s
+            never = Quote(False, NO_CHUNKED_PREFILL, later_s, None, None, None)
             return self._told(slo or SLO(), never, {})
-        one = SLORequest(request, slo or SLO(), arrival_s, steering.config.tpot_window_tokens)
-        steering.keep_end_to_end(one)
-        model = steering.steps.promise_model
-        asking = steering.asking(start_s, one)
-        plan, asked = steering.best_plan(asking, start_s, model, committed)
-        ahead = self.competition.tokens(steering.config.quote_holds_s, steering.now_s)
+        one = SLORequest(request, slo or SLO(), arrival_s, self._window)
+        self._workload.keep_end_to_end(one)
+        model = self._clock.promise_model
+        asking = self._admission.asking(start_s, one)
+        plan, asked = self._admission.best_plan(asking, start_s, model, committed)
+        ahead = self.competition.tokens(self._holds_s, self._clock.now_s)
         name = request.request_id
-        probes = steering.probe(plan, asking, start_s) == name
+        probes = self._admission.probe(plan, asking, start_s) == name
         others, considered = set(plan.admitted) - {name}, {*plan.admitted, *plan.refused}
         beside = [demand for demand in asked if demand.request_id in others]
-        demand = steering.demand(one, start_s, model)
+        demand = self._workload.demand(one, start_s, model)
         beside_others = replace(demand, prefill_tokens=demand.prefill_tokens + round(ahead))
         guard_s = model.predict_s(0)
         outlooks = self._outlooks(committed, beside, one.reserved_tpot_s)
@@ -155,7 +186,7 @@ class Quotes:
             return _best(outlooks, replace(beside_others, deadline_s=due_s, tpot_s=kept_s), start_s)
 
         lone_s = model.predict_s(demand.prefill_tokens) + guard_s + start_s - arrival_s
-        found = quote(*asked_s, ask, lone_s, steering.steps.expected_model.predict_s(1))
+        found = quote(*asked_s, ask, lone_s, self._clock.expected_model.predict_s(1))
         return self._said(one, found, start_s)
 
     def _said(self, one: SLORequest, found: Quote, start_s: float) -> dict[str, Any]:
@@ -178,7 +209,7 @@ class Quotes:
     def _told(self, slo: SLO, found: Quote, in_the_way: dict[str, int]) -> dict[str, Any]:
         """What the client reads."""
         promised, cheapest = found.promised, found.cheapest
-        self.steering.metrics.quoted(slo.slo_class or UNCLASSED, promised, found.reason)
+        self._metrics.quoted(slo.slo_class or UNCLASSED, promised, found.reason)
         return {
             "promised": promised,
             "reason": found.reason,
@@ -192,31 +223,27 @@ class Quotes:
 
     def _wait_for_quota_s(self, one: SLORequest) -> float:
         """Seconds until the request's tenant could pay its promise; 0: now."""
-        steering = self.steering
-        if steering.quotas is None:
+        if self._quotas is None:
             return 0.0
-        return steering.quotas.wait_s(one, steering.now_s, steering.steps.promise_model)
+        return self._quotas.wait_s(one, self._clock.now_s, self._clock.promise_model)
 
     def _outlooks(
         self, committed: CommittedLoad, beside: Sequence[Demand], tpot_s: float
     ) -> list[IncrementalAdmission]:
         """What is promised, and is about to be, by each way to decode beside a request of such a
         TPOT."""
-        steering = self.steering
-        promised, decoding, context, blocks = committed
-        promised = [*promised, *beside]
-        blocks += sum(demand.blocks for demand in beside)
-        capacity = steering.capacity(len(promised) + sum(decoding.values()), blocks)
+        blocks = committed.blocks + sum(demand.blocks for demand in beside)
+        capacity = self._workload.capacity(committed.requests + len(beside), blocks)
         return [
             IncrementalAdmission(
-                promised,
-                decoding,
+                [*committed.pending, *beside],
+                committed.decoding,
                 believed,
                 capacity,
-                decoding_context=context,
+                decoding_context=committed.context,
                 speculated=speculated,
             )
-            for believed, speculated in steering.ways_to_decode(tpot_s)
+            for believed, speculated in self._workload.ways_to_decode(tpot_s)
         ]
 
     def _in_the_way(self, reason: str | None, one: SLORequest) -> dict[str, int]:
@@ -225,7 +252,7 @@ class Quotes:
         if reason not in ("prefill", "decode", "memory", "seats"):
             return {}
         found: Counter[str] = Counter()
-        for other in self.steering.tracked.values():
+        for other in self._tracker:
             before = other.decodes or other.deadline_s <= one.deadline_s
             if other.promised and (reason != "prefill" or before):
                 found[other.slo_class] += 1

@@ -5,35 +5,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_slo.core.admission import program
+from vllm_slo.config.sessions import SessionsConfig
+from vllm_slo.core.admission.program import work_tokens
 from vllm_slo.core.sessions.rounds import Session, Sessions
 from vllm_slo.core.types import INFINITY
-from vllm_slo.engine.scheduling.request_views import SLORequest
+from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.warm_prefixes import WarmPrefixes
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.scheduling.controller import Steering
+from vllm_slo.engine.scheduling.workload import Workload
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 
 
 class SessionRounds:
     """The rounds that requests with a ``session_id`` are.
 
     Args:
-        steering: step times, predicted lengths, the prefix cache, metrics.
+        tracker: the requests.
+        workload: how long answers become.
+        blocks: KV memory and the prefix cache.
+        clock: step times.
+        metrics: where it is counted how sessions did.
+        config: how long a session may be quiet, and how much memory they keep warm.
     """
 
-    def __init__(self, steering: Steering) -> None:
-        config = steering.config.sessions
-        pool = steering.scheduler.kv_cache_manager.block_pool
-        self.steering = steering
+    def __init__(
+        self,
+        tracker: RequestTracker,
+        workload: Workload,
+        blocks: KVBlocks,
+        clock: StepClock,
+        metrics: SchedulerMetrics,
+        config: SessionsConfig,
+    ) -> None:
+        self._tracker = tracker
+        self._workload = workload
+        self._blocks = blocks
+        self._clock = clock
+        self._metrics = metrics
         self._sessions = Sessions(config.idle_s)
-        self._warm = WarmPrefixes(pool, int(config.kv_share * steering.total_blocks))
-        self._caching = steering.scheduler.kv_cache_manager.enable_caching
+        self._block_size = min(blocks.sizes, default=1)
+        self._warm = WarmPrefixes(blocks.pool, int(config.kv_share * blocks.total))
 
     def gauges(self) -> dict[str, float]:
         """What is on ``/metrics``."""
@@ -75,31 +93,30 @@ class SessionRounds:
             tracked.reason = "session"
 
     def _lone_ttft_s(self, tracked: SLORequest) -> float:
-        self.steering.look_up_prefix(tracked)
-        model = self.steering.steps.expected_model
-        work = program.work_tokens(model, tracked.remaining_tokens)
+        self._blocks.look_up_prefix(tracked)
+        model = self._clock.expected_model
+        work = work_tokens(model, tracked.remaining_tokens)
         return model.predict_s(work)
 
     def _tokens(self, tracked: SLORequest) -> float | None:
-        length = self.steering.predicted_length(tracked)
+        length = self._workload.predicted_length(tracked)
         return None if length.source == "cap" else float(length.tokens)
 
     def blocks_of(self, request: Request) -> Sequence[KVCacheBlock]:
         """Blocks of a request that is about to be freed, if they are to stay warm."""
-        tracked = self.steering.tracked.get(request.request_id)
-        if tracked is None or tracked.session is None or not self._caching:
+        tracked = self._tracker.get(request.request_id)
+        if tracked is None or tracked.session is None or not self._blocks.caches:
             return ()
         if tracked.slo.session_last:
             return ()
-        held = self.steering.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-        return [block for group in held for block in group]
+        return self._blocks.blocks_of(request)
 
     def in_time(self, tracked: SLORequest, attained: bool | None) -> bool | None:
         """Whether a request that ends here attains: its own objectives, and its session's time."""
         session = tracked.session
         if session is None or attained is None:
             return attained
-        return attained and self.steering.now_s <= session.deadline_s
+        return attained and self._clock.now_s <= session.deadline_s
 
     def told(self, tracked: SLORequest, attained: bool | None) -> dict[str, Any] | None:
         """The report on the session of a request that ends here and attains, or not, by
@@ -111,7 +128,7 @@ class SessionRounds:
         return {
             "id": session.key[1],
             "round": session.rounds,
-            "elapsed_ms": round((self.steering.now_s - session.started_s) * 1e3, 3),
+            "elapsed_ms": round((self._clock.now_s - session.started_s) * 1e3, 3),
             "attained": kept if session.has_objective else None,
         }
 
@@ -136,17 +153,17 @@ class SessionRounds:
             return
         if blocks and answered:
             self._warm.keep(session.key, blocks)
-        last, now_s = bool(tracked.slo.session_last), self.steering.now_s
+        last, now_s = bool(tracked.slo.session_last), self._clock.now_s
         if self._sessions.end(session.key, now_s, attained=attained, last=last) is not None:
             self._closed(session)
 
     def _closed(self, session: Session) -> None:
         self._warm.drop(session.key)
-        self.steering.metrics.session(session.slo_class, session.attained)
+        self._metrics.session(session.slo_class, session.attained)
 
     def scheduled(self, tokens: int) -> None:
         """A step computes so many tokens; each takes its share of a block."""
-        self._warm.used(tokens / min(self.steering.block_sizes, default=1))
+        self._warm.used(tokens / self._block_size)
 
     def close_quiet(self, now_s: float) -> None:
         """Sessions of which nothing is heard any more have ended."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_slo.core.clock import Clock
 from vllm_slo.core.speculation.draft_lengths import with_draft_steps
 from vllm_slo.core.step_time.model import (
     BatchShape,
@@ -42,24 +43,30 @@ class StepClock:
     """Follows steps from ``schedule()`` to their output, and learns from them.
 
     Args:
+        clock: time.
         estimator: the step times known so far; it is taught here.
         quantile: of their error that promises keep as margin.
         window: tokens over which a TPOT is judged.
-        now_s: the time.
 
     Attributes:
+        clock: time, to be read where the moment matters; `now_s` is the time of a whole step.
+        now_s: when the step that is being planned, or processed, was begun.
+        ticks: how often the clock was read for `now_s`.
         expected_model: typical step times, drafting included.
         promise_model: step times to promise by, drafting included.
         verifying_model, plain_promise_model: the same without drafting.
         verified_s: what the last step took, drafting left out.
         mean_s: mean of the last steps (`MEAN_STEPS`), drafting included; 0 before the first.
         fastest_model: the shortest of the plain promise models that came of enough steps, or None.
-        strength: share of a TPOT to work towards, at most 1 (see ``views.decode_view``).
+        strength: share of a TPOT to work towards, at most 1 (see `request_views.decode_view`).
     """
 
     def __init__(
-        self, estimator: StepTimeEstimator, quantile: float, window: int, now_s: float
+        self, clock: Clock, estimator: StepTimeEstimator, quantile: float, window: int
     ) -> None:
+        self.clock = clock
+        self.now_s = clock.monotonic_s()
+        self.ticks = 0
         self.estimator = estimator
         self.verified_s = 0.0
         self.mean_s = 0.0
@@ -67,12 +74,23 @@ class StepClock:
         self._quantile = quantile
         self._window = window
         self._flight: deque[_Step] = deque()
-        self._busy_until_s = now_s
-        self._last_done_s = now_s
+        self._busy_until_s = self.now_s
+        self._last_done_s = self.now_s
         self._learnt = 0
         self._drafting = 0.0, 0.0, 0
         self._doubted = False
         self._refresh()
+
+    def tick(self) -> float:
+        """Read the clock: from here on `now_s` is this moment."""
+        self.now_s = self.clock.monotonic_s()
+        self.ticks += 1
+        return self.now_s
+
+    @property
+    def start_s(self) -> float:
+        """When a step begins that is scheduled now: at once, or when those in flight are done."""
+        return self.next_start_s(self.now_s)
 
     @property
     def margin(self) -> float:
@@ -80,7 +98,7 @@ class StepClock:
         return self.estimator.correction.margin(self._quantile)
 
     def next_start_s(self, now_s: float) -> float:
-        """When a step scheduled now begins: at once, or when those in flight are done."""
+        """`start_s` of a step that is scheduled at ``now_s``."""
         return max(now_s, self._busy_until_s) if self._flight else now_s
 
     def idle_s(self, now_s: float) -> float:

@@ -69,8 +69,9 @@ def _has_writer(pipe: int) -> bool:
 
 def clean_up(folder: Path) -> None:
     """Remove what a server left: the folder of its pipe, and that of its metrics."""
-    from vllm_slo.engine.telemetry import metrics
+    # Not above: prometheus_client settles at its import whether processes share their values.
+    from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, remove_folder
 
     shutil.rmtree(folder, ignore_errors=True)
-    if written := os.environ.get(metrics.FOLDER_VARIABLE):
-        metrics.remove_folder(Path(written))
+    if written := os.environ.get(FOLDER_VARIABLE):
+        remove_folder(Path(written))

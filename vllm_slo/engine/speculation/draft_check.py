@@ -7,24 +7,29 @@ everything that it was not made for is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.tokenizers import get_tokenizer
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_slo.config.model import SpeculationConfig
-from vllm_slo.config.serve_args import (
+from vllm_slo.config.class_names import (
     SCHEDULER,
+    SCHEDULER_NAMES,
     TREE_WORKER,
+    TREE_WORKER_NAMES,
+)
+from vllm_slo.config.serve_args import (
     check_draft_folder,
     check_vocabulary,
     flag_of,
     proposer_of,
 )
+from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.engine.compat.classes import is_derived
+from vllm_slo.engine.speculation.draft_config import draft_model_config
 from vllm_slo.errors import ConfigError
 
 __all__ = ["check_draft", "check_flags", "token_ids"]
@@ -33,14 +38,6 @@ _FIELD: Final = "speculation.draft_model"
 _SERVERS_FIELD: Final = "speculation.draft_servers"
 _WITHOUT: Final = "serve it without a draft model"
 _WITHOUT_SERVERS: Final = "serve it without draft servers"
-_SCHEDULERS: Final = (SCHEDULER, "vllm_slo.engine.scheduler.Scheduler")
-_WORKERS: Final = (
-    TREE_WORKER,
-    "vllm_slo.engine.worker.CPUTreeWorker",
-    "vllm_slo.engine.worker.cpu.CPUTreeWorker",
-    "vllm_slo.engine.worker.CUDATreeWorker",
-    "vllm_slo.engine.worker.cuda.CUDATreeWorker",
-)
 _PLAIN_KV: Final = ("auto", "float16", "bfloat16")
 _FULL_ATTENTION: Final = ("full_attention", "attention")
 _TOKENIZER_FILES: Final = (
@@ -103,9 +100,9 @@ def check_flags(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
     spec, proposer = vllm_config.speculative_config, proposer_of(config)
     if spec is None or spec.method != "custom_class" or spec.model != proposer:
         raise _missing(config, "speculative-config", f'\'{{"model": "{proposer}", ...}}\'')
-    if not _is_ours(vllm_config.parallel_config.worker_cls, _WORKERS):
+    if not is_derived(vllm_config.parallel_config.worker_cls, TREE_WORKER_NAMES):
         raise _missing(config, "worker-cls", TREE_WORKER)
-    if not _is_ours(vllm_config.scheduler_config.scheduler_cls, _SCHEDULERS):
+    if not is_derived(vllm_config.scheduler_config.scheduler_cls, SCHEDULER_NAMES):
         raise _missing(config, "scheduler-cls", SCHEDULER)
     if spec.num_speculative_tokens < config.max_nodes:
         raise ConfigError(
@@ -121,19 +118,6 @@ def _missing(config: SpeculationConfig, flag: str, value: str) -> ConfigError:
     return ConfigError(
         f"--{flag}: {who} --{flag} {value}; 'vllm-slo serve MODEL {ours}' sets all flags"
     )
-
-
-def _is_ours(given: Any, names: Iterable[str]) -> bool:
-    """Whether a class, or the class of a name, is one of ours or derived from one."""
-    if isinstance(given, str):
-        if given in names:
-            return True
-        try:
-            given = resolve_obj_by_qualname(given)
-        except (ImportError, AttributeError, ValueError):
-            return False
-    bases = getattr(given, "__mro__", ())
-    return any(f"{base.__module__}.{base.__qualname__}" in names for base in bases)
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -233,8 +217,6 @@ _UNSUPPORTED: Final[dict[str, Callable[[ModelConfig], bool]]] = {
 
 
 def _read_draft(vllm_config: VllmConfig, name: str) -> ModelConfig:
-    from vllm_slo.engine.worker.proposers.lm import draft_model_config  # it imports this module
-
     target = vllm_config.model_config
     check_draft_folder(name, target.model, target.tokenizer)
     try:

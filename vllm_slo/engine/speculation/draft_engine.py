@@ -28,7 +28,7 @@ from vllm_slo import tiny
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, Flags, runs_on_cpu, tiny_arguments
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
-from vllm_slo.engine.serving.plugin import check_vllm
+from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_messages import vocabulary_digest
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's end of the link to its draft servers: asks them all at once, and waits for nobody.
+"""The verifier's end of the link to its draft servers.
 
-One step of GoodSpeed's loop (section III-A): `DraftLink.exchange` sends every drafter the tokens
-that were accepted and its grants, and takes what comes back before the deadline. Whatever comes too
-late, or is not what was asked for, is dropped and counted, and its session goes on without drafts.
-A drafter that is gone, suspended or ignored (`core.speculation.drafter_health`) is not asked.
+One step of GoodSpeed's loop (section III-A): `DraftLink.exchange` sends every draft server the
+accepted tokens and its grants, all at once, and takes the answers that come before the deadline. An
+answer that comes late, or does not match its ask, is dropped and counted, and its session goes on
+without drafts. A draft server that is disconnected, suspended or ignored
+(`core.speculation.drafter_health`) is not asked.
 
-The format is `vllm_slo.wire.draft_messages`, the sockets are `vllm_slo.wire.draft_socket`. There is
-no thread but the one that checks the keys of new connections: the link moves when it is called.
+The format is `vllm_slo.wire.draft_messages`, the sockets are `vllm_slo.wire.draft_socket`. The only
+thread is the one that checks the keys of new connections; the link does nothing between calls.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -29,13 +29,13 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens, SentPrefixes
 from vllm_slo.core.speculation.drafter_health import Attendance, Conduct
+from vllm_slo.engine.speculation.draft_peer import SPARE_MESSAGES, DraftPeer, misfit
+from vllm_slo.engine.speculation.servers_report import DrafterView, Fault
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_messages import (
-    MAX_ASKED_TOKENS,
     MAX_GRANT,
     MAX_SESSIONS,
     WIRE,
-    Answer,
     Ask,
     Draft,
     Drafted,
@@ -51,43 +51,12 @@ from vllm_slo.wire.draft_messages import (
 )
 from vllm_slo.wire.draft_socket import ZAP_DOMAIN, check_address, derive_keys, verifier_socket
 
-__all__ = ["DraftLink", "DrafterTimes", "DrafterView", "Exchange", "Fault"]
+__all__ = ["DraftLink", "DrafterTimes", "Exchange"]
 
 logger = logging.getLogger("vllm_slo.draft_link")
 
-SPARE_MESSAGES: Final = 16
-"""Messages that a drafter may send between two calls beyond the answers it owes."""
-MOST_OWED: Final = 64
-"""Unanswered rounds of a drafter that are remembered, the newest."""
 READ_AT_ONCE: Final = 256
 """Messages that are read before the time is looked at again."""
-
-
-class Fault(StrEnum):
-    """Why something of a drafter's was dropped."""
-
-    LATE = "late"
-    """A deadline passed without its answer, or it could not be sent to."""
-    STALE_ROUND = "stale_round"
-    """An answer that came after its deadline; neither this nor ``LATE`` is to blame for."""
-    REPLAYED = "replayed"
-    """An answer that nobody waits for: of another epoch, never asked for, or given already."""
-    WRONG_SESSION = "wrong_session"
-    """A draft for a session that was not asked for, a second one, or one after another prefix."""
-    OUT_OF_RANGE = "out_of_range"
-    """Token ids that the verifier's vocabulary lacks."""
-    TOO_MANY_TOKENS = "too_many_tokens"
-    """More tokens than granted."""
-    BAD_PROBABILITY = "bad_probability"
-    """A probability that is none, or not one for each token."""
-    MALFORMED = "malformed"
-    """Not a message of the wire format."""
-    UNKNOWN_SENDER = "unknown_sender"
-    """A message before a hello, or after another took the name."""
-    FLOOD = "flood"
-    """More messages than anybody asked for."""
-    REFUSED_HELLO = "refused_hello"
-    """A drafter of another vocabulary or wire version, or one too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +74,14 @@ class DrafterTimes:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What came of one round.
+    """The outcome of one round.
 
     Attributes:
         answers: the drafts, by session; sessions without a usable one are absent.
         times: of every drafter that was asked.
         late: drafters whose answer was not there in time.
-        skipped: drafters that were not asked: unknown, gone, suspended or ignored, or with nothing
-            that they can take.
+        skipped: drafters that were not asked: unknown, disconnected, suspended or ignored, or
+            without an ask that they can take.
         send_s: spent on sending.
         receive_s: spent on waiting for answers.
     """
@@ -126,64 +95,8 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterView:
-    """A drafter that said hello.
-
-    Attributes:
-        name, model, max_model_len, max_sessions: as it says.
-        sessions: that it holds.
-        up: whether it is connected, as far as is known.
-        suspended: whether it missed too many deadlines.
-        ignored: whether it sent too much that nobody can use.
-        link_s: seconds that its answers take beyond drafting.
-        faults: how often what of it was dropped, since the link was made.
-    """
-
-    name: str
-    model: str
-    max_model_len: int
-    max_sessions: int
-    sessions: int
-    up: bool
-    suspended: bool
-    ignored: bool
-    link_s: float
-    faults: Mapping[Fault, int]
-
-    @property
-    def ready(self) -> bool:
-        """Whether an exchange would ask it."""
-        return self.up and not self.suspended and not self.ignored
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What one drafter may answer in this round."""
-
-    session: str
-    at: int
-    grant: int
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A drafter: its connection, what it holds, what it owes."""
-
-    identity: bytes
-    epoch: int
-    hello: Hello
-    sent: SentPrefixes
-    attendance: Attendance
-    conduct: Conduct
-    up: bool = True
-    owed: dict[int, tuple[float, float]] = field(default_factory=dict)  # round -> sent at, until
-    asked: dict[int, _Asked] = field(default_factory=dict)  # of the round that is waited for
-    allowance: int = SPARE_MESSAGES
-
-
-@dataclass(frozen=True, slots=True)
 class _Admitted:
-    """Says to ``zmq.auth`` whose connections are taken."""
+    """Tells ``zmq.auth`` which public key is admitted."""
 
     public: bytes
 
@@ -198,9 +111,9 @@ class DraftLink:
         address: to bind, ``tcp://HOST:PORT`` or ``ipc://PATH``; port ``*``: any free one.
         token: the cluster's secret.
         vocab_size: tokens of the verifier's vocabulary; drafted ids are below it.
-        vocabulary: its `draft_wire.vocabulary_digest`, "" where not known.
-        max_grant: of one session; more is cut.
-        max_drafters: that are taken in.
+        vocabulary: its `vocabulary_digest`, "" where not known.
+        max_grant: tokens of one session; more is cut.
+        max_drafters: draft servers that are welcomed.
         clock: for deadlines; None: the machine's.
 
     Raises:
@@ -225,7 +138,7 @@ class DraftLink:
         self._max_grant = min(max_grant, MAX_GRANT)
         self._max_drafters = max_drafters
         self._clock = clock or SystemClock()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, DraftPeer] = {}
         self._names: dict[bytes, str] = {}
         self._faults: dict[str, Counter[Fault]] = {}
         self._round = 0
@@ -280,38 +193,26 @@ class DraftLink:
         """Where drafters connect, with the port that was found free."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    # --- what is known ---------------------------------------------------------------------------
+    # --- views -----------------------------------------------------------------------------------
 
     @property
     def drafters(self) -> list[DrafterView]:
-        """Every drafter that was welcomed, in order of their names."""
+        """Every drafter that was welcomed, by name."""
         now_s = self._clock.monotonic_s()
-        return [self._view(self._peers[name], now_s) for name in sorted(self._peers)]
+        return [
+            self._peers[name].view(now_s, self._faults.get(name, {}))
+            for name in sorted(self._peers)
+        ]
 
     @property
     def faults(self) -> Counter[Fault]:
-        """How often what was dropped, of all drafters and of who was never welcomed."""
+        """What was dropped, and how often, of all drafters and of unknown senders."""
         return sum(self._faults.values(), Counter[Fault]())
-
-    def _view(self, peer: _Peer, now_s: float) -> DrafterView:
-        hello = peer.hello
-        return DrafterView(
-            name=hello.name,
-            model=hello.model,
-            max_model_len=hello.max_model_len,
-            max_sessions=hello.max_sessions,
-            sessions=len(peer.sent) if peer.up else 0,
-            up=peer.up,
-            suspended=peer.attendance.suspended,
-            ignored=peer.conduct.ignored(now_s),
-            link_s=peer.attendance.link_s,
-            faults=dict(self._faults.get(hello.name, {})),
-        )
 
     # --- a round ---------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take in what has come: hellos, late answers, signs of life. Waits for nothing."""
+        """Read the messages that have arrived: hellos, late answers, pongs. Does not wait."""
         for peer in self._peers.values():
             peer.allowance = SPARE_MESSAGES + len(peer.owed)
         self._read()
@@ -368,7 +269,7 @@ class DraftLink:
     def _ask_all(
         self, asks: Mapping[str, Mapping[str, DraftAsk]], end_s: float
     ) -> tuple[list[str], list[str], list[str]]:
-        """Drafters that were asked, that could not be sent to, and that there is no asking."""
+        """(drafters that were asked, that could not be sent to, that were not asked)."""
         asked: list[str] = []
         late: list[str] = []
         skipped: list[str] = []
@@ -376,55 +277,21 @@ class DraftLink:
             peer = self._peers.get(name)
             if (
                 peer is None
-                or not self._is_ready(peer)
-                or not (changes := self._changes(peer, wanted))
+                or not peer.is_ready(self._clock.monotonic_s())
+                or not (fitting := peer.asks(wanted, self._max_grant))
             ):
                 skipped.append(name)
-            elif self._ask(peer, changes, end_s):
-                asked.append(name)
             else:
-                late.append(name)
+                (asked if self._ask(peer, fitting, end_s) else late).append(name)
         return asked, late, skipped
 
-    def _is_ready(self, peer: _Peer) -> bool:
-        now_s = self._clock.monotonic_s()
-        return peer.up and not peer.attendance.suspended and not peer.conduct.ignored(now_s)
-
-    def _changes(self, peer: _Peer, asks: Mapping[str, DraftAsk]) -> list[Ask]:
-        """The asks that one message takes, of sessions that the drafter holds before new ones."""
-        peer.asked, room = {}, MAX_ASKED_TOKENS
-        found: list[Ask] = []
-        for session in sorted(asks, key=lambda name: name not in peer.sent):
-            ask = asks[session]
-            at = len(ask.prefix)
-            grant = min(ask.grant, self._max_grant, peer.hello.max_model_len - at)
-            if grant <= 0 or at == 0 or len(found) == peer.hello.max_sessions:
-                continue
-            change = peer.sent.change(session, ask.prefix, room)
-            if change is None:
-                continue
-            room -= len(change.tokens)
-            peer.asked[change.number] = _Asked(session, at, grant)
-            found.append(
-                Ask(
-                    session=change.number,
-                    keep=change.keep,
-                    tokens=change.tokens,
-                    grant=grant,
-                    temperature=ask.temperature,
-                )
-            )
-        return found
-
-    def _ask(self, peer: _Peer, asks: list[Ask], end_s: float) -> bool:
+    def _ask(self, peer: DraftPeer, asks: list[Ask], end_s: float) -> bool:
         """Send one drafter its round; False if it cannot be sent to."""
         now_s = self._clock.monotonic_s()
         left_s = max(end_s - now_s - peer.attendance.link_s, 0.0)
         if not self._send_draft(peer, left_s, asks):
             return False
-        peer.owed[self._round] = now_s, end_s
-        if len(peer.owed) > MOST_OWED:
-            del peer.owed[min(peer.owed)]
+        peer.owe(self._round, now_s, end_s)
         return True
 
     def _end(self, ended: Iterable[str]) -> None:
@@ -433,12 +300,12 @@ class DraftLink:
                 peer.sent.end(session)
 
     def _tell_ended(self) -> None:
-        """What is over, to who has not been told with its asks; that takes no answer."""
+        """Send the ended sessions to the drafters that got no ask. They do not answer that."""
         for peer in self._peers.values():
             if peer.sent.ended and peer.up and not peer.attendance.suspended:
                 self._send_draft(peer, 0.0, [])
 
-    def _send_draft(self, peer: _Peer, deadline_s: float, asks: list[Ask]) -> bool:
+    def _send_draft(self, peer: DraftPeer, deadline_s: float, asks: list[Ask]) -> bool:
         ended = peer.sent.take_ended(MAX_SESSIONS)
         sent = self._send(
             peer.identity,
@@ -451,7 +318,7 @@ class DraftLink:
         return sent
 
     def _send(self, identity: bytes, message: FromVerifier) -> bool:
-        """False if it cannot be sent now; who is not connected any more is down."""
+        """Whether it could be sent now. A drafter without a connection is marked as down."""
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -467,12 +334,12 @@ class DraftLink:
         if name is not None:
             self._peers[name].up = False
             self._peers[name].owed.clear()
-            logger.warning("draft server %s is gone", name)
+            logger.warning("draft server %s has disconnected", name)
 
     # --- receiving -------------------------------------------------------------------------------
 
     def _await(self, names: Iterable[str], end_s: float) -> None:
-        """Read until none of these owes an answer to this round, or it is ``end_s``."""
+        """Read until none of these drafters owes an answer to this round, or until ``end_s``."""
         waiting = list(names)
         while waiting := [name for name in waiting if self._owes(name)]:
             left_s = end_s - self._clock.monotonic_s()
@@ -485,7 +352,7 @@ class DraftLink:
         return peer is not None and self._round in peer.owed
 
     def _read(self) -> None:
-        """Take in what has come, as far as it is no flood."""
+        """Read the messages that have arrived, at most `READ_AT_ONCE` of them."""
         for _ in range(READ_AT_ONCE):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -523,8 +390,8 @@ class DraftLink:
                 peer.attendance.lives()
                 peer.attendance.rested(now_s)
 
-    def _blame(self, peer: _Peer | None, fault: Fault) -> None:
-        """Count it; whoever did it too often is ignored, and not waited for."""
+    def _blame(self, peer: DraftPeer | None, fault: Fault) -> None:
+        """Count a fault. A drafter with too many of them is ignored, and not waited for."""
         name = peer.hello.name if peer is not None else ""
         self._count(name, fault)
         if peer is not None and peer.conduct.bad(self._clock.monotonic_s()):
@@ -537,7 +404,7 @@ class DraftLink:
         if peer is not None:
             peer.attendance.missed(now_s)
             if peer.attendance.suspended:
-                logger.warning("draft server %s is suspended: it is too slow, or stands", name)
+                logger.warning("draft server %s is suspended: it is too slow, or stopped", name)
 
     def _count(self, name: str, fault: Fault) -> None:
         self._faults.setdefault(name, Counter())[fault] += 1
@@ -545,65 +412,49 @@ class DraftLink:
     # --- hellos ----------------------------------------------------------------------------------
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        """Welcome a drafter, in place of one of the same name, or refuse it."""
-        known = self._peers.get(hello.name)
-        reason = self._misfit(hello)
+        """Welcome a drafter, or refuse it. It replaces an earlier one of the same name."""
+        earlier = self._peers.get(hello.name)
+        reason = misfit(hello, self._vocab_size, self._vocabulary)
         if self._names.get(identity, hello.name) != hello.name:
             reason = "it has another name already; connect anew"
-        if reason is None and known is None and not self._has_room():
+        if reason is None and earlier is None and not self._make_room():
             reason = f"the verifier has {self._max_drafters} draft servers already"
         if reason is not None:
             self._refuse(identity, hello.name, reason)
             return
-        if known is not None and known.up and known.identity != identity:
-            self._send(known.identity, Refused(reason=f"another draft server is {hello.name} now"))
-        if known is not None:
-            self._names.pop(known.identity, None)
-        peer = _Peer(
+        if earlier is not None:
+            if earlier.up and earlier.identity != identity:
+                replaced = Refused(reason=f"another draft server is {hello.name} now")
+                self._send(earlier.identity, replaced)
+            self._names.pop(earlier.identity, None)
+        peer = DraftPeer(
             identity,
             epoch=secrets.randbits(62),
             hello=hello,
             sent=SentPrefixes(hello.max_sessions),
             attendance=Attendance(),
-            conduct=known.conduct if known else Conduct(),
-            allowance=known.allowance if known else SPARE_MESSAGES,
+            conduct=earlier.conduct if earlier else Conduct(),
+            allowance=earlier.allowance if earlier else SPARE_MESSAGES,
         )
         self._peers[hello.name], self._names[identity] = peer, hello.name
         if self._send(identity, Welcome(epoch=peer.epoch)):
-            logger.info("draft server %s is there, with %s", hello.name, hello.model)
+            logger.info("draft server %s has connected, with %s", hello.name, hello.model)
 
-    def _misfit(self, hello: Hello) -> str | None:
-        """Why a drafter's tokens would not be the verifier's.
+    def _make_room(self) -> bool:
+        """Whether another drafter can be welcomed, maybe in place of one that has disconnected.
 
-        Models of one family may differ in size by padding, which no tokenizer ever yields: with
-        equal ids that does no harm.
-        """
-        if hello.vocabulary and self._vocabulary:
-            if hello.vocabulary != self._vocabulary:
-                return "its vocabulary is not the verifier's; use a draft model of the same family"
-            return None
-        if hello.vocab_size != self._vocab_size:
-            return (
-                f"it has a vocabulary of {hello.vocab_size} tokens, the verifier one of "
-                f"{self._vocab_size}; use a draft model of the same family"
-            )
-        return None
-
-    def _has_room(self) -> bool:
-        """Whether one more can be taken in; one that is gone makes place.
-
-        That it is gone may be known only when something is sent to it.
+        A lost connection may show only when something is sent over it.
         """
         if len(self._peers) < self._max_drafters:
             return True
         for peer in self._peers.values():
             if peer.up:
                 self._send(peer.identity, Ping())
-        gone = next((name for name, peer in self._peers.items() if not peer.up), None)
-        if gone is None:
+        down = next((name for name, peer in self._peers.items() if not peer.up), None)
+        if down is None:
             return False
-        del self._peers[gone]
-        self._faults.setdefault("", Counter()).update(self._faults.pop(gone, {}))
+        del self._peers[down]
+        self._faults.setdefault("", Counter()).update(self._faults.pop(down, {}))
         return True
 
     def _refuse(self, identity: bytes, who: str, reason: str) -> None:
@@ -613,7 +464,7 @@ class DraftLink:
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def _take_answers(self, peer: _Peer, drafted: Drafted, now_s: float) -> None:
+    def _take_answers(self, peer: DraftPeer, drafted: Drafted, now_s: float) -> None:
         owed = peer.owed.get(drafted.round) if drafted.epoch == peer.epoch else None
         if owed is None:
             self._blame(peer, Fault.REPLAYED)
@@ -621,7 +472,7 @@ class DraftLink:
         peer.owed = {n: times for n, times in peer.owed.items() if n > drafted.round}
         sent_s, end_s = owed
         took_s = now_s - sent_s
-        # A comparison with NaN is false: what makes no sense counts as no time.
+        # A comparison with NaN is false, so NaN counts as no time.
         draft_s = min(drafted.draft_s, took_s) if drafted.draft_s > 0.0 else 0.0
         peer.sent.lost(drafted.lost)
         if drafted.round != self._round or not self._waits:
@@ -633,25 +484,15 @@ class DraftLink:
         peer.attendance.travelled(took_s - draft_s)
         peer.attendance.answered()
         self._answered[peer.hello.name] = now_s, draft_s
-        faults = [fault for answer in drafted.answers if (fault := self._use(peer, answer))]
+        faults: list[Fault] = []
+        for answer in drafted.answers:
+            draft = peer.accept(answer, self._vocab_size)
+            if isinstance(draft, Fault):
+                faults.append(draft)
+            elif answer.tokens:
+                session, tokens = draft
+                self._answers[session] = tokens
         for fault in faults:
             self._blame(peer, fault)
         if not faults:
             peer.conduct.good()
-
-    def _use(self, peer: _Peer, answer: Answer) -> Fault | None:
-        """Take one session's draft, or say what is wrong with it."""
-        asked = peer.asked.pop(answer.session, None)
-        if asked is None or answer.at != asked.at:
-            return Fault.WRONG_SESSION
-        if len(answer.tokens) > asked.grant:
-            return Fault.TOO_MANY_TOKENS
-        if not all(0 <= token < self._vocab_size for token in answer.tokens):
-            return Fault.OUT_OF_RANGE
-        if len(answer.probabilities) != len(answer.tokens) or not all(
-            0.0 <= probability <= 1.0 for probability in answer.probabilities
-        ):
-            return Fault.BAD_PROBABILITY
-        if answer.tokens:
-            self._answers[asked.session] = DraftTokens(answer.tokens, answer.probabilities)
-        return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,13 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_slo.config.model import SpeculationConfig
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains, Plan
+from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, DraftTrees, Grant
 from vllm_slo.engine.speculation.tenants import Verified
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.scheduling.controller import Steering
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 logger = init_logger(__name__)
 
@@ -58,7 +57,7 @@ class Candidate:
 
 class Drafts(Protocol):
     """Where the drafts of an engine come from, as `engine.speculation.trees` sees it: draft models
-    beside the served one (`Drafting`), or draft servers (`engine.speculation.draft_servers`)."""
+    beside the served one (`DraftModels`), or draft servers (`engine.speculation.draft_servers`)."""
 
     @property
     def plan(self) -> Plan:
@@ -67,6 +66,10 @@ class Drafts(Protocol):
     @property
     def typical(self) -> Floats:
         """(depths, width) path probabilities of what is drafted now, typically."""
+
+    @property
+    def out(self) -> bool:
+        """Whether nothing will ever be drafted any more."""
 
     def nothing(self) -> None:
         """After the next step nothing is drafted."""
@@ -151,11 +154,12 @@ class _Drafted(NamedTuple):
     quiet: bool
 
 
-class Drafting:
+class DraftModels:
     """Follows the draft models of one engine; see `Drafts`.
 
     Args:
-        steering: step times and metrics.
+        clock: step times; it is told how long drafting takes.
+        metrics: where drafting is counted.
         config: the models, and how deep and wide they may guess.
         path_tokens: what another path of a tree costs besides its nodes, in tokens.
 
@@ -165,8 +169,15 @@ class Drafting:
         plan: what is drafted after the step that is being planned.
     """
 
-    def __init__(self, steering: Steering, config: SpeculationConfig, path_tokens: float) -> None:
-        self.steering = steering
+    def __init__(
+        self,
+        clock: StepClock,
+        metrics: SpeculationMetrics,
+        config: SpeculationConfig,
+        path_tokens: float,
+    ) -> None:
+        self._clock = clock
+        self._metrics = metrics
         self.pool = config.pool
         self.names = (*short_names(config.pool), TARGET)
         self.calibrations = [DraftCalibration(config.max_depth) for _ in config.pool]
@@ -176,21 +187,26 @@ class Drafting:
         self.plan = NO_DRAFT
         self._drafted = _Drafted(NO_DRAFT, 0.0, quiet=False)
         for name in self.names[:-1]:
-            steering.metrics.draft_model_up(name, up=True)
+            metrics.draft_model_up(name, up=True)
 
     # What is to be drafted.
 
     def nothing(self) -> None:
         """After the next step nothing is drafted."""
         self.plan = NO_DRAFT
-        self.steering.steps.drafting(0.0, 0.0)
+        self._clock.drafting(0.0, 0.0)
 
     def decide(self, load: DraftLoad) -> None:
         """Choose what is drafted after the next step."""
-        steps = self.steering.steps
-        self.plan = self.chains.choose(load, steps.verifying_model, self.steering.now_s)
+        clock = self._clock
+        self.plan = self.chains.choose(load, clock.verifying_model, clock.now_s)
         prompt_s = sum(self.chains.times[model].token_s for model in self.plan.chain)
-        steps.drafting(self.plan.drafting_s, prompt_s)
+        clock.drafting(self.plan.drafting_s, prompt_s)
+
+    @property
+    def out(self) -> bool:
+        """Whether no draft model is left."""
+        return not self.chains.likely
 
     @property
     def typical(self) -> Floats:
@@ -290,12 +306,12 @@ class Drafting:
         drafted, self._drafted = self._drafted, _Drafted(plan, seconds, quiet)
         lengths = [tokens for tokens, lacked in given if lacked > drafted.plan.depth]
         if drafted.quiet and quiet and 2 * len(lengths) > drafted.plan.requests:
-            took_s = drafted.seconds + self.steering.steps.verified_s
+            took_s = drafted.seconds + self._clock.verified_s
             self.chains.observe_step(drafted.plan, took_s, sum(lengths) / len(lengths))
 
     def _count(self, plan: Plan, report: DraftingReport) -> None:
         names, edges = self.names, self.chains.edges
-        self.steering.metrics.drafting(
+        self._metrics.drafting(
             ">".join(names[model] for model in plan.chain),
             [(names[model], seconds) for model, _, seconds in report.passes],
             [(names[i], names[j], tried, kept) for i, j, tried, kept in report.edges],
@@ -306,11 +322,10 @@ class Drafting:
         """A model has failed for good: the others go on, or none does."""
         self.chains.drop(model)
         logger.error("vllm-slo: the draft model %s is out: %s", self.pool[model], reason)
-        self.steering.metrics.draft_model_up(self.names[model], up=False)
+        self._metrics.draft_model_up(self.names[model], up=False)
         if not self.chains.likely:
             logger.error("vllm-slo: speculation is off: no draft model is left")
-            self.steering.without_trees()
-            self.steering.metrics.speculation_on(False)
+            self._metrics.speculation_on(False)
 
 
 def _as_deep(chances: Floats, depths: Ints, starts: Ints) -> tuple[Floats, Ints, Ints]:

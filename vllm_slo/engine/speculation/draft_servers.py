@@ -19,29 +19,32 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_slo.config.model import SpeculationConfig
-from vllm_slo.core.batching.step import decode_limit_s
+from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.candidate_trees import tpot_needs
 from vllm_slo.core.speculation.draft_rounds import Crowd, DraftTimes, plan_round
 from vllm_slo.core.speculation.model_chain import DraftLoad, Plan
 from vllm_slo.core.speculation.proportional_fairness import GradientScheduler
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import INFINITY
+from vllm_slo.core.types import INFINITY, DecodeView
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling import request_views
+from vllm_slo.engine.scheduling.decode_model import TokenYields
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.draft_models import Candidate
 from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, DraftTrees, Grant
 from vllm_slo.engine.speculation.servers_report import ServersReport
 from vllm_slo.engine.speculation.tenants import Verified
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.scheduling.controller import Steering
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -68,20 +71,41 @@ class _Drafter:
     max_model_len: int = 0
 
 
-class RemoteDrafting:
+class DraftServers:
     """Follows the draft servers of one engine; see `engine.speculation.draft_models.Drafts`.
 
     Args:
-        steering: step times, promises and metrics.
+        state: the requests that run.
+        tracker: which of them are promised a TPOT.
+        clock: step times; it is told how long drafts are waited for.
+        yields: tokens that the next step is expected to yield.
+        metrics: where drafts are counted.
         config: how far ahead they may guess, and how long they are waited for.
+        max_step_tokens: tokens of one step at most.
 
     Attributes:
         clients: the gradient scheduler's state of each.
         plan: what is drafted after the step that is being planned.
     """
 
-    def __init__(self, steering: Steering, config: SpeculationConfig) -> None:
-        self.steering = steering
+    out = False
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        clock: StepClock,
+        yields: TokenYields,
+        metrics: SpeculationMetrics,
+        config: SpeculationConfig,
+        max_step_tokens: int,
+    ) -> None:
+        self._state = state
+        self._tracker = tracker
+        self._clock = clock
+        self._yields = yields
+        self._metrics = metrics
+        self._max_step_tokens = max_step_tokens
         self.config = config
         self.clients = GradientScheduler()
         self.plan = NO_DRAFT
@@ -102,18 +126,18 @@ class RemoteDrafting:
     def nothing(self) -> None:
         """After the next step nothing is drafted."""
         self.plan = NO_DRAFT
-        self.steering.steps.drafting(0.0, 0.0)
+        self._clock.drafting(0.0, 0.0)
 
     def decide(self, load: DraftLoad) -> None:
         """Choose how much is drafted after the next step."""
-        requests = self._at_home(self.steering.scheduler.running)
+        requests = self._at_home(self._state.running)
         if not requests or not load.deepest:
             self.nothing()
             return
         found = plan_round(
             self._crowd(requests, load),
-            self.steering.steps.verifying_model,
-            room=max(self.steering.max_step_tokens - load.active, 0),
+            self._clock.verifying_model,
+            room=max(self._max_step_tokens - load.active, 0),
             context_tokens=load.context,
             shallowest=load.min_depth,
         )
@@ -122,7 +146,7 @@ class RemoteDrafting:
         self._least = dict(zip(names, found.least.tolist(), strict=True))
         depth = int(found.most.max())
         self.plan = Plan(depth=depth, drafting_s=found.wait_s, requests=len(requests))
-        self.steering.steps.drafting(found.wait_s, 0.0)
+        self._clock.drafting(found.wait_s, 0.0)
 
     def grants(self, requests: Sequence[Request]) -> dict[str, Grant]:
         """What each of these requests, which get tokens in this step, is drafted after it."""
@@ -132,7 +156,7 @@ class RemoteDrafting:
         homes = [self._homes[request.request_id] for request in found]
         granted = self.clients.grants(
             homes,
-            min(self._budget, self.steering.max_step_tokens - len(requests)),
+            min(self._budget, self._max_step_tokens - len(requests)),
             least=[self._least.get(request.request_id, 0) for request in found],
             most=self._within(found, self.plan),
         )
@@ -147,14 +171,13 @@ class RemoteDrafting:
     def deadline_s(self, output: SchedulerOutput) -> float:
         """How long a step may wait for drafts: as long as leaves time to keep its promises, or as
         they are expected to take."""
-        steering = self.steering
-        context = sum(request.num_computed_tokens for request in steering.scheduler.running)
+        context = sum(request.num_computed_tokens for request in self._state.running)
         tokens = output.total_num_scheduled_tokens
-        verifying_s = steering.steps.verifying_model.predict_s(tokens, context)
-        start_s = steering.steps.next_start_s(steering.now_s)
+        verifying_s = self._clock.verifying_model.predict_s(tokens, context)
+        start_s = self._clock.start_s
         limits_s = (
-            decode_limit_s(start_s, steering.decode_view(tracked, start_s), 0.0)
-            for tracked in steering.tracked.values()
+            limit_of(start_s, self._view(tracked, start_s), 0.0)
+            for tracked in self._tracker
             if tracked.promised and tracked.decodes
         )
         left_s = max(min(limits_s, default=INFINITY) - verifying_s, self.plan.drafting_s)
@@ -171,7 +194,7 @@ class RemoteDrafting:
             np.stack([self._drafters[home].times.ahead_s(load.deepest) for home in homes]),
             self._most(requests, load.deepest),
             np.asarray([self._pace_s(request) for request in requests]),
-            self.steering.steps.verifying_model.predict_s(load.active, load.context),
+            self._clock.verifying_model.predict_s(load.active, load.context),
         )
 
     def _within(self, requests: Sequence[Request], plan: Plan) -> Ints:
@@ -183,7 +206,7 @@ class RemoteDrafting:
 
     def _most(self, requests: Sequence[Request], deepest: int) -> Ints:
         """Draft tokens of each that could be of use."""
-        longest = self.steering.scheduler.max_model_len
+        longest = self._state.max_model_len
         found = []
         for request in requests:
             lacked = request.max_tokens - request.num_output_tokens - 2  # this step's, the next's
@@ -193,15 +216,19 @@ class RemoteDrafting:
 
     def _pace_s(self, request: Request) -> float:
         """Seconds per token that a promise asks of a request that decodes."""
-        steering = self.steering
-        tracked = steering.tracked.get(request.request_id)
+        tracked = self._tracker.get(request.request_id)
         if tracked is None or not (tracked.promised and tracked.decodes):
             return INFINITY
         if tracked.tpot_s == INFINITY:
             return INFINITY
-        start_s = steering.steps.next_start_s(steering.now_s)
+        start_s = self._clock.start_s
         left = max(request.max_tokens - request.num_output_tokens, 1)
-        return tpot_needs(steering.decode_view(tracked, start_s), start_s, left).pace_s
+        return tpot_needs(self._view(tracked, start_s), start_s, left).pace_s
+
+    def _view(self, tracked: SLORequest, start_s: float) -> DecodeView:
+        """A decoding request before a step, what the step is expected to yield of it counted."""
+        expected = self._yields.next_step.get(tracked.request.request_id, 1.0)
+        return request_views.decode_view(tracked, start_s, self._clock.strength, expected)
 
     # Who drafts for whom.
 
@@ -305,7 +332,7 @@ class RemoteDrafting:
 
     def observe(self, verified: Iterable[Verified]) -> None:
         """Take in what became of the drafts of everybody who decoded in a step."""
-        metrics, ratios = self.steering.metrics, dict[str, list[float]]()
+        metrics, ratios = self._metrics, dict[str, list[float]]()
         tokens: Counter[str] = Counter()
         looked_at: Counter[str] = Counter()
         taken: Counter[str] = Counter()
@@ -341,7 +368,7 @@ class RemoteDrafting:
         for name, drafter in self._drafters.items():
             if name not in asked:
                 drafter.times.rest()
-        self.steering.metrics.draft_servers(report.servers, self.clients.views())
+        self._metrics.draft_servers(report.servers, self.clients.views())
 
     def _meet(self, report: ServersReport) -> None:
         """Who is there now; who is known to the worker no more is forgotten."""

@@ -4,24 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_slo.engine.compat.structured_output import constraint_start, grammar_of, next_token_mask
+
 Masks = NDArray[np.int32]
 
 
 def constrains_now(manager: StructuredOutputManager, request: Request) -> bool:
     """Whether the grammar applies to the request's next token, rather than after its reasoning."""
-    return manager._get_constraint_bounds(request, ()).constraint_start == 0
-
-
-def _grammar(request: Request) -> Any:
-    structured = request.structured_output_request
-    return None if structured is None else structured.grammar
+    return constraint_start(manager, request) == 0
 
 
 def _descend(
@@ -31,7 +27,7 @@ def _descend(
     visit: Callable[[int], None],
 ) -> None:
     """Call ``visit`` at each node that the grammar allows, the grammar standing behind it."""
-    grammar = _grammar(request)
+    grammar = grammar_of(request)
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
@@ -63,20 +59,10 @@ def masks(
     parents: Sequence[int],
 ) -> Masks:
     """vLLM's bit masks of the tokens allowed at the root and at each node, [nodes + 1, words]."""
-    name = request.request_id
-    requests = {name: request}
-
-    def here() -> Masks:
-        row = manager.grammar_bitmask(requests, [name], {})
-        assert row is not None
-        found: Masks = row[0].copy()
-        return found
-
-    root = here()
-    rows = np.tile(root, (len(tokens) + 1, 1))
+    rows = np.tile(next_token_mask(manager, request), (len(tokens) + 1, 1))
 
     def keep(node: int) -> None:
-        rows[node + 1] = here()
+        rows[node + 1] = next_token_mask(manager, request)
 
     if tokens:
         _descend(request, tokens, parents, keep)

@@ -18,12 +18,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from vllm_slo.config.model import SLOConfig, SpeculationConfig
-from vllm_slo.config.serve_args import REMOTE_PROPOSER, TREE_PROPOSER
+from vllm_slo.config.class_names import REMOTE_PROPOSER, TREE_PROPOSER
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.speculation.draft_check import check_flags
+from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.speculation.servers_report import ServersReport
-from vllm_slo.engine.worker.tree_attention.plan import scratch_blocks_per_row
 from vllm_slo.errors import ConfigError
 
 _ATTRIBUTE = "vllm_slo_trees"

@@ -3,12 +3,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
-from vllm_slo.engine.speculation.draft_link import DrafterView
+__all__ = ["DrafterRound", "DrafterView", "Fault", "ServersReport"]
 
-__all__ = ["DrafterRound", "ServersReport"]
+
+class Fault(StrEnum):
+    """Why something that a draft server sent, or owed, was dropped."""
+
+    LATE = "late"
+    """A deadline passed without its answer, or it could not be sent to."""
+    STALE_ROUND = "stale_round"
+    """An answer that came after its deadline; neither this nor ``LATE`` is to blame for."""
+    REPLAYED = "replayed"
+    """An answer that nobody waits for: of another epoch, never asked for, or given already."""
+    WRONG_SESSION = "wrong_session"
+    """A draft for a session that was not asked for, a second one, or one after another prefix."""
+    OUT_OF_RANGE = "out_of_range"
+    """Token ids that the verifier's vocabulary lacks."""
+    TOO_MANY_TOKENS = "too_many_tokens"
+    """More tokens than granted."""
+    BAD_PROBABILITY = "bad_probability"
+    """A probability that is none, or not one for each token."""
+    MALFORMED = "malformed"
+    """Not a message of the wire format."""
+    UNKNOWN_SENDER = "unknown_sender"
+    """A message before a hello, or after another took the name."""
+    FLOOD = "flood"
+    """More messages than anybody asked for."""
+    REFUSED_HELLO = "refused_hello"
+    """A drafter of another vocabulary or wire version, or one too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterView:
+    """A draft server that has introduced itself.
+
+    Attributes:
+        name, model, max_model_len, max_sessions: as in its hello.
+        sessions: sessions that it holds.
+        up: whether it is connected, as far as is known.
+        suspended: whether it missed too many deadlines.
+        ignored: whether it sent too many unusable messages.
+        link_s: seconds that its answers take beyond drafting.
+        faults: what was dropped of it since the link was made, and how often.
+    """
+
+    name: str
+    model: str
+    max_model_len: int
+    max_sessions: int
+    sessions: int
+    up: bool
+    suspended: bool
+    ignored: bool
+    link_s: float
+    faults: Mapping[Fault, int]
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next round asks it."""
+        return self.up and not self.suspended and not self.ignored
 
 
 class DrafterRound(NamedTuple):

@@ -15,15 +15,14 @@ learnt from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.core.speculation.proportional_fairness import GradientScheduler, grant_tokens
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.scheduling.controller import Steering
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 Floats = NDArray[np.float64]
 
@@ -55,11 +54,13 @@ class TenantShares:
     """The tenants of one engine.
 
     Args:
-        steering: which tenant a request is of; metrics.
+        tracker: which tenant a request is of.
+        metrics: where shares are shown.
     """
 
-    def __init__(self, steering: Steering) -> None:
-        self.steering = steering
+    def __init__(self, tracker: RequestTracker, metrics: SpeculationMetrics) -> None:
+        self._tracker = tracker
+        self._metrics = metrics
         self._gradient = GradientScheduler()
         self._tenants: dict[str, None] = {}  # by when they were last seen
         self._shown: set[str] = set()
@@ -67,7 +68,7 @@ class TenantShares:
         grant_tokens(np.ones(1), np.full(1, 0.5), 1)  # compiles it now instead of in the first step
 
     def _tenant_of(self, request_id: str) -> str:
-        tracked = self.steering.tracked.get(request_id)
+        tracked = self._tracker.get(request_id)
         tenant = NOBODY if tracked is None else tracked.slo.tenant or NOBODY
         if tenant in self._tenants:
             del self._tenants[tenant]
@@ -121,4 +122,4 @@ class TenantShares:
             if len(self._shown) < MOST_SHOWN:
                 self._shown.add(tenant)
             if tenant in self._shown:
-                self.steering.metrics.tenant(tenant, view)
+                self._metrics.tenant(tenant, view)

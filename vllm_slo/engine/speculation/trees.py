@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of trees: candidates come in, selected trees go out with the next step.
 
-A step is planned in three parts. First trees are chosen as if it were of all roots and no prompts:
-what objectives need (AdaServe's SLO-customised selection), then what pays; it is planned with the
-trees of the promised requests, and what these are expected to yield (``plant``). Then the trees of
-everybody who is in the plan are chosen anew, within the time that it leaves (``fill``). Last, the
-parents and what is to be drafted next travel with the step (``send``).
+A step is planned in three parts. First trees are chosen as if the step had all roots and no
+prompts: what objectives need (AdaServe's SLO-customised selection), then what pays. The step is
+planned with the trees of the promised requests, and with what these are expected to yield
+(``propose``). Then the trees of all requests in the plan are chosen anew, within the time that the
+plan leaves (``select``). Last, the parents and what is to be drafted next travel with the step
+(``attach``).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_slo.config.model import SpeculationConfig
+from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
-from vllm_slo.core.batching.step import decode_limit_s
+from vllm_slo.core.batching.decodes import limit_of
+from vllm_slo.core.batching.step import Pressure
 from vllm_slo.core.speculation import token_tree
 from vllm_slo.core.speculation.calibration import ACCEPTED_NODE, DraftCalibration, outcomes
 from vllm_slo.core.speculation.candidate_trees import (
@@ -39,11 +41,7 @@ from vllm_slo.core.speculation.candidate_trees import (
 )
 from vllm_slo.core.speculation.draft_lengths import counted_tokens
 from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains
-from vllm_slo.core.speculation.tree_budget import (
-    MeasuredTrees,
-    sustained_trees,
-    worthwhile_nodes,
-)
+from vllm_slo.core.speculation.tree_budget import MeasuredTrees, sustained_trees, worthwhile_nodes
 from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
@@ -53,20 +51,22 @@ from vllm_slo.core.speculation.tree_selection import (
     node_worths,
     select_trees,
 )
-from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
-from vllm_slo.engine.scheduling import request_views
-from vllm_slo.engine.scheduling.request_views import SLORequest
-from vllm_slo.engine.scheduling.step_planner import Nudge
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling import request_facts, request_views
+from vllm_slo.engine.scheduling.decode_model import PlainDecoding, TokenYields, WayToDecode
+from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation import grammar, messages
-from vllm_slo.engine.speculation.draft_models import Candidate, Drafting, Drafts
-from vllm_slo.engine.speculation.draft_servers import RemoteDrafting
+from vllm_slo.engine.speculation.draft_models import Candidate, DraftModels, Drafts
+from vllm_slo.engine.speculation.draft_servers import DraftServers
 from vllm_slo.engine.speculation.messages import DraftTrees, StepTrees
-from vllm_slo.engine.speculation.tenants import Verified
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.scheduler import Scheduler
-    from vllm_slo.engine.scheduling.controller import Steering, WayToDecode
+from vllm_slo.engine.speculation.tenants import TenantShares, Verified
+from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 logger = init_logger(__name__)
 
@@ -90,7 +90,7 @@ CPU_MULTIPLE = 4
 through its kernels, the odd ones one by one."""
 
 
-class Planted(NamedTuple):
+class ScheduledTrees(NamedTuple):
     """The trees that a step verifies, as flat arrays of (K,) nodes, request by request.
 
     Attributes:
@@ -112,88 +112,116 @@ class Planted(NamedTuple):
     chances: Floats
 
     @classmethod
-    def none(cls) -> Planted:
+    def none(cls) -> ScheduledTrees:
         """No trees."""
         tokens, floats = np.empty(0, dtype=np.int64), np.empty(0)
         return cls({}, tokens, tokens, tokens.astype(np.int32), floats, floats > 0.0, floats)
 
 
-class Speculation:
-    """Plants the trees of each step.
+class Trees:
+    """Chooses the trees of each step; a `Speculation`.
 
     Args:
-        scheduler: whose requests and blocks it reads; of requests it sets ``spec_token_ids``.
-        steering: what is promised, and how long steps take.
-        config: how deep and wide.
+        state: whose requests it reads; of these it sets ``spec_token_ids``.
+        tracker: the requests that carry an SLO.
+        blocks: KV memory.
+        clock: step times.
+        pressure: whether first tokens come too late.
+        metrics: where trees are counted.
+        tenants: whose drafts are verified beyond what objectives need; None: the likeliest.
+        config: how deep and wide trees are, and how TPOTs are judged.
+        max_step_tokens: tokens of one step at most.
 
     Attributes:
         drafting: which draft models or servers work, and what their guesses are worth.
+        draft_padding: 0, as a tree is as large as it is.
+        yields: tokens that the step is expected to yield, of promised requests with trees.
     """
 
-    def __init__(self, scheduler: Scheduler, steering: Steering, config: SpeculationConfig) -> None:
-        self.scheduler = scheduler
-        self.steering = steering
-        self.config = config
-        on_cpu = scheduler.vllm_config.device_config.device_type == "cpu"
+    draft_padding = 0
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        blocks: KVBlocks,
+        clock: StepClock,
+        pressure: Pressure,
+        metrics: SpeculationMetrics,
+        tenants: TenantShares | None,
+        config: SLOConfig,
+        max_step_tokens: int,
+    ) -> None:
+        self._state = state
+        self._tracker = tracker
+        self._blocks = blocks
+        self._clock = clock
+        self._pressure = pressure
+        self._metrics = metrics
+        self._tenants = tenants
+        self._max_step_tokens = max_step_tokens
+        self._block_size = state.block_size
+        self.config = config.speculation
+        self.yields = TokenYields()
+        on_cpu = state.vllm_config.device_config.device_type == "cpu"
         self._path_tokens = PATH_TOKENS if on_cpu else 0.0
         self._multiple = CPU_MULTIPLE if on_cpu else 1
         self.drafting: Drafts = (
-            Drafting(steering, config, self._path_tokens)
-            if config.draft_servers is None
-            else RemoteDrafting(steering, config)
+            DraftModels(clock, metrics, self.config, self._path_tokens)
+            if self.config.draft_servers is None
+            else DraftServers(
+                state, tracker, clock, self.yields, metrics, self.config, max_step_tokens
+            )
         )
-        self._measured = MeasuredTrees(
-            min(steering.config.tpot_window_tokens, PROMISED_WINDOW),
-            steering.config.margin_quantile,
-        )
+        self._plain = PlainDecoding(clock)
+        window = min(config.tpot_window_tokens, PROMISED_WINDOW)
+        self._measured = MeasuredTrees(window, config.margin_quantile)
         self._candidates: dict[str, Candidate] = {}
-        self._planted = Planted.none()
+        self._scheduled = ScheduledTrees.none()
         self._requests: list[Request] = []
         self._views: dict[str, DecodeView] = {}
-        self._found_limits: tuple[list[str], list[TPOTLimit]] = [], []
+        self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._trees: CandidateTrees | None = None
         self._tokens = np.empty(0, dtype=np.int64)
-        self._said = np.empty(0)
+        self._probabilities = np.empty(0)
         self._best = np.empty(0, dtype=np.bool_)
         self._chosen = 0, 0
         self._prompt_tokens = 0
         self._selection_s = 0.0
-        steering.speculation = self._promisable
         self._ahead_s: Floats | None = None
         self._dear_s = 0.0
-        self._bears: dict[float, tuple[float, Speculated]] = {}
-        steering.sustainable = self._sustainable
-        _warm_up(config.max_depth)
-        steering.metrics.speculation_on(True)
+        self._sustained: dict[float, tuple[float, Speculated]] = {}
+        _warm_up(self.config.max_depth)
+        metrics.speculation_on(True)
 
     # Before a step is planned.
 
-    def plant(self) -> None:
+    def propose(self, *, active: bool) -> None:
         """Give promised requests the trees that the step is to be planned with; decide what is to
-        be drafted after it."""
+        be drafted after it. Trees are verified whether or not steps are planned."""
         began_s = time.perf_counter()
-        self._bears.clear()
+        self._sustained.clear()
         self._ahead_s = None
         self._views.clear()
-        self._found_limits = [], []
-        self._planted = Planted.none()
-        self.steering.expected.clear()
-        for request in self.scheduler.running:
+        self._known_limits = [], []
+        self._scheduled = ScheduledTrees.none()
+        self.yields.next_step.clear()
+        for request in self._state.running:
             request.spec_token_ids = []
         barred = self._barred()
         self._trees = None if barred else self._gather()
         if self._trees is not None:
             self._require(self._trees)
         self._decide(barred)
-        if self._trees is not None and any(t.promised for t in self.steering.tracked.values()):
-            self._plant_promised(self._trees)
+        if self._trees is not None and self._tracker.promised:
+            self._propose_promised(self._trees)
         self._selection_s = time.perf_counter() - began_s
 
     def _gather(self) -> CandidateTrees | None:
         """The candidates of this step; ``self._requests`` are whose they are, those of one draft
         model side by side."""
         mine = self._candidates
-        self._requests = [r for r in self.scheduler.running if self._may_grow(r)]
+        self._requests = [r for r in self._state.running if self._may_grow(r)]
         self._requests.sort(key=lambda r: mine[r.request_id].model)
         if not self._requests:
             return None
@@ -201,8 +229,8 @@ class Speculation:
         offsets = np.cumsum([0, *(len(c.tokens) for c in found)])
         parents = np.concatenate([c.parents for c in found])
         self._tokens = np.concatenate([c.tokens for c in found])
-        self._said = np.concatenate([c.probabilities for c in found])
-        chances, self._best = self.drafting.chances(found, offsets, parents, self._said)
+        self._probabilities = np.concatenate([c.probabilities for c in found])
+        chances, self._best = self.drafting.chances(found, offsets, parents, self._probabilities)
         sizes = np.diff(offsets)
         lacked = [(r.max_tokens - r.num_output_tokens - 1) for r in self._requests]
         useful = np.asarray(lacked) * [c.width for c in found]
@@ -210,9 +238,9 @@ class Speculation:
         chances[place >= np.repeat(useful, sizes)] = 0.0  # too deep for what a request lacks
         limits = np.asarray(self._node_limits())
         worths = node_worths(offsets, chances, parents, self._best, self._path_tokens)
-        if self.steering.tenants is not None:
+        if self._tenants is not None:
             names = [request.request_id for request in self._requests]
-            worths *= np.repeat(self.steering.tenants.weights(names), sizes)
+            worths *= np.repeat(self._tenants.weights(names), sizes)
         return CandidateTrees(offsets, parents, chances, worths, limits)
 
     def _may_grow(self, request: Request) -> bool:
@@ -220,13 +248,13 @@ class Speculation:
         return (
             candidate is not None
             and candidate.at == request.num_tokens
-            and request_views.is_decoding(request)
+            and request_facts.is_decoding(request)
             and not self._is_silent(request.request_id)
         )
 
     def _is_silent(self, request_id: str) -> bool:
         """Whether a request, or its class, wants nothing drafted."""
-        tracked = self.steering.tracked.get(request_id)
+        tracked = self._tracker.get(request_id)
         return tracked is not None and tracked.slo.speculation == "off"
 
     def _barred(self) -> bool:
@@ -234,7 +262,7 @@ class Speculation:
         return any(
             request.sampling_params is not None
             and request.sampling_params.thinking_token_budget is not None
-            for request in self.scheduler.running
+            for request in self._state.running
         )
 
     def _node_limits(self) -> list[int]:
@@ -243,16 +271,12 @@ class Speculation:
         A root needs its own slot and, once accepted, one for the draft; nodes follow. Roots come
         first: a new block goes to a tree only if every running request could have one.
         """
-        scheduler = self.scheduler
-        size = scheduler.block_size
-        spare = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        spare -= len(scheduler.running)
+        state, size = self._state, self._block_size
+        spare = self._blocks.free - len(state.running)
         limits = []
-        held = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         for request in self._requests:
-            blocks = held.get(request.request_id, ())
-            free = len(blocks) * size - request.num_tokens - scheduler.num_lookahead_tokens
-            most = min(self.config.max_nodes, scheduler.max_model_len - request.num_tokens - 1)
+            free = self._blocks.spare_slots(request, size) - state.lookahead_tokens
+            most = min(self.config.max_nodes, state.max_model_len - request.num_tokens - 1)
             if most > free:
                 extra = -(-(most - free) // size)
                 if extra <= spare:
@@ -264,12 +288,11 @@ class Speculation:
 
     def _require(self, candidates: CandidateTrees) -> None:
         """A(r) of every request that has a TPOT and can still keep it."""
-        steering = self.steering
-        start_s = self._start_s()
+        start_s = self._clock.start_s
         step_s = self._step_s()
         ahead = self._ahead()
         for place, request in enumerate(self._requests):
-            tracked = steering.tracked.get(request.request_id)
+            tracked = self._tracker.get(request.request_id)
             if tracked is None or tracked.missed or tracked.tpot_s == INFINITY:
                 continue
             if not tracked.decodes:
@@ -280,23 +303,19 @@ class Speculation:
             if needs.pace_s * ahead >= step_s:
                 candidates.require(place, needs, promised=tracked.promised)
 
-    def _start_s(self) -> float:
-        """When the step begins that is being planned."""
-        return self.steering.steps.next_start_s(self.steering.now_s)
-
     def _view(self, tracked: SLORequest) -> DecodeView:
         """A decoding request before the step, a token of it being expected; looked at once."""
         name = tracked.request.request_id
         if name not in self._views:
-            strength = self.steering.steps.strength
-            self._views[name] = request_views.decode_view(tracked, self._start_s(), strength)
+            strength = self._clock.strength
+            self._views[name] = request_views.decode_view(tracked, self._clock.start_s, strength)
         return self._views[name]
 
     def _step_s(self) -> float:
         """A step of all roots and of as many nodes as the last one had, by the time to promise
         by."""
-        tokens = len(self.scheduler.running) + sum(self._chosen)
-        return self.steering.steps.promise_model.predict_s(tokens, self._context())
+        tokens = len(self._state.running) + sum(self._chosen)
+        return self._clock.promise_model.predict_s(tokens, self._context())
 
     def _ahead(self) -> float:
         """Tokens that a step yields at best, of a typical tree."""
@@ -308,9 +327,9 @@ class Speculation:
         Where first tokens come too late, nothing is drafted that no objective needs: the time is
         the prompts'.
         """
-        active = len(self.scheduler.running)
+        active = len(self._state.running)
         behind = self._behind()
-        late = self.steering.pressure.first_tokens_late(self.steering.now_s)
+        late = self._pressure.first_tokens_late(self._clock.now_s)
         idle = late and not behind and not self.config.min_depth
         if barred or not active or idle:
             self.drafting.nothing()
@@ -318,7 +337,7 @@ class Speculation:
         deepest, widest = depth_and_width(active, self._control())
         least = min(self.config.min_width, widest)
         widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
-        beginning = sum(request.num_output_tokens == 1 for request in self.scheduler.running)
+        beginning = sum(request.num_output_tokens == 1 for request in self._state.running)
         least = self.config.min_depth
         load = DraftLoad(active, self._context(), deepest, widths, behind, least, beginning)
         self.drafting.decide(load)
@@ -328,68 +347,71 @@ class Speculation:
         """(depths,) seconds of drafting for all who run, by how far ahead; asked several times in a
         step, so answered once."""
         if self._ahead_s is None:
-            self._ahead_s = self.drafting.ahead_s(len(self.scheduler.running))
+            self._ahead_s = self.drafting.ahead_s(len(self._state.running))
         return self._ahead_s
 
     def _behind(self) -> int:
         """Requests whose TPOT may need nodes in the step after this one: they ask for more than a
         plain step gives, or lag."""
         lag = 0 if self._trees is None else self._trees.behind(self._step_s())
-        step_s = self.steering.steps.verifying_model.predict_s(len(self.scheduler.running))
+        step_s = self._clock.verifying_model.predict_s(len(self._state.running))
         ask = sum(
             t.tpot_s < step_s and not t.missed and t.first_token_s is not None
-            for t in self.steering.tracked.values()
+            for t in self._tracker
         )
         return max(lag, ask)
 
-    def _sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
+    def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
         """How many requests keep a TPOT together, by typical step times, and with what trees; asked
         for every request that waits, so answered once a step."""
-        if tpot_s not in self._bears:
-            messages, _, most = sustained_trees(
+        if self.drafting.out:
+            return self._plain.sustainable(tpot_s)
+        if tpot_s not in self._sustained:
+            trees, _, most = sustained_trees(
                 self.drafting.typical,
                 1.0,
                 tpot_s,
-                self.steering.steps.verifying_model,
+                self._clock.verifying_model,
                 drafting_s=self._drafting_s(),
             )
-            self._bears[tpot_s] = most, messages
-        return self._bears[tpot_s]
+            self._sustained[tpot_s] = most, trees
+        return self._sustained[tpot_s]
 
-    def _promisable(self, tpot_s: float) -> WayToDecode | None:
+    def plain(self) -> StepTimeModel:
+        """Times of steps without trees, for promises to count on."""
+        return self._plain.plain()
+
+    def speculative(self, tpot_s: float) -> WayToDecode | None:
         """Decoding with trees that keeps a TPOT, for promises to count on."""
-        steps, share = self.steering.steps, self._measured.share()
-        plain = steps.plain_promise_model
+        if self.drafting.out:
+            return None
+        share, plain = self._measured.share(), self._clock.plain_promise_model
         speculated, drafting_s, _ = sustained_trees(
             self.drafting.typical,
             share,
             tpot_s,
             plain,
-            drafting_s=self._drafting_s() * steps.margin,
+            drafting_s=self._drafting_s() * self._clock.margin,
         )
         return None if speculated == PLAIN else (plain.besides(drafting_s), speculated)
 
     def _control(self) -> TreeControl:
         """Equation 8's B1 is the largest batch within the tightest TPOT, what is accepted of a
         typical tree's best path counted."""
-        config, steering = self.config, self.steering
-        tightest_s = min(
-            (t.tpot_s for t in steering.tracked.values() if t.promised), default=INFINITY
-        )
-        tokens = steering.max_step_tokens
+        config, tokens = self.config, self._max_step_tokens
+        tightest_s = min((t.tpot_s for t in self._tracker if t.promised), default=INFINITY)
         if tightest_s < INFINITY:
-            tokens = steering.steps.verifying_model.time_to_tokens(tightest_s * self._ahead())
+            tokens = self._clock.verifying_model.time_to_tokens(tightest_s * self._ahead())
         return TreeControl(
-            verifier_tokens=max(min(tokens, steering.max_step_tokens), 1),
+            verifier_tokens=max(min(tokens, self._max_step_tokens), 1),
             speculator_tokens=config.draft_tokens,
             max_depth=config.max_depth,
             min_depth=config.min_depth,
             max_width=config.max_width,
         )
 
-    def _plant_promised(self, candidates: CandidateTrees) -> None:
+    def _propose_promised(self, candidates: CandidateTrees) -> None:
         """Choose trees for a step of all roots; the promised requests' are planned with."""
-        steering = self.steering
         taken = self._choose(candidates, replace(self._load(None), others=0)).marks > 0
         tokens, gains = self._tokens[taken].tolist(), candidates.gains(taken).tolist()
         end = 0
@@ -397,61 +419,61 @@ class Speculation:
             zip(self._requests, candidates.counts(taken).tolist(), strict=True)
         ):
             end += count
-            tracked = steering.tracked.get(request.request_id)
+            tracked = self._tracker.get(request.request_id)
             if count and tracked is not None and (tracked.promised or tracked.holds_tpot):
                 request.spec_token_ids = tokens[end - count : end]
                 gain = self._counted_share(self._view(tracked)) * gains[place]
-                steering.expected[request.request_id] = 1.0 + gain
+                self.yields.next_step[request.request_id] = 1.0 + gain
 
     # When a step is planned.
 
-    def fill(self, nudge: Nudge | None) -> None:
-        """Plant the trees of the step, within the time that the plan leaves.
+    def select(self, schedule: StepSchedule | None) -> None:
+        """Choose the trees of the step, within the time that the plan leaves.
 
         Args:
-            nudge: the plan, whose grants are raised by the nodes; None: vLLM plans by itself.
+            schedule: the plan, whose grants are raised by the nodes; None: vLLM plans by itself.
         """
         candidates = self._trees
         if candidates is None:
             self._chosen = 0, 0
             return
         began_s = time.perf_counter()
-        granted = np.asarray([_is_granted(nudge, request) for request in self._requests])
+        granted = np.asarray([_is_granted(schedule, request) for request in self._requests])
         candidates.leave_out(granted)
-        step = self._choose(candidates, self._load(nudge))
-        self._plant(candidates, step.marks)
+        step = self._choose(candidates, self._load(schedule))
+        self._place(candidates, step.marks)
         taken = float(candidates.gains(step.marks > 0).sum())
         self.drafting.used(taken / step.hoped if step.hoped else 1.0)
-        if nudge is not None:
+        if schedule is not None:
             for request in itertools.compress(self._requests, granted):
-                nudge.token_budget += len(request.spec_token_ids)
-                nudge.tokens[request.request_id] = 1 + len(request.spec_token_ids)
+                schedule.token_budget += len(request.spec_token_ids)
+                schedule.tokens[request.request_id] = 1 + len(request.spec_token_ids)
         self._selection_s += time.perf_counter() - began_s
 
     def _choose(self, candidates: CandidateTrees, load: StepLoad) -> StepNodes:
         """The nodes of a step."""
-        steps = self.steering.steps
-        return nodes_of_step(candidates, load, steps.expected_model, steps.promise_model)
+        clock = self._clock
+        return nodes_of_step(candidates, load, clock.expected_model, clock.promise_model)
 
-    def _load(self, nudge: Nudge | None) -> StepLoad:
-        """The step as planned; the nodes planted so far are taken out of the nudge."""
-        running, most = self.scheduler.running, self.steering.max_step_tokens
-        if nudge is None:
-            roots = planned = sum(map(request_views.is_decoding, running))
-            prompts = self.scheduler.waiting or len(running) > roots
+    def _load(self, schedule: StepSchedule | None) -> StepLoad:
+        """The step as planned; the nodes planted so far are taken out of the schedule."""
+        running, most = self._state.running, self._max_step_tokens
+        if schedule is None:
+            roots = planned = sum(map(request_facts.is_decoding, running))
+            prompts = self._state.waiting or len(running) > roots
             others = most - roots if prompts else 0
             limit_s = min((limit.limit_s for limit in self._limits()), default=INFINITY)
             deadline_s = INFINITY
         else:
             for request in self._requests:
-                if nudge.tokens.get(request.request_id):
-                    nudge.token_budget -= len(request.spec_token_ids)
+                if schedule.tokens.get(request.request_id):
+                    schedule.token_budget -= len(request.spec_token_ids)
             roots = sum(
-                request_views.is_decoding(r) and bool(nudge.tokens.get(r.request_id))
+                request_facts.is_decoding(r) and bool(schedule.tokens.get(r.request_id))
                 for r in running
             )
-            planned, limit_s = nudge.token_budget, nudge.limit_s
-            deadline_s = nudge.deadline_s
+            planned, limit_s = schedule.token_budget, schedule.limit_s
+            deadline_s = schedule.deadline_s
             others = max(planned - roots, 0)
         return StepLoad(
             roots,
@@ -467,27 +489,27 @@ class Speculation:
 
     def _context(self) -> int:
         """KV tokens that the running requests read."""
-        return sum(r.num_computed_tokens for r in self.scheduler.running)
+        return sum(r.num_computed_tokens for r in self._state.running)
 
     def _limits(self) -> list[TPOTLimit]:
         """Longest step of a token that keeps the TPOT of each promised request that decodes."""
-        tracked = self.steering.tracked
-        names = [name for name, one in tracked.items() if one.promised and one.decodes]
-        known, limits = self._found_limits
+        live = self._tracker.live
+        names = [name for name, t in live.items() if t.promised and t.decodes]
+        known, limits = self._known_limits
         if names != known:  # promises come and go while a step is planned
             limits = self._find_limits(names)
-            self._found_limits = names, limits
+            self._known_limits = names, limits
         return limits
 
     def _find_limits(self, names: Sequence[str]) -> list[TPOTLimit]:
-        start_s = self._start_s()
+        start_s = self._clock.start_s
         places = {request.request_id: place for place, request in enumerate(self._requests)}
         found = []
         for name in names:
-            tracked = self.steering.tracked[name]
+            tracked = self._tracker.live[name]
             view = self._view(tracked)
             if view.window_end_s > start_s:  # else it is lost, and hurries nobody
-                limit_s = decode_limit_s(start_s, view, 0.0)
+                limit_s = limit_of(start_s, view, 0.0)
                 tpot_s = tracked.tpot_s * self._counted_share(view)
                 found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found
@@ -495,16 +517,16 @@ class Speculation:
     def _counted_share(self, view: DecodeView) -> float:
         """Share of a tree's gain that a step may be stretched for."""
         hoped = max(self._ahead(), 1.0 + EPS)
-        counted = counted_tokens(self._start_s(), view, hoped, self._sure_s())
+        counted = counted_tokens(self._clock.start_s, view, hoped, self._sure_s())
         return (counted - 1.0) / (hoped - 1.0)
 
     def _sure_s(self) -> float:
         """Seconds of a step of all who decode without trees."""
-        model = self.steering.steps.plain_promise_model
-        plain_s = model.predict_s(max(len(self.scheduler.running), 1), self._context())
+        model = self._clock.plain_promise_model
+        plain_s = model.predict_s(max(len(self._state.running), 1), self._context())
         return SURE * (plain_s + self._dear_s)
 
-    def _plant(self, candidates: CandidateTrees, chosen: Marks) -> None:
+    def _place(self, candidates: CandidateTrees, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""
         for place, request in enumerate(self._requests):
             if request.use_structured_output:
@@ -526,12 +548,12 @@ class Speculation:
             if count:
                 starts[request.request_id] = end
                 end += count
-        self._planted = Planted(
+        self._scheduled = ScheduledTrees(
             starts,
             np.repeat([self._candidates[r.request_id].model for r in self._requests], counts),
             found,
             parents,
-            self._said[where],
+            self._probabilities[where],
             self._best[where],
             candidates.chances[where],
         )
@@ -541,7 +563,7 @@ class Speculation:
     def _keep_allowed(self, request: Request, chosen: Marks) -> None:
         """Leave of a structured request's chosen nodes what its grammar allows."""
         candidate = self._candidates[request.request_id]
-        manager = self.scheduler.structured_output_manager
+        manager = self._state.structured_output
         kept = np.flatnonzero(chosen).tolist()
         if not kept or not grammar.constrains_now(manager, request):
             chosen[:] = 0
@@ -554,12 +576,13 @@ class Speculation:
 
     # With a step.
 
-    def send(self, output: SchedulerOutput) -> None:
-        """Attach to a step what the worker must know; the step may have cut trees short."""
+    def attach(self, output: SchedulerOutput, shape: BatchShape) -> BatchShape:
+        """Attach to a step what the worker must know; the step may have cut trees short. The shape
+        is returned without drafting, which is measured apart."""
         drafts = output.scheduled_spec_decode_tokens
-        planted, starts = self._planted.parents.tolist(), self._planted.starts
+        parents_of, starts = self._scheduled.parents.tolist(), self._scheduled.starts
         parents: dict[str, Sequence[int]] = {
-            name: planted[starts[name] : starts[name] + len(tokens)]
+            name: parents_of[starts[name] : starts[name] + len(tokens)]
             for name, tokens in drafts.items()
         }
         silent = frozenset(filter(self._is_silent, output.num_scheduled_tokens))
@@ -571,6 +594,7 @@ class Speculation:
         grants = self.drafting.grants(self._speaking(output, silent))
         wait_s = self.drafting.deadline_s(output) if grants else 0.0
         messages.attach(output, StepTrees(parents, self.drafting.plan, silent, grants, wait_s))
+        return replace(shape, spec_steps=0)
 
     def _speaking(self, output: SchedulerOutput, silent: Container[str]) -> list[Request]:
         """Requests that get tokens in a step and want drafts after them."""
@@ -578,17 +602,20 @@ class Speculation:
             request
             for name in output.num_scheduled_tokens
             if name not in silent
-            and (request := self.scheduler.requests.get(name)) is not None
+            and (request := self._state.requests.get(name)) is not None
             and not request.is_prefill_chunk
         ]
 
-    def grammar_output(self, output: SchedulerOutput) -> GrammarOutput | None:
-        """The bit masks of a step: one row for each node of a structured request's tree."""
-        scheduler = self.scheduler
+    def grammar_output(
+        self, output: SchedulerOutput, _as_vllm: Callable[[SchedulerOutput], GrammarOutput | None]
+    ) -> GrammarOutput | None:
+        """The bit masks of a step: for each structured request one row for the root and one for
+        each node of its tree."""
+        requests = self._state.requests
         names = [
             name
             for name in output.num_scheduled_tokens
-            if (request := scheduler.requests.get(name))
+            if (request := requests.get(name))
             and request.use_structured_output
             and not request.is_prefill_chunk
         ]
@@ -598,8 +625,8 @@ class Speculation:
         tokens = output.scheduled_spec_decode_tokens
         masks = [
             grammar.masks(
-                scheduler.structured_output_manager,
-                scheduler.requests[name],
+                self._state.structured_output,
+                requests[name],
                 tokens.get(name, ()),
                 sent.get(name, ()),
             )
@@ -609,18 +636,22 @@ class Speculation:
 
     # After a step.
 
+    def drafting_s(self, _output: SchedulerOutput, done: ModelRunnerOutput) -> float:
+        """Seconds of a step that went into drafting for the next one."""
+        return messages.drafting_of(done).seconds
+
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         """Learn from a step: what was accepted of its trees, and what drafting took."""
         step, report = messages.of(output), messages.drafting_of(done)
         self.drafting.learn(step.plan, report, self._given(done), quiet=not self._prompt_tokens)
-        self.steering.metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
+        self._metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
         self.drafting.observe(self._round(output, done))
-        if self.steering.tenants is not None:
-            self.steering.tenants.observe(self._round(output, done))
+        if self._tenants is not None:
+            self._tenants.observe(self._round(output, done))
         names, given = [], []
         for name in step.parents:
             index = done.req_id_to_index.get(name)
-            known = index is not None and name in self._planted.starts
+            known = index is not None and name in self._scheduled.starts
             if known and done.sampled_token_ids[index]:
                 names.append(name)
                 given.append(done.sampled_token_ids[index])
@@ -639,7 +670,7 @@ class Speculation:
 
     def _given(self, done: ModelRunnerOutput) -> list[tuple[int, int]]:
         """Of each request that got tokens how many, and how many it lacked to its longest."""
-        requests, sampled = self.scheduler.requests, done.sampled_token_ids
+        requests, sampled = self._state.requests, done.sampled_token_ids
         return [
             (len(sampled[index]), request.max_tokens - request.num_output_tokens)
             for name, index in done.req_id_to_index.items()
@@ -648,27 +679,27 @@ class Speculation:
 
     def _learn(self, names: Sequence[str], counts: Ints, given: Sequence[list[int]]) -> None:
         """Learn from the tokens that came ``given`` out of trees of ``counts`` nodes."""
-        planted, deepest = self._planted, self.config.max_depth
-        starts = np.asarray([planted.starts[name] for name in names], dtype=np.int64)
+        scheduled, deepest = self._scheduled, self.config.max_depth
+        starts = np.asarray([scheduled.starts[name] for name in names], dtype=np.int64)
         lengths = [len(tokens) for tokens in given]
         depths, fates = outcomes(
             starts,
             counts,
-            planted.tokens,
-            planted.parents,
+            scheduled.tokens,
+            scheduled.parents,
             np.cumsum([0, *lengths]),
             np.asarray(list(itertools.chain.from_iterable(given)), dtype=np.int64),
         )
-        sums = np.cumsum(np.append(0.0, planted.chances))
+        sums = np.cumsum(np.append(0.0, scheduled.chances))
         hoped = (1.0 + sums[starts + counts] - sums[starts]).tolist()
         for name, hope, length in zip(names, hoped, lengths, strict=True):
             self._measured.observe(name, hope, length)
         seen, hit = fates > 0, fates == ACCEPTED_NODE
         self.drafting.accepted(
-            *(planted.models[seen], depths[seen], planted.probabilities[seen]),
-            *(hit[seen], planted.best[seen]),
+            *(scheduled.models[seen], depths[seen], scheduled.probabilities[seen]),
+            *(hit[seen], scheduled.best[seen]),
         )
-        self.steering.metrics.tree_step(
+        self._metrics.tree_step(
             accepted=[length - 1 for length in lengths],
             verified_by_depth=np.bincount(depths, minlength=deepest + 1)[1:].tolist(),
             accepted_by_depth=np.bincount(depths[hit], minlength=deepest + 1)[1:].tolist(),
@@ -676,12 +707,14 @@ class Speculation:
             nodes_throughput=self._chosen[1],
         )
 
-    def offer(self, drafts: DraftTrees) -> None:
+    def receive(self, drafts: DraftTokenIds) -> bool:
         """Take the candidates that the worker drafted after the last step."""
+        if not isinstance(drafts, DraftTrees):
+            return False
         end = 0
         for name, count in zip(drafts.req_ids, drafts.counts, strict=True):
             own = slice(end, end := end + count)
-            request = self.scheduler.requests.get(name)
+            request = self._state.requests.get(name)
             if count and request is not None and not request.is_finished():
                 self._candidates[name] = Candidate(
                     request.num_tokens,
@@ -691,6 +724,7 @@ class Speculation:
                     drafts.parents[own],
                     drafts.probabilities[own],
                 )
+        return True
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
@@ -699,9 +733,9 @@ class Speculation:
         self.drafting.forget(request_id)
 
 
-def _is_granted(nudge: Nudge | None, request: Request) -> bool:
+def _is_granted(schedule: StepSchedule | None, request: Request) -> bool:
     """Whether the plan lets a decoding request take part in the step."""
-    return nudge is None or nudge.tokens.get(request.request_id, 0) > 0
+    return schedule is None or schedule.tokens.get(request.request_id, 0) > 0
 
 
 def _warm_up(max_depth: int) -> None:

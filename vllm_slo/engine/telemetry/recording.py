@@ -17,16 +17,16 @@ def shape_of(output: SchedulerOutput) -> BatchShape:
     Context tokens are each request's computed tokens before this step.  #SpecStep is the
     longest draft that was scheduled.
     """
-    scheduled = output.num_scheduled_tokens
-    cached = output.scheduled_cached_reqs
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    contexts = cached.num_computed_tokens
+    context, requests = sum(contexts), len(scheduled)
+    if output.total_num_scheduled_tokens == requests == len(contexts):  # one token of each
+        return BatchShape(requests, 0, context, requests, context + requests)
     chunks = [
         (scheduled[request.req_id], request.num_computed_tokens)
         for request in output.scheduled_new_reqs
     ]
-    chunks += [
-        (scheduled[req_id], context)
-        for req_id, context in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    ]
+    chunks += zip(map(scheduled.__getitem__, cached.req_ids), contexts, strict=True)
     drafts = output.scheduled_spec_decode_tokens.values()
     return BatchShape.of(chunks, spec_steps=max(map(len, drafts), default=0))
 

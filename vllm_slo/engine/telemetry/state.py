@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_slo.core.routing.replica_state import ReplicaState
-    from vllm_slo.core.types import Demand
-    from vllm_slo.engine.scheduling.controller import Steering
 
 logger = logging.getLogger(__name__)
 
@@ -27,57 +25,7 @@ SOCKET_VARIABLE = "VLLMSLO_STATE_SOCKET"
 
 INTERVAL_S = 0.02
 RETRY_S = 0.05
-MAX_COMMITTED = 1_024
-MAX_TICKETS = 4_096
 MAX_MESSAGE_BYTES = 1 << 20
-
-
-def state_of(steering: Steering) -> ReplicaState:
-    """The state of one engine now; its times are relative to this moment.
-
-    After ``schedule()`` the step it made counts as computed, and the next one begins at its end.
-    Of more than `MAX_COMMITTED` promises the most urgent are told.
-    """
-    # Not above: who only receives states needs no numba, which must not come before vLLM.
-    from vllm_slo.core.routing.replica_state import ReplicaState
-
-    now_s = steering.clock.monotonic_s()
-    scheduler = steering.scheduler
-    model = steering.steps.promise_model
-    start_s = steering.steps.next_start_s(now_s)
-    committed, decoding, context, blocks = steering.committed_load(start_s, model, now_s)
-    promised = len(committed) + sum(decoding.values())
-    requests = steering.requests_to_serve()
-    running = min(len(scheduler.running), len(requests))
-    marks = {t.ticket for t in steering.tracked.values() if t.ticket}
-    return ReplicaState(
-        model=model,
-        start_s=start_s - now_s,
-        committed=_urgent(committed),
-        decoding=decoding,
-        decoding_context=context,
-        free_blocks=steering.total_blocks - blocks,
-        total_blocks=steering.total_blocks,
-        block_sizes=tuple(steering.block_sizes),
-        seats=steering.seats(promised),
-        max_step_tokens=steering.max_step_tokens,
-        token_share=1.0 - steering.reserved_share(),
-        finish_interval_s=steering.finish_interval_s,
-        max_model_len=scheduler.max_model_len,
-        running=running,
-        waiting=len(requests) - running,
-        backlog_tokens=sum(max(r.num_prompt_tokens - r.num_computed_tokens, 0) for r in requests),
-        tickets=tuple(sorted(marks)[:MAX_TICKETS]),
-        seen=steering.seen,
-        lengths=steering.lengths.all_points(),
-    )
-
-
-def _urgent(committed: list[Demand]) -> tuple[Demand, ...]:
-    """The first `MAX_COMMITTED` by deadline."""
-    if len(committed) > MAX_COMMITTED:
-        committed = sorted(committed, key=lambda d: d.deadline_s)[:MAX_COMMITTED]
-    return tuple(committed)
 
 
 class StatePublisher:

@@ -24,6 +24,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_slo.core.speculation import token_tree
+from vllm_slo.engine.compat.runner import RunnerBatch, registered_layers
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.worker import tree_sampling
 from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
@@ -42,10 +43,6 @@ from vllm_slo.engine.worker.tree_attention.plan import (
     plan_rows,
 )
 
-Ints = NDArray[np.int64]
-
-_GROUP = 0  # Trees need one KV cache group; checked when it is there.
-
 
 class TreeRunner(GPUModelRunner):
     """Adds trees to the runner of a platform, by cooperative inheritance."""
@@ -54,63 +51,42 @@ class TreeRunner(GPUModelRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._batch = RunnerBatch(self)
         self._layers: dict[str, Any] = {}  # the served model's attention layers
         self._slots: list[TreeSlot] = []
         self._verify: VerifyRows | MaskRows | None = None
         self._kept: dict[int, int] = {}
         self._drafts: messages.DraftTrees | None = None
 
-    # What the proposer reads.
-
-    def block_size_of_trees(self) -> int:
-        """Tokens per KV block."""
-        return int(self.kv_cache_config.kv_cache_groups[_GROUP].kv_cache_spec.block_size)
-
-    def block_table_of_trees(self) -> Ints:
-        """Blocks of each request of the batch, [requests, columns]."""
-        table: Ints = self.input_batch.block_table[_GROUP].get_numpy_array()
-        return table
-
-    def slots_of(self, index: int) -> int:
-        """Tokens of the request at ``index`` for which it holds blocks."""
-        held = self.input_batch.block_table[_GROUP].num_blocks_per_row[index]
-        return int(held) * self.block_size_of_trees()
-
-    def computed_after(self, output: SchedulerOutput, index: int) -> int:
-        """Tokens that the request at ``index`` has computed once this step is done."""
-        scheduled = output.num_scheduled_tokens[self.input_batch.req_ids[index]]
-        return int(self.input_batch.num_computed_tokens_cpu[index]) + scheduled
-
-    # One step.
-
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        self.drafter.bind(self)
-        layers = self.compilation_config.static_forward_context
-        drafts = self.drafter.layer_names
-        names = self.kv_cache_config.kv_cache_groups[_GROUP].layer_names
-        self._layers = {name: layers[name] for name in names if name not in drafts}
+        self.drafter.bind(self._batch)
+        layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
+        self._layers = {
+            name: layers[name] for name in self._batch.layer_names if name not in drafts
+        }
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
     ) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.drafter.begin_step(scheduler_output, _GROUP)
+        self.drafter.begin_step(scheduler_output)
         self._slots = self._find_slots(messages.of(scheduler_output))
         for slot in self._slots:
             nodes = slice(slot.first + 1, slot.first + 1 + len(slot.parents))
             depths = torch.tensor(token_tree.depths(slot.parents), dtype=torch.int64)
-            self.positions[nodes] = (slot.context + depths).to(self.device, non_blocking=True)
+            self._batch.positions[nodes] = (slot.context + depths).to(
+                self.device, non_blocking=True
+            )
         return prepared
 
     def _find_slots(self, step: messages.StepTrees) -> list[TreeSlot]:
-        starts = self.query_start_loc.np
-        computed = self.input_batch.num_computed_tokens_cpu
+        starts, computed = self._batch.query_start, self._batch.num_computed_tokens
         slots = []
         for name, parents in step.parents.items():
-            index = self.input_batch.req_id_to_index[name]
+            index = self._batch.index_of[name]
             first = int(starts[index + 1]) - len(parents) - 1
             context = int(computed[index]) + first - int(starts[index])
             slots.append(TreeSlot(index, first, context, parents))
@@ -120,7 +96,7 @@ class TreeRunner(GPUModelRunner):
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         self._verify = None
         if self._slots:
-            groups = self.attn_groups[_GROUP]
+            groups = self._batch.attention_groups
             masked = all(getattr(group.backend, "takes_masks", False) for group in groups)
             (self._attach_masks if masked else self._attach_rows)(metadata, common)
         return metadata, common
@@ -132,7 +108,7 @@ class TreeRunner(GPUModelRunner):
             return
         masks = TreeMasks(plan, self.device)
         self._verify = MaskRows(self._loose_tokens())
-        for group in self.attn_groups[_GROUP]:
+        for group in self._batch.attention_groups:
             for name in group.layer_names:
                 setattr(metadata[name], ROWS, self._verify)
                 setattr(metadata[name], MASKS, masks)
@@ -141,18 +117,18 @@ class TreeRunner(GPUModelRunner):
         """Lay the batch out as rows of a causal kernel."""
         plan = plan_rows(
             self._slots,
-            self.query_start_loc.np[: common.num_reqs + 1],
-            self.optimistic_seq_lens_cpu[: common.num_reqs].numpy(),
-            self.block_table_of_trees(),
-            self.block_size_of_trees(),
-            np.arange(self.drafter.scratch, self.kv_cache_config.num_blocks),
+            self._batch.query_start[: common.num_reqs + 1],
+            self._batch.sequence_lengths[: common.num_reqs],
+            self._batch.block_table,
+            self._batch.block_size,
+            np.arange(self.drafter.scratch, self._batch.num_blocks),
             self.drafter.blocks_per_row,
         )
         if plan is None:
             return
         self._verify = VerifyRows(plan, self.drafter.blocks_per_row, self.device)
         rows = _as_rows(common, plan, self.device)
-        for group in self.attn_groups[_GROUP]:
+        for group in self._batch.attention_groups:
             built = group.build_metadata(rows)
             setattr(built, ROWS, self._verify)
             metadata.update(dict.fromkeys(group.layer_names, built))
@@ -172,14 +148,14 @@ class TreeRunner(GPUModelRunner):
             self.drafter.compare_with_target(logits, self._root_rows())
         if logits is None or spec_decode_metadata is None:
             return super()._sample(logits, spec_decode_metadata)
-        self.input_batch.update_async_output_token_ids()
-        parents: list[Any] = [()] * self.input_batch.num_reqs
-        tokens: list[Any] = [()] * self.input_batch.num_reqs
+        self._batch.complete_outputs()
+        parents: list[Any] = [()] * len(self._batch.request_ids)
+        tokens: list[Any] = [()] * len(self._batch.request_ids)
         for slot in self._slots:
             parents[slot.index] = slot.parents
-            tokens[slot.index] = self.input_batch.spec_token_ids[slot.index]
+            tokens[slot.index] = self._batch.draft_tokens(slot.index)
         output, accepted = tree_sampling.sample(
-            self.sampler, logits, self.input_batch.sampling_metadata, tokens, parents
+            self.sampler, logits, self._batch.sampling, tokens, parents
         )
         if self._verify is not None:
             self._compact(accepted)
@@ -188,9 +164,10 @@ class TreeRunner(GPUModelRunner):
     def _root_rows(self) -> dict[str, int]:
         """Where among a step's logits those are of each request's last token."""
         nodes = {slot.index: len(slot.parents) for slot in self._slots}
-        sizes = [1 + nodes.get(i, 0) for i in range(self.input_batch.num_reqs)]
+        names = self._batch.request_ids
+        sizes = [1 + nodes.get(i, 0) for i in range(len(names))]
         starts = np.cumsum([0, *sizes[:-1]]).tolist()
-        return dict(zip(self.input_batch.req_ids, starts, strict=True))
+        return dict(zip(names, starts, strict=True))
 
     def _compact(self, accepted: list[list[int]]) -> None:
         """Give the accepted nodes the slots in which a plain decode would have put them."""
@@ -201,7 +178,7 @@ class TreeRunner(GPUModelRunner):
 
     def _take_over_paths(self, rows: VerifyRows, accepted: list[list[int]]) -> None:
         """The scratch blocks of an accepted path hold what the request's own are to hold."""
-        size, table = self.block_size_of_trees(), self.block_table_of_trees()
+        size, table = self._batch.block_size, self._batch.block_table
         contexts = {slot.index: slot.context for slot in self._slots}
         copies: list[list[int]] = []
         for index, block in _accepted_paths(rows, accepted):
@@ -214,7 +191,7 @@ class TreeRunner(GPUModelRunner):
 
     def _move_tokens(self, rows: MaskRows, accepted: list[list[int]]) -> None:
         """Write the accepted nodes' keys and values once more, where they belong."""
-        size, table = self.block_size_of_trees(), self.block_table_of_trees()
+        size, table = self._batch.block_size, self._batch.block_table
         kept, slots = [], []
         for slot in self._slots:
             for depth, node in enumerate(accepted[slot.index], start=1):
@@ -243,7 +220,7 @@ class TreeRunner(GPUModelRunner):
         self, scheduler_output: SchedulerOutput, sampled_token_ids: Any, *_: Any
     ) -> list[list[int]]:
         self._drafts = self.drafter.propose(scheduler_output, sampled_token_ids)
-        return [[] for _ in self.input_batch.req_ids]
+        return [[] for _ in self._batch.request_ids]
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         done = super().sample_tokens(grammar_output)

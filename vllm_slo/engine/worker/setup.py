@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_slo.config.model import SLOConfig
+from vllm_slo.engine.compat.attention import forget_chosen_backends
 from vllm_slo.engine.speculation.draft_check import check_draft
 from vllm_slo.errors import ConfigError
 
@@ -28,7 +28,7 @@ def register_backends() -> None:
     """
     for name, path in _BACKENDS.items():
         register_backend(name, path)
-    selector._cached_get_attn_backend.cache_clear()
+    forget_chosen_backends()
 
 
 def refuse_what_fails(vllm_config: VllmConfig) -> None:

@@ -9,7 +9,6 @@ what it would have drawn there without a tree, so it says what it says without o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.logits_processor.state import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_slo.core.speculation import token_tree
+from vllm_slo.engine.compat.sampling import draw_once, with_min_tokens_by_row
 
 Nodes = Sequence[Sequence[int]]
 
@@ -126,40 +125,12 @@ class _Rows:
             allowed_token_ids_mask=spread(metadata.allowed_token_ids_mask),
             bad_words_token_ids=by_row(metadata.bad_words_token_ids),
             logitsprocs=LogitsProcessors(
-                self._expand_processor(processor) for processor in metadata.logitsprocs.all
+                with_min_tokens_by_row(processor, zip(self.owner, self.depth, strict=True))
+                for processor in metadata.logitsprocs.all
             ),
             logprob_token_ids=by_row(metadata.logprob_token_ids) or None,
             spec_token_ids=None,
         )
-
-    def _expand_processor(self, processor: Any) -> Any:
-        """Minimum lengths count each row's path. The other processors that vLLM allows beside
-        speculation keep no state per request."""
-        if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
-            return processor
-        rows: list[int] = []
-        stops: list[int] = []
-        structured: list[bool] = []
-        for row, (index, depth) in enumerate(zip(self.owner, self.depth, strict=True)):
-            if index not in processor.min_toks:
-                continue
-            least, said, stop_ids, grammar = processor.min_toks[index]
-            if len(said) + depth < least:
-                rows.extend([row] * len(stop_ids))
-                stops.extend(stop_ids)
-                structured.extend([grammar] * len(stop_ids))
-        expanded = copy.copy(processor)
-        expanded.min_toks = dict.fromkeys(rows)
-        expanded.logits_slice = self._index(rows), self._index(stops)
-        restored = [place for place, grammar in enumerate(structured) if grammar]
-        expanded.restore_logits_slice = (
-            self._index([rows[place] for place in restored]),
-            self._index([stops[place] for place in restored]),
-        )
-        return expanded
-
-    def _index(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def gather(self, output: SamplerOutput, accepted: list[list[int]]) -> SamplerOutput:
         """The rows that the walks visited, as vLLM expects a speculative step's output."""
@@ -210,7 +181,7 @@ class _SeededDraws:
             states = self._states.setdefault(index, [metadata.generators[index].clone_state()])
             while len(states) < depth + 2:
                 later = states[-1].clone_state()
-                sampler.topk_topp_sampler(torch.zeros_like(logits[:1]), {0: later}, None, None)
+                draw_once(sampler, logits, later)
                 states.append(later)
             self.by_row[row] = states[depth].clone_state()
 

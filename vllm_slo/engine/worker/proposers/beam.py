@@ -52,7 +52,7 @@ class BeamSearch:
         self,
         draft: DraftModel,
         context: Ints,
-        tables: Ints,
+        tables: NDArray[np.int32],
         temperatures: Tensor,
         *,
         scratch: int,

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
-from vllm.config.speculative import SpeculativeConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.config.utils import replace
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -21,28 +20,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_slo.engine.compat.runner import KV_GROUP, registered_layers
+from vllm_slo.engine.speculation.draft_config import draft_model_config
 from vllm_slo.engine.worker.tree_attention.path_rows import ROWS, Rows
 
 Ints = NDArray[np.int64]
+Blocks = NDArray[np.int32]
 _NOTHING: Ints = np.empty(0, dtype=np.int64)
-
-
-def draft_model_config(vllm_config: VllmConfig, model: str) -> ModelConfig:
-    """The draft's own configuration, by the target's example."""
-    target = vllm_config.model_config
-    return ModelConfig(
-        model=model,
-        runner="draft",
-        tokenizer=target.tokenizer,
-        tokenizer_mode=target.tokenizer_mode,
-        trust_remote_code=target.trust_remote_code,
-        dtype=target.dtype,
-        seed=target.seed,
-        enforce_eager=target.enforce_eager,
-        max_logprobs=target.max_logprobs,
-        spec_target_max_model_len=target.max_model_len,
-        hf_overrides=SpeculativeConfig.hf_config_override,
-    )
 
 
 def common_metadata(
@@ -108,7 +92,7 @@ class DraftModel:
 
         Where that fails, the engine forgets them again.
         """
-        layers = self.vllm_config.compilation_config.static_forward_context
+        layers = registered_layers(self.vllm_config)
         known = dict(layers)
         config = replace(
             self.vllm_config,
@@ -188,13 +172,13 @@ class DraftCoverage:
         self._tokens: dict[str, int] = {}
         self._guesses: dict[str, tuple[int, Ints]] = {}
 
-    def begin_step(self, output: SchedulerOutput, group: int = 0) -> None:
+    def begin_step(self, output: SchedulerOutput) -> None:
         """Follow what the scheduler allocated and freed."""
         for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             self._tokens.pop(request_id, None)
             self._guesses.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self._start(new.req_id, new.block_ids[group], new.num_computed_tokens)
+            self._start(new.req_id, new.block_ids[KV_GROUP], new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for request_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -202,9 +186,9 @@ class DraftCoverage:
             if blocks is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                self._start(request_id, blocks[group], computed)
+                self._start(request_id, blocks[KV_GROUP], computed)
             else:
-                self._filled[blocks[group]] = 0
+                self._filled[blocks[KV_GROUP]] = 0
 
     def _start(self, request_id: str, blocks: list[int], computed: int) -> None:
         """A request that (re)starts with ``computed`` tokens found in the prefix cache."""
@@ -222,7 +206,7 @@ class DraftCoverage:
         """Leading tokens of a request that the draft has computed."""
         return self._tokens.get(request_id, 0)
 
-    def advance(self, request_id: str, end: int, blocks: Ints) -> None:
+    def advance(self, request_id: str, end: int, blocks: Blocks) -> None:
         """The draft has now computed a request's first ``end`` tokens, which lie in ``blocks``."""
         size = self._block_size
         first, last = self._tokens.get(request_id, 0) // size, (end - 1) // size
@@ -236,7 +220,7 @@ class DraftCoverage:
         if len(tokens):
             self._guesses[request_id] = self.tokens(request_id), tokens
 
-    def confirm(self, request_id: str, committed: Ints, blocks: Ints) -> None:
+    def confirm(self, request_id: str, committed: NDArray[np.int32], blocks: Blocks) -> None:
         """Count on guesses that have become true, and forget the others.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,13 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.speculation.model_chain import Plan
+from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees
+from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.worker.proposers.beam import BeamSearch
 from vllm_slo.engine.worker.proposers.chain import Ahead, ChainSearch, DraftKVState, Member
 from vllm_slo.engine.worker.proposers.lm import DraftCoverage, DraftModel
-from vllm_slo.engine.worker.tree_attention.plan import scratch_blocks_per_row
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.worker.model_runner import TreeRunner
 
 logger = init_logger(__name__)
 
@@ -89,23 +87,22 @@ class TreeProposer:
         """Attention layers of all drafts."""
         return {name for model in self.models.values() for name in model.layer_names}
 
-    def bind(self, runner: TreeRunner) -> None:
-        """Take the runner's KV cache, once it is there."""
-        self.runner = runner
-        self.block_size = runner.block_size_of_trees()
+    def bind(self, batch: RunnerBatch) -> None:
+        """Take the runner's batch and KV cache, once they are there."""
+        self.batch = batch
+        self.block_size = batch.block_size
         self.blocks_per_row = scratch_blocks_per_row(self.block_size, self.config.max_depth)
-        groups = [group for groups in runner.attn_groups for group in groups]
-        num_blocks = runner.kv_cache_config.num_blocks
+        num_blocks = batch.num_blocks
         self.scratch = num_blocks - messages.scratch_blocks(self.config, self.block_size)
         trusted = self.vllm_config.kv_transfer_config is None
         for place, model in self.models.items():
-            model.bind(groups)
+            model.bind(batch.attention_groups)
             self.coverage[place] = DraftCoverage(num_blocks, self.block_size, trust_hits=trusted)
 
-    def begin_step(self, output: SchedulerOutput, group: int) -> None:
+    def begin_step(self, output: SchedulerOutput) -> None:
         """Follow what the scheduler allocated and freed."""
         for coverage in self.coverage.values():
-            coverage.begin_step(output, group)
+            coverage.begin_step(output)
 
     def drop(self, place: int, error: Exception) -> None:
         """Go on without a model, for good."""
@@ -144,7 +141,7 @@ class TreeProposer:
         if not plan.depth or not all(place in self.models for place in plan.chain):
             return DraftTrees.none()
         began_s = time.perf_counter()
-        names = self.runner.input_batch.req_ids
+        names = self.batch.request_ids
         speaking = [i for i, name in enumerate(names) if name not in wanted.silent]
         self._working = plan.chain[0]
         try:
@@ -159,9 +156,9 @@ class TreeProposer:
         self, speaking: Sequence[int], output: SchedulerOutput, sampled: list[list[int]]
     ) -> dict[int, int]:
         """Committed tokens of each request, by its place in the batch."""
-        lengths = self.runner.input_batch.num_tokens_no_spec
+        lengths = self.batch.num_tokens
         return {
-            i: int(lengths[i]) if sampled[i] else self.runner.computed_after(output, i)
+            i: int(lengths[i]) if sampled[i] else self.batch.computed_after(output, i)
             for i in speaking
         }
 
@@ -194,7 +191,7 @@ class TreeProposer:
             search.run()
             found = search.trees()
         self._account(search, order, len(ready))
-        names = [self.runner.input_batch.req_ids[i] for i in ready]
+        names = [self.batch.request_ids[i] for i in ready]
         self._compare(plan, names, search.roots)
         return DraftTrees(names, [], *found, width=plan.width, model=plan.chain[-1])
 
@@ -206,12 +203,11 @@ class TreeProposer:
     ) -> dict[int, tuple[int, int]]:
         """What a model lacks of each request, (start, stop), shortest first, as far as one pass
         goes; those who ask come first."""
-        batch, coverage = self.runner.input_batch, self.coverage[place]
-        table = self.runner.block_table_of_trees()
+        coverage, table = self.coverage[place], self.batch.block_table
         starts = {}
         for i, end in ends.items():
-            name = batch.req_ids[i]
-            coverage.confirm(name, batch.token_ids_cpu[i, : end - 1], table[i])
+            name = self.batch.request_ids[i]
+            coverage.confirm(name, self.batch.token_ids[i, : end - 1], table[i])
             starts[i] = coverage.tokens(name)
         budget = self.vllm_config.scheduler_config.max_num_batched_tokens
         if place != plan.chain[0]:
@@ -219,7 +215,9 @@ class TreeProposer:
         found = {}
         for i in sorted(ends, key=lambda i: (i not in asking, ends[i] - starts[i])):
             start = starts[i]
-            longest = min(self.models[place].max_len, self.runner.slots_of(i), start + budget)
+            longest = min(
+                self.models[place].max_len, self.batch.allocated_tokens(i), start + budget
+            )
             stop = min(ends[i], longest)
             if stop > start:
                 found[i] = start, stop
@@ -230,14 +228,13 @@ class TreeProposer:
         self, order: Sequence[int], ready: int, ends: Mapping[int, int], depth: int
     ) -> Ahead:
         """The requests of the batch in ``order``; the first of them are guessed for."""
-        batch = self.runner.input_batch
         rows = np.arange(ready * self.blocks_per_row).reshape(ready, self.blocks_per_row)
         return Ahead(
-            batch.token_ids_cpu,
+            self.batch.token_ids,
             np.asarray(order, dtype=np.int64),
             np.asarray([ends[i] for i in order], dtype=np.int64),
-            self.runner.block_table_of_trees(),
-            np.asarray([self.runner.slots_of(i) for i in order]) // self.block_size,
+            self.batch.block_table,
+            np.asarray([self.batch.allocated_tokens(i) for i in order]) // self.block_size,
             self.scratch + rows,
             depth,
             self.block_size,
@@ -265,7 +262,7 @@ class TreeProposer:
         beams = BeamSearch(
             member.model,
             ahead.ends[:n],
-            self.runner.block_table_of_trees()[ahead.places[:n]],
+            self.batch.block_table[ahead.places[:n]],
             search.temperatures,
             scratch=self.scratch,
             block_size=self.block_size,
@@ -285,15 +282,15 @@ class TreeProposer:
 
     def _temperatures(self, index: Ints) -> Tensor:
         """What each request's logits are divided by; greedy ones: ``GREEDY_TEMPERATURE``."""
-        given = self.runner.input_batch.sampling_metadata.temperature
+        given = self.batch.sampling.temperature
         if given is None:
-            return torch.full((len(index), 1), GREEDY_TEMPERATURE, device=self.runner.device)
+            return torch.full((len(index), 1), GREEDY_TEMPERATURE, device=self.batch.device)
         found = given[torch.from_numpy(index).to(given.device)].unsqueeze(1)
         return torch.where(found < 1e-5, torch.full_like(found, GREEDY_TEMPERATURE), found)
 
     def _account(self, search: ChainSearch, order: Sequence[int], ready: int) -> None:
         """Note what each model has computed now, and what it has guessed besides."""
-        table, names = self.runner.block_table_of_trees(), self.runner.input_batch.req_ids
+        table, names = self.batch.block_table, self.batch.request_ids
         ends, guesses = search.ahead.ends.tolist(), search.ahead.guesses
         for member, kv_states in zip(search.chain, search.kv_states, strict=True):
             coverage = self.coverage[member.place]
@@ -303,7 +300,7 @@ class TreeProposer:
                 name, end = names[order[row]], ends[row]
                 if min(computed, end) > coverage.tokens(name):
                     coverage.advance(name, min(computed, end), table[order[row]])
-                own = min(computed, self.runner.slots_of(order[row]))
+                own = min(computed, self.batch.allocated_tokens(order[row]))
                 if own > end:
                     coverage.guess(name, guesses[row, : own - end])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,17 +26,20 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
+from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.draft_check import token_ids
-from vllm_slo.engine.speculation.draft_link import DrafterView, DraftLink, Exchange, Fault
+from vllm_slo.engine.speculation.draft_link import DraftLink, Exchange
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees, Grant
-from vllm_slo.engine.speculation.servers_report import DrafterRound, ServersReport
-from vllm_slo.engine.worker.tree_attention.plan import scratch_blocks_per_row
+from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
+from vllm_slo.engine.speculation.servers_report import (
+    DrafterRound,
+    DrafterView,
+    Fault,
+    ServersReport,
+)
 from vllm_slo.wire.draft_messages import vocabulary_digest
 from vllm_slo.wire.draft_socket import TOKEN_FILE_FLAG, read_token
-
-if TYPE_CHECKING:
-    from vllm_slo.engine.worker.model_runner import TreeRunner
 
 logger = init_logger(__name__)
 
@@ -95,15 +98,13 @@ class RemoteProposer:
         if link is not None:
             link.close()
 
-    def bind(self, runner: TreeRunner) -> None:
-        """Take the runner, once its KV cache is there; none of that is needed for chains."""
-        self.runner = runner
-        self.blocks_per_row = scratch_blocks_per_row(
-            runner.block_size_of_trees(), self.config.max_depth
-        )
-        self.scratch = runner.kv_cache_config.num_blocks
+    def bind(self, batch: RunnerBatch) -> None:
+        """Take the runner's batch and KV cache, once they are there. Chains need no scratch."""
+        self.batch = batch
+        self.blocks_per_row = scratch_blocks_per_row(batch.block_size, self.config.max_depth)
+        self.scratch = batch.num_blocks
 
-    def begin_step(self, _output: SchedulerOutput, _group: int) -> None:
+    def begin_step(self, _output: SchedulerOutput) -> None:
         """There are no KV caches of drafts that would follow what the scheduler allocated."""
 
     def compare_with_target(self, _logits: Tensor, _rows: Mapping[str, int]) -> None:
@@ -144,12 +145,11 @@ class RemoteProposer:
         self, grants: Mapping[str, Grant], sampled: list[list[int]]
     ) -> dict[str, dict[str, DraftAsk]]:
         """What to ask of each drafter: for every granted request all its committed tokens."""
-        batch = self.runner.input_batch
         asks: dict[str, dict[str, DraftAsk]] = {}
         for name, grant in grants.items():
-            index = batch.req_id_to_index.get(name)
+            index = self.batch.index_of.get(name)
             if index is not None and sampled[index]:
-                prefix = batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]]
+                prefix = self.batch.token_ids[index, : self.batch.num_tokens[index]]
                 asks.setdefault(grant.drafter, {})[name] = DraftAsk(prefix, grant.tokens)
         return asks
 

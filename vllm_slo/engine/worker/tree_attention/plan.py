@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,6 @@ from numpy.typing import NDArray
 from vllm_slo.core.speculation.token_tree import ancestors, path_rows
 
 Ints = NDArray[np.int64]
-
-
-def scratch_blocks_per_row(block_size: int, max_depth: int) -> int:
-    """Blocks that hold a partly filled block's tokens, a root and ``max_depth`` nodes, always."""
-    return -(-(block_size + max_depth) // block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,9 @@ class _Rows:
         self.lengths.append(queries)
         self.seq_lens.append(seq_len)
 
-    def add_path(self, slot: TreeSlot, path: Sequence[int], queries: int, table: Ints) -> None:
+    def add_path(
+        self, slot: TreeSlot, path: Sequence[int], queries: int, table: NDArray[np.integer[Any]]
+    ) -> None:
         """An extra row: ``path`` are token indices from the root on, the last ``queries`` new."""
         tokens = np.asarray(path, dtype=np.int64) + slot.first
         column, offset = divmod(slot.context, self.block_size)
@@ -123,7 +121,7 @@ def plan_rows(
     slots: Sequence[TreeSlot],
     query_start: Ints,
     seq_lens: Ints,
-    block_table: Ints,
+    block_table: NDArray[np.integer[Any]],
     block_size: int,
     scratch: Ints,
     blocks_per_row: int,

@@ -14,14 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.slo.carriers import (
-    carriers_of,
-    peek,
-    prompts_in,
-    read_body,
-    slo_headers,
-    slo_keys_of,
-)
+from vllm_slo.slo.body import peek, prompts_in, read_body
+from vllm_slo.slo.carriers import carriers_of, slo_headers
+from vllm_slo.slo.hints import fields_of_hints, hints_of
+from vllm_slo.slo.keys import slo_keys_of
 
 CARRIERS = ("slo", "vllm_xargs", "service_tier", "nvext", "priority", "session_id")
 PROMPTS = ("prompt", "prompt_embeds", "messages")
@@ -256,7 +252,8 @@ def test_only_carriers_are_kept_and_empty_ones_are_absent() -> None:
     ],
 )
 def test_durations_as_go_writes_them(text: str, ttft_ms: float | None) -> None:
-    hinted = carriers_of({}, {"x-llm-d-inference-ttl": text}).hinted(POLICY)
+    hints = hints_of({}, {"x-llm-d-inference-ttl": text})
+    hinted = fields_of_hints(hints, classes=(), priorities={}, reads_session_id=False)
     assert hinted == ({} if ttft_ms is None else {"ttft_ms": ttft_ms, "on_unattainable": "decline"})
 
 

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promised requests that decode, field by field instead of request by request: a step of
+hundreds of them is planned by a few compiled calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.core.jit import jit
+from vllm_slo.core.types import INFINITY, DecodeView
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+EPS_S = 1e-9
+"""Seconds below which two times are the same."""
+
+
+class Decodes(NamedTuple):
+    """Rows of `DecodeView`, (n,) of each field; see there.
+
+    Attributes:
+        request_ids: ids.
+        due_s, window_end_s, window_left, tpot_s: as in `DecodeView`.
+        tokens, context_tokens: as in `DecodeView`.
+    """
+
+    request_ids: Sequence[str]
+    due_s: Floats
+    window_end_s: Floats
+    window_left: Floats
+    tpot_s: Floats
+    tokens: Ints
+    context_tokens: Ints
+
+    @classmethod
+    def of(cls, views: Sequence[DecodeView]) -> Decodes:
+        """The rows of these views."""
+        if not views:
+            return NONE
+        ids, *floats, tokens, context = zip(*views, strict=True)
+        due_s, end_s, left, tpot_s = (np.array(column, dtype=np.float64) for column in floats)
+        counts = np.array(tokens, dtype=np.int64), np.array(context, dtype=np.int64)
+        return cls(ids, due_s, end_s, left, tpot_s, *counts)
+
+    @classmethod
+    def in_windows(
+        cls,
+        request_ids: Sequence[str],
+        start_s: float,
+        windows: tuple[Floats, Floats],
+        begun: NDArray[np.bool_],
+        expected: Floats,
+        tpot_s: Floats,
+        window: int,
+        counts: tuple[Ints, Ints],
+    ) -> Decodes:
+        """Requests before a step that begins at ``start_s``.
+
+        ``expected`` tokens of a request come out of that step: then the last of them is what is due
+        at its end, and as many fewer steps are left of its window. The next window begins when this
+        one has ended, so no token counts beyond it. Tokens still in flight come out at ``start_s``;
+        if they end a window, that is where the next one begins.
+
+        Args:
+            request_ids: n ids.
+            start_s: when the step begins.
+            windows: (n,) starts of the open windows, and (n,) tokens in them, those in flight
+                included.
+            begun: (n,) whether the first token is out.
+            expected: (n,) tokens of the step.
+            tpot_s: (n,) objectives to work towards; infinite without one.
+            window: tokens of a TPOT window.
+            counts: (n,) tokens to verify, and (n,) tokens of context.
+        """
+        columns = _due(start_s, *windows, begun, expected, tpot_s, window)
+        return cls(request_ids, *columns, tpot_s, *counts)
+
+    @property
+    def number(self) -> int:
+        """How many requests these are."""
+        return len(self.request_ids)
+
+    def load(self) -> tuple[int, int, int]:
+        """(tokens, context tokens, query-key pairs) of one decode step of each."""
+        return _load(self.tokens, self.context_tokens)
+
+    def due_before(self, time_s: float) -> Decodes:
+        """Those whose next token is due before a time."""
+        return self.where(self.due_s < time_s)
+
+    def where(self, mask: NDArray[np.bool_]) -> Decodes:
+        """Those that a (n,) mask marks."""
+        ids = list(compress(self.request_ids, mask.tolist()))
+        if len(ids) == self.number:
+            return self
+        return Decodes(
+            ids,
+            self.due_s[mask],
+            self.window_end_s[mask],
+            self.window_left[mask],
+            self.tpot_s[mask],
+            self.tokens[mask],
+            self.context_tokens[mask],
+        )
+
+    def limit_s(self, start_s: float, shortest_s: float) -> float:
+        """Longest step, beginning at ``start_s``, that keeps the TPOT of each; infinite where there
+        are none. See `limit_of`; ``shortest_s`` is the shortest step there is."""
+        if not self.number:
+            return INFINITY
+        fields = self.due_s, self.window_end_s, self.window_left, self.tpot_s
+        return float(_tightest(start_s, *fields, shortest_s))
+
+    def by_due(self) -> list[tuple[str, int, int]]:
+        """(id, tokens, context tokens) of each, by due time."""
+        rows = zip(
+            self.due_s.tolist(),
+            self.request_ids,
+            self.tokens.tolist(),
+            self.context_tokens.tolist(),
+            strict=True,
+        )
+        return [row[1:] for row in sorted(rows)]
+
+
+_FLOATS, _INTS = np.empty(0), np.empty(0, dtype=np.int64)
+NONE = Decodes((), _FLOATS, _FLOATS, _FLOATS, _FLOATS, _INTS, _INTS)
+"""No request."""
+
+
+def limit_of(start_s: float, decode: DecodeView, shortest_s: float) -> float:
+    """Longest step, beginning at ``start_s``, that keeps a decoding request's TPOT.
+
+    On schedule this is its TPOT. Ahead of it, all the slack may go into one step. Behind it, the
+    lateness is spread evenly over the tokens left in its window. A window that cannot be saved even
+    by steps of ``shortest_s`` is given up: the request goes on at its TPOT and hurries nobody.
+    """
+    fields = decode.due_s, decode.window_end_s, decode.window_left, decode.tpot_s
+    return float(_limit(start_s, *fields, shortest_s))
+
+
+@jit
+def _limit(
+    start_s: float, due_s: float, end_s: float, left: float, tpot_s: float, shortest_s: float
+) -> float:
+    limit = max(due_s - start_s, (end_s - start_s) / left)
+    if limit >= shortest_s - EPS_S:
+        return limit
+    return max(tpot_s, shortest_s)
+
+
+@jit
+def _tightest(
+    start_s: float, due_s: Floats, end_s: Floats, left: Floats, tpot_s: Floats, shortest_s: float
+) -> float:
+    tightest = np.inf
+    for i in range(len(due_s)):
+        limit = _limit(start_s, due_s[i], end_s[i], left[i], tpot_s[i], shortest_s)
+        tightest = min(tightest, limit)
+    return tightest
+
+
+@jit
+def _load(tokens: Ints, context: Ints) -> tuple[int, int, int]:
+    total = read = pairs = 0
+    for i in range(len(tokens)):
+        total += tokens[i]
+        read += context[i]
+        pairs += tokens[i] * context[i] + tokens[i] * (tokens[i] + 1) // 2
+    return total, read, pairs
+
+
+@jit
+def _due(
+    start_s: float,
+    window_s: Floats,
+    place: Floats,
+    begun: NDArray[np.bool_],
+    expected: Floats,
+    tpot_s: Floats,
+    window: int,
+) -> tuple[Floats, Floats, Floats]:
+    count = len(place)
+    due_s, end_s, left = np.empty(count), np.empty(count), np.empty(count)
+    for i in range(count):
+        if tpot_s[i] == np.inf:
+            due_s[i], end_s[i], left[i] = np.inf, np.inf, 1.0
+            continue
+        at_s, held = window_s[i], place[i]
+        if not begun[i]:
+            at_s, held = start_s, max(held - 1.0, 0.0)
+        elif held >= window:
+            at_s, held = start_s, held % window
+        due_s[i] = at_s + min(held + expected[i], float(window)) * tpot_s[i]
+        end_s[i] = at_s + window * tpot_s[i]
+        left[i] = max((window - held) / expected[i], 1.0)
+    return due_s, end_s, left

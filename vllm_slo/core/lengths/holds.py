@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV tokens to set aside for many requests of a class at once: `OutputLengthPredictor`'s
+``expected_hold``, compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_slo.core.jit import jit
+
+Ints = NDArray[np.int64]
+
+
+@jit
+def holds_of(
+    ranked: Ints,
+    class_longest: int,
+    parts: int,
+    prompt: Ints,
+    cap: Ints,
+    declared: Ints,
+    done: Ints,
+) -> Ints:
+    """KV tokens to set aside for each of n requests of a class.
+
+    Args:
+        ranked: lengths of the class in ascending order; empty where it is not believed.
+        class_longest: the longest answer of the class that was seen.
+        parts: points of the survival curve to look at.
+        prompt, cap, declared, done: (n,) tokens of the prompt, most tokens of the answer, its
+            declared length (0: none), tokens so far.
+
+    Returns:
+        (n,) tokens, as `OutputLengthPredictor.expected_hold` gives them.
+    """
+    holds = np.empty(len(prompt), dtype=np.int64)
+    for i in range(len(prompt)):
+        now = prompt[i] + done[i] + 1
+        if declared[i] > done[i]:
+            holds[i] = max(prompt[i] + min(declared[i], cap[i]), now)
+            continue
+        longer = np.searchsorted(ranked, done[i], side="right")
+        survivors = len(ranked) - longer
+        longest, most = min(cap[i], class_longest), 0
+        for part in range(parts if survivors > 0 else 0):
+            passed = part * survivors // parts
+            length = min(ranked[longer + passed], longest)
+            most = max(most, (prompt[i] + length) * (survivors - passed) // survivors)
+            if length == longest:  # fewer and fewer are there from here on
+                break
+        holds[i] = max(most, now)
+    return holds

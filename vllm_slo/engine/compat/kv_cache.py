@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV cache manager: how many blocks there are, who holds which, what the cache knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
+
+__all__ = [
+    "block_pool",
+    "block_sizes",
+    "cached_tokens",
+    "held_blocks",
+    "held_count",
+    "total_blocks",
+]
+
+
+def block_pool(manager: KVCacheManager) -> BlockPool:
+    """The pool of all KV blocks, free ones in the order in which they are taken."""
+    return manager.block_pool
+
+
+def total_blocks(manager: KVCacheManager) -> int:
+    """KV blocks there are, without the one that vLLM keeps as a placeholder."""
+    return int(manager.block_pool.num_gpu_blocks) - 1
+
+
+def block_sizes(manager: KVCacheManager) -> list[int]:
+    """Tokens of a block of each kind of full attention. Bounded caches (sliding window, state) are
+    left out: they hold no more as a request grows."""
+    return [
+        kind.block_size
+        for kind in manager.coordinator.single_type_managers
+        if isinstance(kind.kv_cache_spec, FullAttentionSpec)
+    ]
+
+
+def held_blocks(manager: KVCacheManager, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
+    """The blocks that a request holds, kind by kind."""
+    return manager.get_blocks(request_id).blocks
+
+
+def held_count(manager: KVCacheManager, request_id: str) -> int:
+    """How many blocks of the first kind a request holds."""
+    return len(manager.coordinator.single_type_managers[0].req_to_blocks.get(request_id, ()))
+
+
+def cached_tokens(manager: KVCacheManager, request: Request) -> int | None:
+    """Prompt tokens that the prefix cache holds now; None where a request does not look there."""
+    if not manager.prefix_cache_lookup_enabled(request):
+        return None
+    _, tokens, _ = manager.coordinator.find_longest_cache_hit(
+        request.block_hashes, request.num_tokens - 1
+    )
+    return int(tokens)

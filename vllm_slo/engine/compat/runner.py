@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trees read of vLLM's V1 model runner (``vllm/v1/worker/gpu_model_runner.py``)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup
+
+__all__ = ["KV_GROUP", "RunnerBatch", "registered_layers"]
+
+Ints = NDArray[np.int64]
+
+KV_GROUP: Final = 0
+"""The KV cache group of trees. They need a model with one; `without_scratch` refuses others."""
+
+
+def registered_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Layer name -> attention layer, of all models that were built for this engine. Mutable."""
+    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    return layers
+
+
+class RunnerBatch:
+    """The batch and the KV cache of a runner. Every property is of this moment.
+
+    The runner keeps the requests of a step in rows; ``index`` is a request's row.
+    """
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models run."""
+        device: torch.device = self._runner.device
+        return device
+
+    # The KV cache.
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        group = self._runner.kv_cache_config.kv_cache_groups[KV_GROUP]
+        return int(group.kv_cache_spec.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the engine, scratch blocks included."""
+        return int(self._runner.kv_cache_config.num_blocks)
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The attention layers of the served model and of drafts."""
+        names: list[str] = self._runner.kv_cache_config.kv_cache_groups[KV_GROUP].layer_names
+        return names
+
+    @property
+    def attention_groups(self) -> list[AttentionGroup]:
+        """The attention layers by the backend that they share."""
+        groups: list[AttentionGroup] = self._runner.attn_groups[KV_GROUP]
+        return groups
+
+    @property
+    def block_table(self) -> NDArray[np.int32]:
+        """Blocks of each request, [requests, columns]."""
+        table: NDArray[np.int32] = self._runner.input_batch.block_table[KV_GROUP].get_numpy_array()
+        return table
+
+    def allocated_tokens(self, index: int) -> int:
+        """Tokens for which a request has KV blocks."""
+        blocks = self._runner.input_batch.block_table[KV_GROUP].num_blocks_per_row[index]
+        return int(blocks) * self.block_size
+
+    # The requests.
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests, by row."""
+        ids: list[str] = self._runner.input_batch.req_ids
+        return ids
+
+    @property
+    def index_of(self) -> dict[str, int]:
+        """Request id -> row."""
+        rows: dict[str, int] = self._runner.input_batch.req_id_to_index
+        return rows
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Token ids of prompts and outputs, [requests, positions]."""
+        ids: NDArray[np.int32] = self._runner.input_batch.token_ids_cpu
+        return ids
+
+    @property
+    def num_tokens(self) -> Ints:
+        """Tokens of each request without draft tokens, [requests]."""
+        lengths: Ints = self._runner.input_batch.num_tokens_no_spec
+        return lengths
+
+    @property
+    def num_computed_tokens(self) -> Ints:
+        """Tokens of each request that were computed before this step, [requests]."""
+        computed: Ints = self._runner.input_batch.num_computed_tokens_cpu
+        return computed
+
+    def draft_tokens(self, index: int) -> list[int]:
+        """The draft tokens of a request that this step verifies."""
+        tokens: list[int] = self._runner.input_batch.spec_token_ids[index]
+        return tokens
+
+    @property
+    def sampling(self) -> SamplingMetadata:
+        """How the requests are sampled."""
+        return self._runner.input_batch.sampling_metadata
+
+    # The step.
+
+    def computed_after(self, output: SchedulerOutput, index: int) -> int:
+        """Tokens of a request that will be computed once the step ``output`` is done."""
+        scheduled = output.num_scheduled_tokens[self.request_ids[index]]
+        return int(self.num_computed_tokens[index]) + scheduled
+
+    @property
+    def query_start(self) -> Ints:
+        """Where the tokens of each request begin in the step, [requests + 1] and padding."""
+        starts: Ints = self._runner.query_start_loc.np
+        return starts
+
+    @property
+    def sequence_lengths(self) -> Ints:
+        """Tokens of each request after the step, as if all drafts are accepted, [max requests]."""
+        lengths: Ints = self._runner.optimistic_seq_lens_cpu.numpy()
+        return lengths
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of each token of the step, on the device, [max tokens]. Mutable."""
+        positions: torch.Tensor = self._runner.positions
+        return positions
+
+    def complete_outputs(self) -> None:
+        """Put the tokens of the step before into the requests' outputs, for penalties: under async
+        scheduling they may have come only now."""
+        self._runner.input_batch.update_async_output_token_ids()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler as the parts of ours see it: its queues, its limits, and two things it can do.
+
+What our scheduler overrides is named in `vllm_slo.engine.scheduler`, and what it replaces for one
+step in `vllm_slo.engine.scheduling.apply_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import LoRAConfig
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+__all__ = ["SchedulerState"]
+
+
+class SchedulerState:
+    """Reads a vLLM scheduler. What it holds changes with every step, so nothing is copied.
+
+    Args:
+        scheduler: vLLM's, or one that is derived from it.
+    """
+
+    __slots__ = ("_scheduler",)
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    # Requests.
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """All live requests by id, in the order in which they arrived."""
+        return self._scheduler.requests
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that run."""
+        return self._scheduler.running
+
+    @property
+    def waiting(self) -> RequestQueue:
+        """The requests that wait and hold no KV blocks."""
+        return self._scheduler.waiting
+
+    @property
+    def waiting_with_blocks(self) -> RequestQueue:
+        """The requests that wait and hold KV blocks: loads under way, sessions that go on."""
+        return self._scheduler.kv_holding_waiting
+
+    @property
+    def any_waits(self) -> bool:
+        """Whether a request waits in either queue."""
+        return bool(self._scheduler.waiting) or bool(self._scheduler.kv_holding_waiting)
+
+    @property
+    def any_prefills(self) -> bool:
+        """Whether the prompt of a running request is not computed to its end."""
+        return bool(self._scheduler._inflight_prefills)
+
+    @property
+    def awaiting_input(self) -> int:
+        """Requests that keep a seat while they wait for the next part of their prompt."""
+        return int(self._scheduler.num_waiting_for_streaming_input)
+
+    @property
+    def in_last_step(self) -> set[str]:
+        """Ids of the requests that were in the last step."""
+        return self._scheduler.prev_step_scheduled_req_ids
+
+    def can_continue(self, request: Request) -> bool:
+        """Whether a blocked request (a load, a grammar, a part of a prompt) may go on now. vLLM
+        asks this while it schedules; it then changes the request's status."""
+        return bool(self._scheduler._handle_blocked_waiting_request(request))
+
+    def frees_blocks(self, request: Request) -> bool:
+        """Whether vLLM may free a request's KV blocks now: none of them is being transferred."""
+        return bool(self._scheduler._request_blocks_can_be_freed(request))
+
+    def finish(self, request: Request, stop_reason: str) -> None:
+        """End a request that never got a token; its client is told ``stop_reason``."""
+        request.stop_reason = stop_reason
+        self._scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def preempt(self, request: Request, timestamp: float) -> None:
+        """Take a running request's KV, and put it back into the waiting queue.
+
+        Args:
+            request: the request.
+            timestamp: of the event that vLLM notes, on the monotonic clock.
+        """
+        scheduler = self._scheduler
+        scheduler.running.remove(request)
+        scheduler._preempt_request(
+            request, timestamp, drop_stale_output=scheduler.requires_kv_delivery
+        )
+
+    def set_aside(self, request: Request) -> None:
+        """Take a waiting request out of its queue: no step is to serve it."""
+        self._scheduler.waiting.remove_request(request)
+        self._scheduler.deferred_waiting.discard(request)
+
+    # Limits.
+
+    @property
+    def max_running(self) -> int:
+        """Requests that may hold a seat at the same time."""
+        return int(self._scheduler.max_num_active_reqs)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and answer."""
+        return int(self._scheduler.max_model_len)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return int(self._scheduler.block_size)
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """KV slots that vLLM reserves for drafts behind a request's last token."""
+        return int(self._scheduler.num_lookahead_tokens)
+
+    @property
+    def num_spec_tokens(self) -> int:
+        """Drafts of a request that a step verifies at most."""
+        return int(self._scheduler.num_spec_tokens)
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """How many LoRAs a step can hold; None without LoRA."""
+        return self._scheduler.lora_config
+
+    @property
+    def structured_output(self) -> StructuredOutputManager:
+        """Grammars, the tokenizer and the reasoning parser of the engine."""
+        return self._scheduler.structured_output_manager
+
+    @property
+    def vllm_config(self) -> Any:
+        """The engine's configuration."""
+        return self._scheduler.vllm_config

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trees need of vLLM's structured output (``vllm/v1/structured_output``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+__all__ = ["constraint_start", "grammar_of", "next_token_mask"]
+
+
+def constraint_start(manager: StructuredOutputManager, request: Request) -> int:
+    """After how many more tokens the grammar applies; 0: to the next one."""
+    return int(manager._get_constraint_bounds(request, ()).constraint_start)
+
+
+def grammar_of(request: Request) -> Any:
+    """The request's grammar, which keeps the state after its last token; None without one."""
+    structured = request.structured_output_request
+    return None if structured is None else structured.grammar
+
+
+def next_token_mask(manager: StructuredOutputManager, request: Request) -> NDArray[np.int32]:
+    """Bit mask of the tokens that the grammar allows next, in its state now, [words]."""
+    rows = manager.grammar_bitmask({request.request_id: request}, [request.request_id], {})
+    assert rows is not None
+    mask: NDArray[np.int32] = rows[0].copy()
+    return mask

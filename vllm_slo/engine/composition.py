@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the parts of one scheduler, each from just what it needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.batching.step import Pressure, RecentObjectives
+from vllm_slo.core.clock import Clock
+from vllm_slo.core.lengths.output_length import OutputLengthPredictor
+from vllm_slo.core.ordering.starvation_guard import StarvationGuard
+from vllm_slo.core.step_time.model import StepTimeEstimator, horizon_of
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL, AdmissionController
+from vllm_slo.engine.scheduling.best_effort import BestEffort
+from vllm_slo.engine.scheduling.controller import Controller
+from vllm_slo.engine.scheduling.intake import Intake
+from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
+from vllm_slo.engine.scheduling.opportunistic import OpportunisticStarts
+from vllm_slo.engine.scheduling.outcomes import Outcomes
+from vllm_slo.engine.scheduling.quotas import Quotas
+from vllm_slo.engine.scheduling.quotes import Quotes
+from vllm_slo.engine.scheduling.replica_reports import ReplicaReports
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
+from vllm_slo.engine.scheduling.sessions import SessionRounds
+from vllm_slo.engine.scheduling.stage_marks import AnswerMarks, StageMarks
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.scheduling.step_planner import StepPlanner
+from vllm_slo.engine.scheduling.step_time_profile import find_profile
+from vllm_slo.engine.scheduling.workload import Workload
+from vllm_slo.engine.speculation.chains import Chains, trims
+from vllm_slo.engine.speculation.no_speculation import NoSpeculation, Speculation
+from vllm_slo.engine.speculation.tenants import TenantShares
+from vllm_slo.engine.speculation.trees import Trees
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.tracing import RequestSpans
+from vllm_slo.slo.access import Seal
+
+logger = init_logger(__name__)
+
+
+class Parts(NamedTuple):
+    """The parts of one scheduler, for those who look into it; see `assemble`."""
+
+    config: SLOConfig
+    clock: StepClock
+    tracker: RequestTracker
+    blocks: KVBlocks
+    workload: Workload
+    guard: StarvationGuard
+    pressure: Pressure
+    marks: StageMarks
+    speculation: Speculation
+    starts: OpportunisticStarts
+    admission: AdmissionController
+    planner: StepPlanner
+    quotas: Quotas | None
+    quotes: Quotes
+    best_effort: BestEffort | None
+    sessions: SessionRounds
+    outcomes: Outcomes
+    reports: ReplicaReports
+    metrics: SchedulerMetrics
+    controller: Controller
+
+
+def assemble(
+    state: SchedulerState,
+    manager: KVCacheManager,
+    clock: Clock,
+    max_step_tokens: int,
+    trees: SpeculationConfig | None,
+    *,
+    step_time: StepTimeEstimator | None = None,
+    marks: StageMarks | None = None,
+    seal: Seal | None = None,
+) -> Parts:
+    """Build the parts of a scheduler.
+
+    Args:
+        state: vLLM's scheduler.
+        manager: its KV cache manager.
+        clock: time.
+        max_step_tokens: tokens of one step at most.
+        trees: how token trees are drafted and verified; None: they are not.
+        step_time: what is known of step times; None: a profile of this engine, or the prior.
+        marks: where stages end; None: as the answers say.
+        seal: proves who wrote the internal keys; None: that of the environment.
+
+    Raises:
+        ConfigError, ProfileError: the configuration cannot be used.
+    """
+    vllm_config = state.vllm_config
+    config = SLOConfig.from_additional_config(vllm_config.additional_config)
+    can_promise = _can_promise(state)
+    steps = _step_clock(state, clock, config, step_time)
+    marks = marks or AnswerMarks(state.structured_output)
+    intake = Intake(config, marks, seal, steps)
+    lengths = OutputLengthPredictor(config.output_length_quantile)
+    metrics = SchedulerMetrics(vllm_config.parallel_config.data_parallel_index)
+    tracker, blocks = RequestTracker(steps.now_s), KVBlocks(manager)
+    recent, pressure = RecentObjectives(), Pressure(config.ageing_s / 2)
+    responsive = ResponsiveSteps(steps, recent)
+    ordered = config.best_effort.order != "fcfs" and can_promise
+    share = config.best_effort_token_share
+    guard = StarvationGuard(config.ageing_s, share, keep_starved=not ordered)
+    tenants = (
+        TenantShares(tracker, metrics.speculation)
+        if config.speculation.share == "tenants"
+        else None
+    )
+    speculation: Speculation
+    if trees is not None:
+        speculation = Trees(
+            *(state, tracker, blocks, steps, pressure, metrics.speculation, tenants, config),
+            max_step_tokens,
+        )
+    elif trims(vllm_config) and can_promise:
+        speculation = Chains(
+            *(state, tracker, steps, responsive, metrics.speculation, tenants, config),
+            max_step_tokens,
+        )
+    else:
+        speculation = NoSpeculation(steps, state.num_spec_tokens)
+    workload = Workload(
+        *(state, tracker, blocks, steps, lengths, speculation, guard),
+        max_step_tokens=max_step_tokens,
+        can_promise=can_promise,
+    )
+    quotas = (
+        Quotas(state.requests, lengths, metrics, config, intake.classes, max_step_tokens)
+        if config.quotas.on
+        else None
+    )
+    best_effort = (
+        BestEffort(state, tracker, blocks, steps, guard, lengths, metrics, config)
+        if ordered
+        else None
+    )
+    admission = AdmissionController(
+        *(state, tracker, workload, steps, pressure, quotas, config), can_promise=can_promise
+    )
+    starts = OpportunisticStarts(state, tracker, workload, steps, speculation, guard)
+    planner = StepPlanner(
+        *(state, tracker, workload, admission, starts, steps, guard, pressure, responsive),
+        *(best_effort, config, speculation.draft_padding),
+    )
+    quotes = Quotes(
+        *(state, tracker, workload, admission, steps, quotas, metrics, config),
+        can_promise=can_promise,
+    )
+    sessions = SessionRounds(tracker, workload, blocks, steps, metrics, config.sessions)
+    spans = RequestSpans.from_config(vllm_config.observability_config)
+    outcomes = Outcomes(tracker, sessions, steps, metrics, spans)
+    reports = ReplicaReports(state, tracker, workload, quotes, steps)
+    controller = Controller(
+        *(state, tracker, steps, intake, marks, workload, admission, planner, quotes, quotas),
+        *(best_effort, sessions, guard, recent, outcomes, reports, metrics),
+        tpot_window=config.tpot_window_tokens,
+        can_promise=can_promise,
+    )
+    return Parts(
+        *(config, steps, tracker, blocks, workload, guard, pressure, marks, speculation, starts),
+        *(admission, planner, quotas, quotes, best_effort, sessions, outcomes, reports, metrics),
+        controller,
+    )
+
+
+def _can_promise(state: SchedulerState) -> bool:
+    """Whether prompts can be cut, without which nothing is planned."""
+    config = state.vllm_config
+    if config.scheduler_config.enable_chunked_prefill:
+        return True
+    if config.model_config.runner_type != "generate":
+        return True
+    logger.warning(
+        "Chunked prefill is off, so no objective can be promised: vLLM schedules all "
+        "requests by itself, and reports say %s. vLLM turns it off for some models, and "
+        "--no-enable-chunked-prefill for all.",
+        NO_CHUNKED_PREFILL,
+    )
+    return False
+
+
+def _step_clock(
+    state: SchedulerState, clock: Clock, config: SLOConfig, step_time: StepTimeEstimator | None
+) -> StepClock:
+    estimator = step_time or StepTimeEstimator(
+        find_profile(state.vllm_config, config.profile),
+        horizon=horizon_of(config.tpot_window_tokens),
+    )
+    return StepClock(clock, estimator, config.margin_quantile, config.tpot_window_tokens)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV blocks: how many there are, who holds them, what a request needs. Only this reads vLLM's KV
+cache manager."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from vllm_slo.engine.compat import kv_cache
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+
+
+class KVBlocks:
+    """The KV blocks of one engine.
+
+    Args:
+        manager: vLLM's.
+
+    Attributes:
+        pool: all blocks, for `warm_prefixes`.
+        total: KV blocks there are.
+        sizes: tokens of a block, by kind of attention that grows with the context.
+        caches: whether blocks are found again by their prefix.
+    """
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self.pool = kv_cache.block_pool(manager)
+        self.total = kv_cache.total_blocks(manager)
+        self.sizes = kv_cache.block_sizes(manager)
+        self.caches = bool(manager.enable_caching)
+
+    @property
+    def free(self) -> int:
+        """Blocks that no request holds."""
+        return int(self.pool.get_num_free_blocks())
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that ``tokens`` tokens fill, never more than there are: a request that vLLM would
+        run alone is not refused for memory."""
+        blocks = sum(-(-tokens // size) for size in self.sizes)
+        return min(blocks, self.total)
+
+    def needed_by_all(self, tokens: NDArray[np.int64]) -> int:
+        """`needed` of (n,) requests, together."""
+        blocks = sum(-(-tokens // size) for size in self.sizes)
+        return int(np.minimum(blocks, self.total).sum())
+
+    def held(self, request: Request) -> int:
+        """Blocks that a request holds."""
+        return sum(map(len, kv_cache.held_blocks(self._manager, request.request_id)))
+
+    def spare_slots(self, request: Request, block_size: int) -> int:
+        """Tokens for which a request's blocks have room behind its last one."""
+        blocks = kv_cache.held_count(self._manager, request.request_id)
+        return blocks * block_size - int(request.num_tokens)
+
+    def blocks_of(self, request: Request) -> Sequence[KVCacheBlock]:
+        """The blocks that a request holds, in the order of its tokens."""
+        held = kv_cache.held_blocks(self._manager, request.request_id)
+        return [block for kind in held for block in kind]
+
+    def look_up_prefix(self, tracked: SLORequest) -> None:
+        """Note how much of a prompt that has not started the prefix cache holds now."""
+        if tracked.request.num_computed_tokens == 0:
+            cached = kv_cache.cached_tokens(self._manager, tracked.request)
+            if cached is not None:
+                tracked.cached_tokens = cached

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests ask of the engine, what is committed to them, and what is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_slo.core.admission.program import PLAIN, Capacity, work_tokens
+from vllm_slo.core.batching.decodes import Decodes
+from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
+from vllm_slo.core.ordering.starvation_guard import StarvationGuard
+from vllm_slo.core.sessions.end_to_end import end_to_end_pace
+from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.types import INFINITY, Demand
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling import request_views
+from vllm_slo.engine.scheduling.decode_model import DecodeModel, WayToDecode
+from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
+
+
+class CommittedLoad(NamedTuple):
+    """What is promised.
+
+    Attributes:
+        pending: promises before their first token.
+        decoding: TPOT -> promised requests that decode, by the TPOT that is reserved for them.
+        context: KV tokens that those read.
+        blocks: KV blocks that all of them hold or are to hold.
+    """
+
+    pending: list[Demand]
+    decoding: Mapping[float, int]
+    context: int
+    blocks: int
+
+    @property
+    def requests(self) -> int:
+        """How many requests are promised."""
+        return len(self.pending) + sum(self.decoding.values())
+
+
+class _Ways(NamedTuple):
+    """What promises may count on at a time, beside requests of which this is the tightest TPOT."""
+
+    now_s: float
+    tightest_s: float
+    ways: list[WayToDecode]
+
+
+class Workload:
+    """The demands of requests against the capacity of one engine.
+
+    Args:
+        state: vLLM's limits.
+        tracker: the requests.
+        blocks: KV memory.
+        clock: step times.
+        lengths: how long answers become.
+        decoding: what decoding is like.
+        guard: what is reserved for best effort.
+        max_step_tokens: tokens of one step at most.
+        can_promise: whether anything can be promised on this engine.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        blocks: KVBlocks,
+        clock: StepClock,
+        lengths: OutputLengthPredictor,
+        decoding: DecodeModel,
+        guard: StarvationGuard,
+        *,
+        max_step_tokens: int,
+        can_promise: bool,
+    ) -> None:
+        self.blocks = blocks
+        self.lengths = lengths
+        self.max_step_tokens = max_step_tokens
+        self._state = state
+        self._tracker = tracker
+        self._clock = clock
+        self._decoding = decoding
+        self._guard = guard
+        self._can_promise = can_promise
+        self._ways = _Ways(-INFINITY, INFINITY, [])
+        self._committed: tuple[tuple[object, ...], CommittedLoad] | None = None
+
+    # What one request asks.
+
+    def predicted_length(self, tracked: SLORequest) -> LengthPrediction:
+        """Length of a request's answer, the tokens that it has included."""
+        request = tracked.request
+        return self.lengths.predict(
+            tracked.slo_class,
+            request.max_tokens,
+            tracked.slo.expected_output_tokens,
+            request.num_output_tokens,
+        )
+
+    def demand(
+        self, tracked: SLORequest, start_s: float, model: StepTimeModel, origin_s: float = 0.0
+    ) -> Demand:
+        """What serving a request within its objectives asks from now on.
+
+        Its deadline is counted from ``origin_s``.
+        """
+        request = tracked.request
+        length = self.predicted_length(tracked)
+        self.blocks.look_up_prefix(tracked)
+        work = work_tokens(model, tracked.remaining_tokens, request.num_computed_tokens)
+        return request_views.demand(
+            tracked,
+            start_s - origin_s,
+            tracked.due_s(start_s, model.predict_s(work)),
+            work,
+            length,
+            self._blocks_of(tracked),
+            origin_s + model.predict_s(0),
+        )
+
+    def keep_end_to_end(self, tracked: SLORequest) -> None:
+        """Derive from a request's end-to-end objective what it may take to its first token, and for
+        each token after."""
+        if tracked.slo.e2e_ms is None:
+            return
+        self.blocks.look_up_prefix(tracked)
+        model = self._clock.expected_model
+        work = work_tokens(model, tracked.remaining_tokens)
+        tokens = float(self.predicted_length(tracked).tokens)
+        prefill_s, token_s = model.predict_s(work), model.predict_s(1)
+        tracked.keep_pace(*end_to_end_pace(tracked.slo.e2e_ms / 1e3, prefill_s, token_s, tokens))
+
+    def _blocks_of(self, tracked: SLORequest) -> int:
+        """KV blocks to set aside for a request."""
+        request = tracked.request
+        tokens = self.lengths.expected_hold(
+            tracked.slo_class,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            tracked.slo.expected_output_tokens,
+            request.num_output_tokens,
+        )
+        return self.blocks.needed(tokens)
+
+    def decode_rows(self, tracked: Sequence[SLORequest], start_s: float) -> Decodes:
+        """Promised decoding requests before a step that begins at ``start_s``."""
+        strength, yields = self._clock.strength, self._decoding.yields
+        return request_views.decode_rows(tracked, start_s, strength, yields)
+
+    # What all of them ask, and what is left.
+
+    def committed(
+        self, start_s: float, model: StepTimeModel, origin_s: float = 0.0
+    ) -> CommittedLoad:
+        """What is promised. Deadlines are counted from ``origin_s``."""
+        asked = self._clock.ticks, self._tracker.changes, start_s, model, origin_s
+        if self._committed is None or self._committed[0] != asked:
+            self._committed = asked, self._load(start_s, model, origin_s)
+        return self._committed[1]
+
+    def _load(self, start_s: float, model: StepTimeModel, origin_s: float) -> CommittedLoad:
+        promised = [t for t in self._tracker.live.values() if t.promised]
+        decodes = [t for t in promised if t.decodes]
+        pending = []
+        if len(decodes) < len(promised):
+            pending = [self.demand(t, start_s, model, origin_s) for t in promised if not t.decodes]
+        return CommittedLoad(
+            pending,
+            Counter([t.reserved_tpot_s for t in decodes]),
+            sum([t.request.num_computed_tokens for t in decodes]),
+            sum([demand.blocks for demand in pending]) + self._blocks_of_all(decodes),
+        )
+
+    def _blocks_of_all(self, decodes: Sequence[SLORequest]) -> int:
+        """KV blocks to set aside for requests that decode."""
+        by_class: dict[str, list[tuple[int, int, int, int]]] = {}
+        for tracked in decodes:
+            request = tracked.request
+            by_class.setdefault(tracked.slo_class, []).append(
+                (
+                    request.num_prompt_tokens,
+                    request.max_tokens,
+                    tracked.slo.expected_output_tokens or 0,
+                    tracked.recorded,
+                )
+            )
+        return sum(
+            self.blocks.needed_by_all(
+                self.lengths.expected_holds(name, *np.array(rows, dtype=np.int64).T)
+            )
+            for name, rows in by_class.items()
+        )
+
+    def capacity(self, promised: int, blocks: int) -> Capacity:
+        """What is left beside so many promises that hold so many KV blocks."""
+        return Capacity(
+            blocks=self.blocks.total - blocks,
+            seats=self.seats(promised),
+            max_step_tokens=self.max_step_tokens,
+            token_share=1.0 - self.reserved_share(),
+            finish_interval_s=self._tracker.finish_interval_s,
+        )
+
+    def seats(self, promised: int) -> int:
+        """Seats for promises beside so many."""
+        if not self._can_promise:
+            return 0
+        return self._state.max_running - promised - self._guard.reserved_seats
+
+    def reserved_share(self) -> float:
+        """Share of the tokens that best effort may claim before promises."""
+        return self._guard.reserved_share(self._clock.now_s)
+
+    def ways_to_decode(self, tpot_s: float = INFINITY) -> list[WayToDecode]:
+        """What a promise may count on: plain steps, and steps with drafts; also for a request that
+        is not tracked, of such a TPOT."""
+        known, now_s = self._ways, self._clock.now_s
+        if known.now_s == now_s and known.tightest_s <= tpot_s:
+            return known.ways
+        own_s = min(
+            (t.reserved_tpot_s for t in self._tracker if t.promised or not t.missed),
+            default=INFINITY,
+        )
+        tightest_s = min(own_s, tpot_s)
+        ways = [(self._decoding.plain(), PLAIN)]
+        drafts = self._decoding.speculative(tightest_s) if tightest_s < INFINITY else None
+        if drafts is not None:
+            ways.append(drafts)
+        if tightest_s == own_s:  # what holds for a request that is not tracked is nobody else's
+            self._ways = _Ways(now_s, tightest_s, ways)
+        return ways
