@@ -25,8 +25,6 @@ from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, Flags, flag_of, tree_arg
 from vllm_slo.config.speculation import DRAFT_KEY, pool_value
 from vllm_slo.errors import ConfigError
 
-__all__ = ["AppArgs", "Flags", "api_key_digest", "api_keys_in", "embedded_config", "resources"]
-
 API_KEY_ENV: Final = "VLLM_API_KEY"
 HEAD_NODE: Final = "node:__internal_head__"
 """A resource that Ray gives to the head node and to no other."""
