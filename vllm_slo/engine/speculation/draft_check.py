@@ -21,12 +21,9 @@ from vllm_slo.config.class_names import (
     TREE_WORKER,
     TREE_WORKER_NAMES,
 )
-from vllm_slo.config.serve_args import (
-    check_draft_folder,
-    check_vocabulary,
-    flag_of,
-    proposer_of,
-)
+from vllm_slo.config.command_line import flag_of
+from vllm_slo.config.draft_folder import check_draft_folder, check_vocabulary
+from vllm_slo.config.serve_args import proposer_of
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.engine.speculation.draft_config import draft_model_config

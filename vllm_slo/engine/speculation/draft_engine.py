@@ -25,7 +25,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from vllm_slo import tiny
-from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, Flags, runs_on_cpu, tiny_arguments
+from vllm_slo.config.command_line import Flags
+from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, runs_on_cpu, tiny_arguments
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.engine.compat.version import check_vllm
@@ -169,7 +170,7 @@ def engine_arguments(model: str, flags: Sequence[str], *, max_sessions: int) -> 
     )
     if model in BUILT_IN_DRAFTS:
         folder = str(tiny.path(BUILT_IN_DRAFTS[model]))
-        parser.set_defaults(model=folder, **tiny_arguments(Flags(flags).arguments()))
+        parser.set_defaults(model=folder, **tiny_arguments(given_arguments(Flags(flags))))
     args, unknown = parser.parse_known_args(list(flags))
     if unknown:
         raise ConfigError(
