@@ -103,7 +103,7 @@ class TreeRunner(GPUModelRunner):
         return metadata, common
 
     def _attach_masks(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
-        """Attach the masks of the tokens that each tree node sees, for a backend that takes masks."""
+        """Attach masks of the tokens that each tree node sees, for a backend that takes masks."""
         plan = plan_masks(self._slots, common.num_actual_tokens, common.num_reqs)
         if plan is None:
             return
