@@ -12,9 +12,6 @@ A deadline that leaves less than a step to spare is charged for the step that mu
 and so is the beginning, where running decodes are due at times of their own.
 Promises already given are forced in. Of all such sets the one of greatest value is chosen.
 
-Compiled functions that call each other stay in this file: numba's cache on disk notices a change of
-the file that a function is in, and of no other.
-
 The table is kept as labels (pb, memory, n_1..n_L, value): for one vector n only labels that no
 other beats in value, budget and memory survive, so memory needs no discretisation and values need
 not be equal. The result is exact while a stage holds at most ``MAX_LABELS`` labels; beyond that the
@@ -33,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.core.jit import jit
+from vllm_slo.core.step_time.budget import Lines, whole_tokens_within
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import AdmissionPlan, Demand
 
@@ -96,15 +94,9 @@ def tokens_of_step(asked: float, speculated: Speculated) -> float:
 
 @jit
 def _tokens_in(time_s: float, engine: Floats) -> float:
-    """Tokens that one step of ``time_s`` seconds processes: the paper's time2bs."""
-    tokens = engine[4]
-    for line in range(2):
-        slope, offset = engine[2 * line], engine[2 * line + 1]
-        if time_s < offset:
-            return 0.0
-        if slope > 0.0:
-            tokens = min(tokens, (time_s - offset) / slope)
-    return float(math.floor(tokens + 1e-9) * engine[5])
+    """Tokens of one step of ``time_s`` seconds that promises may use."""
+    lines = Lines(engine[0], 0.0, engine[1], engine[2], 0.0, engine[3])
+    return float(whole_tokens_within(lines, time_s, engine[4], 0.0) * engine[5])
 
 
 @jit

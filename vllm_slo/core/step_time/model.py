@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_slo.core.step_time.budget import Lines, tokens_within
 from vllm_slo.core.step_time.least_squares import fit_higher_of_two_lines
 from vllm_slo.errors import ProfileError
 
@@ -138,6 +139,11 @@ class StepTimeModel:
         """Seconds a step of this shape takes."""
         return self.predict_s(shape.tokens, shape.context_tokens, shape.spec_steps, shape.pairs)
 
+    def lines(self) -> Lines:
+        """The model without attention."""
+        (k1, k2, b), (m1, m2, d) = self.terms
+        return Lines(float(k1), float(k2), float(b), float(m1), float(m2), float(d))
+
     def time_to_tokens(
         self,
         time_s: float,
@@ -154,13 +160,10 @@ class StepTimeModel:
         further token adds (for a prefill chunk, its context so far).
         """
         (k1, k2, b), (m1, m2, d) = self.terms
-        left = time_s - self.kv_s * context_tokens - self.pair_s * pairs
+        left_s = time_s - self.kv_s * context_tokens - self.pair_s * pairs
         slope = self.pair_s * pairs_per_token
-        guess = float(self.max_tokens)
-        for rate, free in ((k1 + slope, left - k2 * spec_steps - b),
-                           (m1 + slope, left - m2 * spec_steps - d)):  # fmt: skip
-            if rate * guess > free:
-                guess = free / rate if rate else 0.0
+        lines = Lines(k1 + slope, k2, b, m1 + slope, m2, d)
+        guess = tokens_within(lines, left_s, float(self.max_tokens), spec_steps)
         n = int(guess) if guess >= 1.0 else 0
         predict_s = self.predict_s
         here = predict_s(n, context_tokens, spec_steps, pairs + n * pairs_per_token)
