@@ -17,13 +17,9 @@ from hypothesis import strategies as st
 
 from vllm_slo.core.batching.step import (
     SMALLEST_CHUNK,
-    Pressure,
-    RecentObjectives,
     StepLimits,
     decode_limit_s,
     plan_step,
-    preemptions,
-    rank_best_effort,
 )
 from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
@@ -711,119 +707,3 @@ def test_without_objectives_nothing_limits_the_step() -> None:
     plan = plan_step(0.0, decodes, prefills, others, SIX_A_UNIT, WIDE)
     assert plan.limit_s == INFINITY
     assert plan.tokens == {"d": 1, "p": 500, "b": 499}
-
-
-# --- how hard promises press ---------------------------------------------------------------------
-
-
-def test_pressure_is_forgotten() -> None:
-    pressure = Pressure(10.0)
-    assert pressure.prompt_step_s(0.0, 1.0, promises=True) == INFINITY
-    assert pressure.blocks(0.0) == 0.0
-    pressure.refused(100.0, ttft=False)
-    assert not pressure.first_tokens_late(100.0)
-    for now, beside, alone in ((100.0, 0.0, 1.5), (109.9, 0.0, 1.5), (110.0, INFINITY, INFINITY)):
-        assert pressure.prompt_step_s(now, 1.0, promises=True) == beside
-        assert pressure.prompt_step_s(now, 1.0, promises=False) == alone
-    pressure.short_of(64, 100.0)
-    assert pressure.blocks(100.0) == 64.0
-    assert pressure.blocks(120.0) == 16.0
-    pressure.short_of(8, 120.0)
-    assert pressure.blocks(130.0) == 12.0
-    pressure.refused(130.0, ttft=True)
-    assert pressure.first_tokens_late(139.9)
-    assert not pressure.first_tokens_late(140.0)
-
-
-def waiting(name: str, since_s: float, needed_blocks: int, *, decoding: bool = False):
-    return BestEffortView(name, since_s, 10, decoding, 0, needed_blocks)
-
-
-def test_best_effort_that_has_begun_is_served_first_but_for_the_elder() -> None:
-    requests = [
-        waiting("new", 90.0, 4),
-        waiting("begun", 95.0, 0, decoding=True)._replace(begun=True),
-        waiting("lost its place", 95.0, 4)._replace(begun=True),
-        waiting("just", 70.0, 4),
-        waiting("aged", 69.9, 4),
-        waiting("starved", 98.0, 4),
-        waiting("begun and aged", 10.0, 4)._replace(begun=True),
-    ]
-    ranked = [r.request_id for r in rank_best_effort(requests, 100.0, 30.0, "starved")]
-    begun = ["begun and aged", "begun", "lost its place"]
-    assert ranked == ["starved", *begun, "aged", "new", "just"]
-    assert [r.request_id for r in rank_best_effort(requests, 100.0, 30.0)][:3] == begun
-
-
-def test_best_effort_leaves_the_memory_that_promises_were_short_of() -> None:
-    pressure = Pressure(10.0)
-    pressure.short_of(64, 100.0)
-    ranked = [
-        waiting("running", 99.0, 0),
-        waiting("small", 99.0, 36),
-        waiting("large", 99.0, 37),
-        waiting("aged", 60.0, 100),
-        waiting("aged, too", 60.0, 100),
-    ]
-
-    def fits_in_memory(free: int, now_s: float = 100.0, *, promises: bool = True) -> list[str]:
-        found = pressure.fits_in_memory(ranked, free, now_s, ageing_s=30.0, promises=promises)
-        return [r.request_id for r in found]
-
-    assert fits_in_memory(100) == ["running", "small", "aged"]
-    assert fits_in_memory(99) == ["running"]  # 35 are left, and not even the aged one fits
-    assert fits_in_memory(100, promises=False) == [r.request_id for r in ranked]
-    assert fits_in_memory(100, 110.0) == ["running", "small", "large", "aged"]
-    assert fits_in_memory(10) == ["running"]
-
-
-# --- how long best effort alone may take ---------------------------------------------------------
-
-
-def recent(*objectives: tuple[float, float, float]) -> RecentObjectives:
-    """Objectives seen: (ttft_s, tpot_s, when)."""
-    one = RecentObjectives(memory_s=60.0)
-    for ttft_s, tpot_s, at_s in objectives:
-        one.add(ttft_s, tpot_s, at_s)
-    return one
-
-
-def test_nothing_seen_limits_nothing() -> None:
-    assert recent().responsive_step_s(0.0, 0.01) == INFINITY
-    assert recent((INFINITY, INFINITY, 0.0)).responsive_step_s(0.0, 0.01) == INFINITY
-
-
-@given(st.floats(0.1, 1e4), st.floats(0.02, 1e3))
-def test_a_step_of_best_effort_is_a_quarter_of_a_ttft_or_two_tpots(
-    ttft_s: float, tpot_s: float
-) -> None:
-    """Down to the grid on which objectives are remembered, and never above it."""
-    both = recent((ttft_s, tpot_s, 0.0)).responsive_step_s(1.0, 1e-3)
-    exact = max(ttft_s / 4, 2 * tpot_s)
-    assert exact / RecentObjectives.GRID * 0.999 <= both <= exact * 1.001
-    tpot_only = recent((INFINITY, tpot_s, 0.0)).responsive_step_s(1.0, 1e-3)
-    assert 2 * tpot_s / RecentObjectives.GRID * 0.999 <= tpot_only <= 2 * tpot_s * 1.001
-
-
-def test_the_tightest_counts_while_it_is_remembered_and_can_be_kept() -> None:
-    seen = recent((INFINITY, 1.0, 50.0), (INFINITY, 0.1, 0.0))
-    tight, loose = seen.responsive_step_s(60.0, 0.01), seen.responsive_step_s(60.0, 0.2)
-    assert tight <= 0.2
-    assert 1.6 <= loose <= 2.0  # no step is as short as 0.1
-    assert seen.responsive_step_s(60.1, 0.01) == loose  # forgotten
-    assert seen.responsive_step_s(111.0, 0.01) == INFINITY
-
-
-# --- preemption ----------------------------------------------------------------------------------
-
-
-@given(
-    st.integers(0, 30),
-    st.integers(0, 30),
-    st.lists(st.integers(0, 8), max_size=7),
-)
-def test_the_fewest_victims_in_order_give_way(needed: int, free: int, sizes: list[int]) -> None:
-    victims = [(f"v{i}", n) for i, n in enumerate(sizes)]
-    enough = [k for k in range(len(sizes) + 1) if free + sum(sizes[:k]) >= needed]
-    expected = enough[0] if enough else len(sizes)
-    assert preemptions(needed, free, victims) == tuple(name for name, _ in victims[:expected])

@@ -16,7 +16,8 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission import program
 from vllm_slo.core.admission.idle_probe import SLOW, IdleProbe, whom_to_probe
 from vllm_slo.core.admission.opportunistic import Pace, Sustainable, has_headroom
-from vllm_slo.core.batching.step import Pressure, RecentObjectives
+from vllm_slo.core.batching.pressure import Pressure
+from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.lengths.forecast import LengthQuery
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor

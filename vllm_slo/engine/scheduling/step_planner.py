@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.batching import step
+from vllm_slo.core.ordering.best_effort import preemptions, rank_best_effort
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, BestEffortView, PrefillView, StepPlan
 from vllm_slo.engine.scheduling import request_views
@@ -214,7 +215,7 @@ class StepPlanner:
             if needed + blocks <= most:
                 needed, short = needed + blocks, short + 1
         by_id = {request.request_id: request for request in victims}
-        chosen = step.preemptions(
+        chosen = preemptions(
             needed, free, [(r.request_id, steering.held_blocks(r)) for r in victims]
         )
         names = [r.request_id for r in victims[: max(short, len(chosen), 0)]]
@@ -260,7 +261,7 @@ class StepPlanner:
             for r in others
         )
         if steering.best_effort is None:
-            ranked = step.rank_best_effort(found, now_s, ageing_s, starved)
+            ranked = rank_best_effort(found, now_s, ageing_s, starved)
         else:
             ranked = sorted(found, key=lambda view: self._ranks[view.request_id])
         return steering.pressure.fits_in_memory(
