@@ -24,7 +24,8 @@ from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPr
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.sessions.end_to_end import end_to_end_pace
-from vllm_slo.core.step_time.model import BatchShape, StepTimeEstimator, StepTimeModel, horizon_of
+from vllm_slo.core.step_time.estimator import StepTimeEstimator, horizon_of
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import INFINITY, AdmissionPlan, DecodeView, Demand, PrefillView
 from vllm_slo.engine.scheduling import request_views
 from vllm_slo.engine.scheduling.best_effort import BestEffort

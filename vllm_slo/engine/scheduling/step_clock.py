@@ -14,12 +14,8 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.speculation.draft_lengths import with_draft_steps
-from vllm_slo.core.step_time.model import (
-    BatchShape,
-    OnlineCorrection,
-    StepTimeEstimator,
-    StepTimeModel,
-)
+from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 
 MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""

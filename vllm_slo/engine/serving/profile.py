@@ -25,7 +25,8 @@ from typing import Any
 
 from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileKey, ProfileReport
-from vllm_slo.core.step_time.model import BatchShape, Sample, StepTimeModel, fit
+from vllm_slo.core.step_time.fit import fit
+from vllm_slo.core.step_time.model import BatchShape, Sample, StepTimeModel
 from vllm_slo.errors import ProfileError, VllmSLOError
 
 Progress = Callable[[int, int], None]
