@@ -15,12 +15,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.speculation.draft_pass_time import with_draft_steps
-from vllm_slo.core.step_time.model import (
-    BatchShape,
-    OnlineCorrection,
-    StepTimeEstimator,
-    StepTimeModel,
-)
+from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 
 MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""
