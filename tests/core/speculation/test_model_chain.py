@@ -474,3 +474,13 @@ def test_of_a_text_that_begins_is_expected_what_is_typical() -> None:
         chains.observe_step(plan, plan.step_s, 9.0)
     assert chains.choose(load, TARGET, 0.7).tokens > 1.2 * typical
     assert chains.choose(load._replace(begun=1), TARGET, 0.8).tokens == pytest.approx(typical)
+
+
+def test_a_step_that_yields_little_does_not_stop_drafting_for_long() -> None:
+    found = Predictability()
+    for _ in range(4):
+        found.observe(1.0, 3.0, 8)
+    assert found.odds < 0.2
+    for _ in range(30):
+        found.pass_step()
+    assert found.odds > 0.85

@@ -310,6 +310,7 @@ class ModelChains:
         if plan.chain:
             self._probes.note(self._chains.index(plan.chain))
         elif load.active:
+            self._predictability.pass_step()
             self.forecasts.use = min(self.forecasts.use + self.RECOVERY, 1.0)
         read = max(load.context - self._context, load.active)
         for place, lacking in enumerate(self._lacking):
