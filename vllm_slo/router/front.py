@@ -36,8 +36,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig
-from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.errors import ConfigError, InvalidSLOError
