@@ -16,8 +16,9 @@ from collections.abc import Callable
 import numpy as np
 from common import markdown, write_result
 
-from vllm_slo.core.routing.policy import Route, RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.policy import Route, route
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 

@@ -18,7 +18,8 @@ from fake_replica import state
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.policy import route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.router import prompts as prompts_module
 from vllm_slo.router.body_reader import read

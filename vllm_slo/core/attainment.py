@@ -99,12 +99,11 @@ class WindowTPOT:
         self.open_tokens = 0
 
     def successor(self) -> WindowTPOT:
-        """What measures the tokens after the last one, the gap before the first of them included;
-        of nothing recorded, nothing."""
-        found = WindowTPOT(self._window)
+        """A measure of the tokens to come, including the gap before the first of them."""
+        following = WindowTPOT(self._window)
         if self._tokens:
-            found.add(self._last_s)
-        return found
+            following.add(self._last_s)
+        return following
 
     @property
     def tokens(self) -> int:

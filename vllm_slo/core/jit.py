@@ -29,7 +29,7 @@ def jit(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return compiled()(*args, **kwargs)
 
-    call.compiled = compiled  # type: ignore[attr-defined]  # found by ``_compile`` in a caller
+    call.compiled = compiled  # type: ignore[attr-defined]  # `_compile` looks for it in callers
     return call
 
 

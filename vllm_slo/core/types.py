@@ -15,14 +15,14 @@ INFINITY = math.inf
 
 RoutingPolicy: TypeAlias = Literal["slo", "round_robin", "least_loaded", "power_of_two"]
 BestEffortOrder: TypeAlias = Literal["fcfs", "laps_sd", "las", "lp_sjf"]
-"""In which best effort is served; see `core.ordering.least_perceived_service`."""
+"""The order in which best effort is served; see `core.ordering.least_perceived_service`."""
 DraftShares: TypeAlias = Literal["throughput", "tenants"]
-"""Who gets the drafts that no objective needs: whoever's are likeliest to be accepted, or tenants
-in proportional fairness; see `core.speculation.proportional_fairness`."""
+"""Which requests get the drafts that no objective needs: those whose drafts are likeliest to be
+accepted, or tenants in proportional fairness; see `core.speculation.proportional_fairness`."""
 LengthSource: TypeAlias = Literal["quantile", "learnt"]
-"""What foretells the length of an answer; see `core.lengths.forecast`."""
+"""What predicts the length of an answer; see `core.lengths.forecast`."""
 Backup: TypeAlias = Literal["as_asked", "best_effort", "decline"]
-"""What becomes of a request that no replica can promise: what its owner asked for, or always one
+"""What becomes of a request that no replica can promise: what its client asked for, or always one
 of the two."""
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from random import Random
 
 from vllm_slo.config.routing import RoutingConfig
-from vllm_slo.core.routing.policy import DemandMeter, Route, RoutedRequest, route
+from vllm_slo.core.routing.demand_meter import DemandMeter
+from vllm_slo.core.routing.policy import Route, route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
 from vllm_slo.slo.model import OnUnattainable
 

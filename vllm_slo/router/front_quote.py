@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
-from vllm_slo.core.routing.policy import RoutedRequest
+from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.front_errors import busy_response
 from vllm_slo.router.front_headers import returned_headers

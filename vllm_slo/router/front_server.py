@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.errors import InvalidSLOError

@@ -22,7 +22,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from vllm_slo.core.routing.policy import Route, RoutedRequest
+from vllm_slo.core.routing.policy import Route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.router.cluster import Choice, Cluster, Placement
 from vllm_slo.router.event_stream import (
     CONNECTION_ERRORS,

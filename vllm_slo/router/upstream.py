@@ -16,8 +16,8 @@ from typing import Any, Final
 import aiohttp
 from yarl import URL
 
-from vllm_slo.core.routing.policy import VirtualReplica
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.virtual_replica import VirtualReplica
 from vllm_slo.router.once import KEPT_S, Once
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, prefix_first, route
+from vllm_slo.core.routing.policy import prefix_first, route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.types import INFINITY, RoutingPolicy
 from vllm_slo.sim.replica import Replica, RoundRequest
 

@@ -310,10 +310,10 @@ def test_long_prompts_cost_their_attention() -> None:
 
 @settings(max_examples=examples(400))
 @given(st.integers(0, 2**32))
-def test_an_outlook_judges_one_request_as_the_program_does(seed: int) -> None:
+def test_incremental_admission_judges_one_request_as_the_program_does(seed: int) -> None:
     rng = random.Random(seed)
     oracle, new, committed = random_case(rng)
-    outlook = IncrementalAdmission(
+    admission = IncrementalAdmission(
         committed,
         oracle.decoding,
         oracle.model,
@@ -331,22 +331,24 @@ def test_an_outlook_judges_one_request_as_the_program_does(seed: int) -> None:
             oracle.capacity,
             decoding_context=oracle.context,
         )
-        verdict = outlook.judge(demand, now_s)
+        verdict = admission.judge(demand, now_s)
         assert verdict.promised == bool(plan.admitted)
         assert verdict.reason == plan.refused.get(demand.request_id)
         assert verdict.retry_after_s == pytest.approx(plan.retry_after_s.get(demand.request_id, 0))
 
 
-def test_an_outlook_with_more_tiers_than_the_table_holds_judges_the_same() -> None:
+def test_more_tiers_than_the_table_holds_are_judged_the_same() -> None:
     committed = [Demand(f"c{i}", 1.0 + i, 20, 0.02 * (i + 1), 1) for i in range(9)]
     model = StepTimeModel(((0.0, 0.0, 0.01), (1e-3, 0.0, 0.005)), kv_s=1e-6)
-    outlook = IncrementalAdmission(committed, {0.3: 2, 0.5: 1}, model, PLENTY, decoding_context=900)
+    admission = IncrementalAdmission(
+        committed, {0.3: 2, 0.5: 1}, model, PLENTY, decoding_context=900
+    )
     verdicts = set()
     for tokens in (10, 500, 1500, 5000):
         demand = Demand("n", 2.0, tokens, 0.07, 1)
         plan = plan_admission(
             0.0, [demand], committed, {0.3: 2, 0.5: 1}, model, PLENTY, decoding_context=900
         )
-        assert outlook.judge(demand, 0.0).promised == bool(plan.admitted)
+        assert admission.judge(demand, 0.0).promised == bool(plan.admitted)
         verdicts.add(bool(plan.admitted))
     assert verdicts == {True, False}

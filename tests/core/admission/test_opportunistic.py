@@ -10,7 +10,7 @@ from depth import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_slo.core.admission.opportunistic import SHARE, Pace, Sustainable, has_headroom
+from vllm_slo.core.admission.opportunistic import Pace, Sustainable, has_headroom
 from vllm_slo.core.admission.program import PLAIN, Speculated
 
 BASE_S, TOKEN_S = 0.020, 0.001
@@ -63,17 +63,16 @@ def test_whoever_finds_the_engine_empty_begins() -> None:
 
 
 def test_so_many_as_typical_steps_keep_a_tpot_for_with_something_to_spare() -> None:
+    """Steps of 50 ms keep it for 30, of which seven tenths may begin."""
     assert plain(0.050) == (pytest.approx(30.0), PLAIN)
-    most = int(SHARE * 30.0 + 1e-9)
-    assert fits(most, 0.050, plain)
-    assert not fits(most + 1, 0.050, plain)
+    assert fits(21, 0.050, plain)
+    assert not fits(22, 0.050, plain)
 
 
 def test_prompts_take_their_share_of_the_steps() -> None:
-    """An answer of 100 tokens after a prompt of 100: each request is worth two."""
-    most = int(SHARE * 30.0 / 2.0)
-    assert fits(most, 0.050, plain, prompt=1.0)
-    assert not fits(most + 1, 0.050, plain, prompt=1.0)
+    """An answer of 100 tokens after a prompt of 100: each request is worth two, so half of 21."""
+    assert fits(10, 0.050, plain, prompt=1.0)
+    assert not fits(11, 0.050, plain, prompt=1.0)
 
 
 def test_one_with_a_tighter_tpot_makes_everybodys_steps_shorter() -> None:

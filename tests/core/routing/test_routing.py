@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from vllm_slo.core.admission.program import Capacity, plan_admission
 from vllm_slo.core.routing.policy import (
     RANKS,
-    STALE_S,
-    DemandMeter,
     Route,
-    RoutedRequest,
-    VirtualReplica,
     least_loaded,
     power_of_two,
     prefix_first,
@@ -23,6 +19,7 @@ from vllm_slo.core.routing.policy import (
     route,
 )
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.virtual_replica import STALE_S, RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
@@ -393,37 +390,6 @@ def test_without_an_objective_the_shortest_queue_is_taken() -> None:
     shadows = replicas(replace(IDLE, backlog_tokens=50), IDLE)
     found = ask(replace(ASKS, wants_promise=False), shadows, turn=0)
     assert (found.target, found.hops) == ("r1", 0)
-
-
-# Autoscaling.
-
-PROMISED, REFUSED = Route("r0", True, 1), Route("r0", False, 1, "best_effort", "prefill")
-
-
-def metered(count: int, found: Route, work_s: float = 1.0) -> DemandMeter:
-    meter = DemandMeter(window_s=30.0, target=0.5)
-    for n in range(count):
-        meter.routed(ASKS, found, n * 30.0 / count, work_s)
-    return meter
-
-
-def test_work_that_nobody_promised_asks_for_more_replicas() -> None:
-    assert metered(15, PROMISED).wanted(2, 29.9) == 2
-    assert metered(15, REFUSED).wanted(2, 29.9) == 3
-    assert metered(60, REFUSED).wanted(2, 29.9) == 5
-    assert metered(60, REFUSED, work_s=4.0).wanted(2, 29.9) == 17
-
-
-def test_replicas_go_when_none_was_refused_and_the_rest_suffices() -> None:
-    assert metered(15, PROMISED).wanted(8, 29.9) == 2
-    assert metered(15, PROMISED).wanted(1, 29.9) == 1
-    meter = metered(15, PROMISED)
-    assert meter.wanted(8, 90.0) == 1
-
-
-def test_a_front_that_has_seen_nothing_keeps_one() -> None:
-    assert DemandMeter().wanted(0, 5.0) == 1
-    assert DemandMeter().wanted(1, 5.0) == 1
 
 
 def test_work_is_time_or_memory_whichever_is_more() -> None:

@@ -19,7 +19,8 @@ from test_stock_equivalence import ROOFLINE, Op, Script, TracedEngine, Traffic, 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_slo import SLO
-from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.policy import route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL
 from vllm_slo.sim.harness import EngineShape, VirtualEngine

@@ -16,7 +16,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from vllm_slo import SLO
-from vllm_slo.core.routing.policy import RoutedRequest, VirtualReplica, route
+from vllm_slo.core.routing.policy import route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine that runs nothing finds out how fast it is now, by promising one request.
+"""How an idle engine finds out how fast it is now: it promises one request.
 
-From whom it turns away an engine learns nothing. If it was slow once and promises nothing since, it
-would never know that it is fast again. So after a while without a step one request may find out, if
-steps as fast as they have been would do; the next one after twice that while, until a promise is
-made by what is known.
+An engine learns nothing from requests that it refuses. If it was slow once and has promised nothing
+since, it would never know that it is fast again. So after some time without a step it promises one
+request, if the fastest steps there have been would keep its objectives. The next probe comes after
+twice that time. The first promise by the present model ends this.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
 LONGEST_IDLE_S: Final = 3600.0
-"""However often it was in vain, an engine that was idle for so long may have become fast again."""
+"""Seconds between two probes at the most, however many failed. The value is a choice: one broken
+promise an hour is the price of noticing that the engine is fast again."""
 SLOW: Final = ("prefill", "decode")
-"""Reasons for a refusal that faster steps could take away."""
+"""Reasons for a refusal that faster steps could remove."""
 
 
 class IdleProbe:
     """How long an engine idles before it probes.
 
     Args:
-        after_s: seconds, the first time.
+        after_s: seconds before the first probe.
     """
 
     def __init__(self, after_s: float) -> None:
         self._first_s = self._after_s = after_s
 
     def is_due(self, idle_s: float) -> bool:
-        """Whether no step for so long is long enough."""
+        """Whether an engine that made no step for ``idle_s`` seconds is to probe."""
         return idle_s >= self._after_s
 
     def probed(self) -> None:
-        """A request finds out."""
+        """Note that a request was promised as a probe."""
         self._after_s = min(2.0 * self._after_s, LONGEST_IDLE_S)
 
     def promised(self) -> None:
-        """Something was promised by what is known."""
+        """Note that a request was promised by the present model."""
         self._after_s = self._first_s
 
 
 def whom_to_probe(
     refused: Sequence[Demand], hoped: StepTimeModel, capacity: Capacity, now_s: float
 ) -> str | None:
-    """The request to find out with; None: not even steps by ``hoped`` would do for any.
+    """The request to probe with; None: not even steps by ``hoped`` keep the objectives of any.
 
     Args:
-        refused: those who asked, for `SLOW` reasons in vain; nothing else is promised.
+        refused: requests that were refused for `SLOW` reasons; nothing else is promised.
         hoped: the fastest steps there have been.
         capacity: the whole engine's.
         now_s: when the next step can begin.
     """
-    found = plan_admission(now_s, refused, (), {}, hoped, capacity).admitted
-    return found[-1] if found else None
+    admitted = plan_admission(now_s, refused, (), {}, hoped, capacity).admitted
+    return admitted[-1] if admitted else None

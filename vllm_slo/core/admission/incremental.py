@@ -38,9 +38,9 @@ class Verdict(NamedTuple):
 
 
 class IncrementalAdmission:
-    """What is promised already, prepared so that one request after another is judged quickly.
+    """The committed load, prepared so that one request after another is judged quickly.
 
-    ``judge`` says what `plan_admission` would say of that request alone.
+    ``judge`` gives the verdict that `plan_admission` would give on that request alone.
 
     Args:
         committed, decoding, model, capacity, decoding_context, speculated: as `plan_admission`
@@ -73,7 +73,7 @@ class IncrementalAdmission:
         self._by_tpot: dict[float, tuple[int, CommittedLoad]] = {}
 
     def judge(self, demand: Demand, now_s: float) -> Verdict:
-        """Whether ``demand`` can be promised beside everything that is, from ``now_s`` on."""
+        """Whether ``demand`` can be promised beside the committed load, from ``now_s`` on."""
         capacity, wait_s = self._capacity, max(self._capacity.finish_interval_s, 0.0)
         if demand.blocks > capacity.blocks + EPS:
             return Verdict(False, "memory", wait_s)

@@ -5,12 +5,13 @@ Source: SLOs-Serve, section 3.2.1 (the transition), section 3.2.2 (the token bud
 appendix C (the table pb[i, m, n_1..n_L] of the largest prefill budget that is left).
 
 Each request is a line (figure 5): its prefill is due at its deadline, and from then on it draws
-decode tokens at its TPOT. A set of requests can be served when, at every prefill deadline, what
-they have drawn by then stays below the tokens the engine can have processed by then; when the
-decode rate that remains at the end can be sustained; and when their KV memory and seats suffice.
-A deadline that leaves less than a step to spare is charged for the step that must be cut there,
-and so is the beginning, where running decodes are due at times of their own.
-Promises already given are forced in. Of all such sets the one of greatest value is chosen.
+decode tokens at its TPOT. A set of requests can be served if three things hold. At every prefill
+deadline they have drawn no more tokens than the engine can have processed by then. The decode rate
+at the end can be sustained. Their KV memory and seats suffice.
+
+A deadline that leaves less than a step to spare is charged for the step that must be cut there. So
+is the beginning, where running decodes are due at times of their own. Promises already given are
+forced in. Of all sets that can be served, the one of greatest value is chosen.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Capacity:
     """What the engine has to give.
 
     Attributes:
-        blocks: KV-cache blocks not yet spoken for by promises (held or still to come).
+        blocks: KV-cache blocks that no promise holds or will need.
         seats: requests that may run at once, less those already promised.
         max_step_tokens: most tokens of one step.
         token_share: share of every step's tokens that promises may use, 0 < share <= 1.
@@ -60,7 +61,7 @@ class Speculated:
     """Decoding with trees, as measured.
 
     Attributes:
-        tokens_out: tokens that a step yields for a request, on the safe side; at least 1.
+        tokens_out: tokens that a step yields for a request, a careful estimate; at least 1.
         tokens_in: tokens that a step verifies for it, its root and its nodes.
     """
 
@@ -72,8 +73,10 @@ PLAIN = Speculated(1.0, 1.0)
 
 
 def tokens_of_step(asked: float, speculated: Speculated) -> float:
-    """Tokens to verify in a step for a request that is to get ``asked`` tokens from it; fewer than
-    one: it takes part in some steps only."""
+    """Tokens to verify in a step for a request that is to get ``asked`` tokens from it.
+
+    Less than one means that it takes part in some steps only.
+    """
     if asked <= 1.0 or speculated.tokens_out <= 1.0:
         return asked
     share = (asked - 1.0) / (speculated.tokens_out - 1.0)
@@ -229,7 +232,7 @@ def plan_admission(
         speculated: what decoding is like; ``model`` then includes drafting.
 
     Returns:
-        The plan. Requests beyond ``MAX_NEW`` are in neither list: they are to be asked again.
+        The plan. Requests beyond ``MAX_NEW`` are in neither list; ask again for them.
 
     Raises:
         ValueError: two demands share an id.
@@ -239,7 +242,7 @@ def plan_admission(
     if len(set(ids)) != len(ids):
         raise ValueError("plan_admission: two demands share one request id")
     if speculated.tokens_out != 1.0:
-        # Who gets several tokens from a step needs one only so much less often.
+        # A request that gets several tokens from a step needs steps so much less often.
         committed = [_slower(demand, speculated.tokens_out) for demand in committed]
         considered = [_slower(demand, speculated.tokens_out) for demand in considered]
         decoding = {tpot * speculated.tokens_out: n for tpot, n in decoding.items()}
@@ -279,9 +282,9 @@ def can_start_early(
 ) -> bool:
     """Whether a promised request may begin to decode now, before its deadline.
 
-    Its decode tokens would come out of the budget of the ``pending`` promises, so the first token
-    of a request whose early start they cannot afford is held back (figure 5: a line grows from its
-    deadline, not from the moment the prefill happens to end).
+    Its decode tokens would come out of the budget of the ``pending`` promises. If that budget is
+    too small, its first token is held back (figure 5: a line grows from its deadline, not from the
+    moment at which the prefill ends).
     """
     if tpot_s == math.inf or not pending:
         return True
@@ -300,11 +303,11 @@ def can_start_early(
 
 
 def warm_up() -> None:
-    """Compile everything that admission, quotes and routing call, before anybody waits for it.
+    """Compile everything that admission, quotes and routing call, before a request waits for it.
 
-    A request that is refused takes a way of its own through the program, and so does one that is
-    judged alone; see `core.admission.incremental`. Takes tens of seconds on a slow core where numba
-    finds nothing in its cache, and about a second else, most of which is the import of numba.
+    A refused request takes a path of its own through the program, and so does one that is judged
+    alone (`core.admission.judgement`). If numba's cache is empty, this takes tens of seconds on a
+    slow core. Otherwise it takes about a second, mostly to import numba.
     """
     model = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.005)))
     demands = [Demand(str(i), 1.0 + i, 10, 0.05, 1) for i in range(3)]

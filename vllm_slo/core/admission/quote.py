@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would be promised to a request if it came now: asked of admission, again and again."""
+"""What would be promised to a request if it came now. Admission is asked again and again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ Ask: TypeAlias = Callable[[float, float], Verdict]
 """(TTFT, TPOT) in seconds, infinite where there is none -> whether both can be promised now."""
 
 PRECISION: Final = 1.04
-"""Objectives that are found are at most so many times as long as the shortest."""
+"""An objective that is found is at most so many times as long as the shortest. The value is a
+choice: each further bit of precision asks admission once more."""
 WIDEST: Final = 1e5
-"""Objectives are looked for up to so many times a lone request's."""
+"""Objectives are looked for up to so many times a lone request's. The value is a choice: a promise
+of a day for an answer of a second is none."""
 MEMORY_S: Final = 10.0
-"""How soon prompts that were promised are forgotten."""
+"""Seconds after which a promised prompt counts for 1/e. The value is a choice: it should span a few
+arrivals, and be shorter than load takes to change."""
 
 
 class Competition:
-    """How many more prompt tokens than usual are likely promised within the next moment: one
-    standard deviation, were prompts like those promised of late to come as a Poisson process.
-    What usually comes meanwhile, the engine does meanwhile."""
+    """How many more prompt tokens than usual are likely to be promised in the next moment.
+
+    It is one standard deviation if prompts like those promised of late come as a Poisson process.
+    The usual number is left out, since the engine does that work meanwhile.
+    """
 
     def __init__(self) -> None:
         self._at_s = 0.0
@@ -36,7 +41,7 @@ class Competition:
         self._at_s = max(now_s, self._at_s)
 
     def tokens(self, within_s: float, now_s: float) -> float:
-        """Tokens within so many seconds."""
+        """Tokens within ``within_s`` seconds."""
         return math.sqrt(within_s / MEMORY_S * self._faded(now_s) * self._squares)
 
     def _faded(self, now_s: float) -> float:
@@ -44,17 +49,16 @@ class Competition:
 
 
 class Quote(NamedTuple):
-    """An answer to "what if". Times in seconds.
+    """What a request would be promised. Times are in seconds.
 
     Attributes:
-        promised: whether the request would be promised what it asks.
-        reason: what stands in the way, as `AdmissionPlan.refused` says; None where nothing does.
+        promised: whether the request would be promised what it asks for.
+        reason: the resource that binds, as in `AdmissionPlan.refused`; None if it is promised.
         retry_after_s: when the same might be promised.
         ttft_s: shortest TTFT that would be promised beside the TPOT asked for; None: none at all.
         tpot_s: shortest TPOT that would be promised beside the TTFT asked for; None: none at all.
-        cheapest: the objectives asked for where they are promised; else these with what binds made
-            longer until they are: (TTFT, TPOT), infinite where none was asked for; None: there are
-            none.
+        cheapest: (TTFT, TPOT) that would be promised, infinite where none was asked for: those
+            asked for, or these with the objective that binds made longer; None: there are none.
     """
 
     promised: bool
@@ -73,40 +77,40 @@ def quote(ttft_s: float, tpot_s: float, ask: Ask, lone_ttft_s: float, lone_tpot_
         ask: admission. A longer objective is never harder to promise.
         lone_ttft_s, lone_tpot_s: what an engine without other work takes, above 0.
     """
-    said = ask(ttft_s, tpot_s)
-    if said.reason in ("memory", "seats"):  # however long it would wait
-        return Quote(False, said.reason, said.retry_after_s, None, None, None)
-    first_s = _shortest(lambda time_s: ask(time_s, tpot_s).promised, lone_ttft_s, ttft_s, said)
-    each_s = _shortest(lambda time_s: ask(ttft_s, time_s).promised, lone_tpot_s, tpot_s, said)
+    asked = ask(ttft_s, tpot_s)
+    if asked.reason in ("memory", "seats"):  # a longer objective would not help
+        return Quote(False, asked.reason, asked.retry_after_s, None, None, None)
+    first_s = _shortest(lambda time_s: ask(time_s, tpot_s).promised, lone_ttft_s, ttft_s, asked)
+    each_s = _shortest(lambda time_s: ask(ttft_s, time_s).promised, lone_tpot_s, tpot_s, asked)
     cheapest: tuple[float, float] | None
-    if said.promised:
+    if asked.promised:
         cheapest = ttft_s, tpot_s
-    elif said.reason == "decode" and each_s is not None:
+    elif asked.reason == "decode" and each_s is not None:
         cheapest = ttft_s, each_s
     elif first_s is not None:
         cheapest = first_s, tpot_s
     elif each_s is not None:
         cheapest = ttft_s, each_s
     else:
-        times = _shortest(lambda n: ask(ttft_s * n, tpot_s * n).promised, 1.0, INFINITY, said)
+        times = _shortest(lambda n: ask(ttft_s * n, tpot_s * n).promised, 1.0, INFINITY, asked)
         cheapest = None if times is None else (ttft_s * times, tpot_s * times)
-    return Quote(said.promised, said.reason, said.retry_after_s, first_s, each_s, cheapest)
+    return Quote(asked.promised, asked.reason, asked.retry_after_s, first_s, each_s, cheapest)
 
 
 def _shortest(
-    promised: Callable[[float], bool], lone_s: float, asked_s: float, said: Verdict
+    promised: Callable[[float], bool], lone_s: float, asked_s: float, asked: Verdict
 ) -> float | None:
     """The shortest time that is promised, to within `PRECISION`; None: none is.
 
-    What is known of the time that was asked for narrows the search.
+    The verdict on the time that was asked for narrows the search.
     """
     low, high = lone_s, lone_s * WIDEST
-    if said.promised and asked_s < INFINITY:
+    if asked.promised and asked_s < INFINITY:
         if asked_s <= low:
             return asked_s
         high = asked_s
     else:
-        if not said.promised and low < asked_s < high:
+        if not asked.promised and low < asked_s < high:
             low = asked_s
         if not promised(high):
             return None

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A central guess of how long an answer becomes, for policies that serve the shortest first.
+"""A central estimate of an answer's length, for policies that serve the shortest first.
 
 LAPS-SD estimates execution times from predicted output lengths (section 4.3, L_i of equation 6).
-Whatever predicts them is a `LengthForecaster`; here is the one that needs nothing but the lengths
-seen of a class, and ``engine.scheduling.length_regressor`` has one that also looks at the prompt.
-Memory and promises are planned by `core.lengths.output_length` itself: they need to be safe, not
-central.
+What predicts them is a `LengthForecaster`. The one in this module needs only the lengths seen of a
+class; that of ``engine.scheduling.length_regressor`` also looks at the prompt. Memory and promises
+are planned by `core.lengths.output_length` instead: they need a safe estimate, not a central one.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class LengthForecaster(Protocol):
         """Central estimate of a request's total output tokens, ``generated`` of which are there.
 
         Never more than ``max_tokens`` and never less than ``generated + 1`` (within the cap). A
-        declared length is taken at its word until it is outgrown.
+        declared length is believed until the answer is longer.
         """
 
     def observe(self, query: LengthQuery, tokens: int, *, cut_off: bool = False) -> None:
@@ -63,7 +62,7 @@ class QuantileForecaster:
     """The median, or another quantile, of the class's requests that got further than this one.
 
     Args:
-        lengths: what is known of classes. ``observe`` teaches it, so nobody else has to.
+        lengths: what is known of classes; ``observe`` adds to it.
         quantile: of the lengths, 0 < quantile < 1.
     """
 
@@ -81,7 +80,7 @@ class QuantileForecaster:
 
 
 class RunningMean:
-    """Mean of the values so far; from the ``memory``-th on, older ones fade exponentially."""
+    """Mean of the values so far; after ``memory`` of them, older ones fade exponentially."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -116,12 +115,12 @@ class ForecastErrors:
 
     def __init__(self, memory: int = 256) -> None:
         self._memory = memory
-        self._known: dict[Source, tuple[RunningMean, RunningMean]] = {}
+        self._means: dict[Source, tuple[RunningMean, RunningMean]] = {}
 
     def add(self, prediction: LengthPrediction, tokens: int) -> ForecastError:
         """Take in what became of a prediction made at arrival; returns its error."""
         error = forecast_error(prediction.tokens, tokens)
-        means = self._known.setdefault(
+        means = self._means.setdefault(
             prediction.source, (RunningMean(self._memory), RunningMean(self._memory))
         )
         for mean, value in zip(means, error, strict=True):
@@ -132,5 +131,5 @@ class ForecastErrors:
         """Source -> its mean ratio and mean relative error; sources without a request left out."""
         return {
             source: ForecastError(ratio.mean, relative.mean)
-            for source, (ratio, relative) in self._known.items()
+            for source, (ratio, relative) in self._means.items()
         }

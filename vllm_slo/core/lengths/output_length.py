@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens will a request generate: what it declared, what its class did, or its cap.
+"""How many tokens a request will generate: what it declared, what its class did, or its cap.
 
-An answer that `max_tokens` cut off would have gone on: it is a censored observation. Taken as it
-is, or left out, it would make answers look shorter than they are, since long ones are cut off more
-often. So a class's lengths are those of the product-limit estimator (Kaplan and Meier, 1958): an
-answer that was cut off counts among those that got as far, and not among those that ended there.
+An answer that `max_tokens` cut off would have gone on: it is a censored observation. Long answers
+are cut off more often. So if such an answer were taken as it is, or left out, answers would look
+shorter than they are. The lengths of a class are therefore those of the product-limit estimator
+(Kaplan and Meier, 1958): an answer that was cut off counts among those that got as far, and not
+among those that ended there.
 
-A central guess for ordering work is in `core.lengths.forecast`.
+`core.lengths.forecast` has a central estimate for ordering work.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ _Seen: TypeAlias = tuple[int, bool]
 """(tokens of an answer, whether it was cut off there)."""
 
 ROUNDING = 1e-6
+"""Answers: so little below a whole number is that number."""
 UNSEEN = 1 << 40
-"""A length beyond all that were seen: longer answers were cut off."""
+"""Tokens, more than any answer has: the length of answers of which it is only known that they are
+longer than all that ended by themselves."""
 
 
 class LengthPrediction(NamedTuple):
@@ -57,8 +60,8 @@ class OutputLengthPredictor:
     Args:
         quantile: of the lengths seen, 0 < quantile < 1.
         window: requests remembered per class.
-        min_samples: requests of a class that must have ended before it is believed; for a length,
-            not cut off.
+        min_samples: requests of a class that must have ended before its lengths are used; for a
+            quantile, without being cut off.
     """
 
     PARTS = 8
@@ -92,7 +95,7 @@ class OutputLengthPredictor:
 
     def _ranked(self, slo_class: str) -> Sequence[int]:
         """The lengths of a class in ascending order, as many as were seen, with those that were cut
-        off replaced by what they would have become; `UNSEEN` where nobody knows."""
+        off replaced by what they would have become; `UNSEEN` where that is not known."""
         if slo_class not in self._seen:
             return ()
         sample = self._samples.get(slo_class)
@@ -121,8 +124,8 @@ class OutputLengthPredictor:
 
         Never more than ``max_tokens`` and never less than ``generated + 1`` (within the cap). The
         ``quantile`` (0 < quantile < 1; None: the predictor's own) is taken among requests that got
-        further than this one. Where longer answers were cut off before it, it is this request's cap
-        if enough answers got there, and else nobody knows.
+        further than this one. If it is not known, since longer answers were cut off before it, the
+        result is this request's cap.
         """
         floor = min(generated + 1, max_tokens)
         if declared is not None and declared > generated:
@@ -140,10 +143,10 @@ class OutputLengthPredictor:
         return LengthPrediction(max(max_tokens, 1), "cap")
 
     def points(self, slo_class: str) -> tuple[int, ...]:
-        """What is known of a class, for `length_of` and `hold_of`; empty until it is believed.
+        """What is known of a class, for `length_of` and `hold_of`; empty until that is enough.
 
-        The quantile of its lengths, `UNSEEN` if that is not known, the `PARTS` lengths that
-        `expected_hold` looks at, and of how many requests they are.
+        These are the quantile of its lengths (`UNSEEN` if that is not known), the `PARTS` lengths
+        that `expected_hold` looks at, and the number of requests that they come from.
         """
         ranked = self._ranked(slo_class)
         longer = bisect_right(ranked, 0)
@@ -158,7 +161,7 @@ class OutputLengthPredictor:
         return (quantile, *(min(length, longest) for length in looks), survivors)
 
     def all_points(self) -> dict[str, tuple[int, ...]]:
-        """`points` of every class that is believed."""
+        """`points` of every class of which enough is known."""
         known = {slo_class: self.points(slo_class) for slo_class in self._seen}
         return {slo_class: points for slo_class, points in known.items() if points}
 
@@ -171,8 +174,10 @@ class OutputLengthPredictor:
         that got as far as this one and go on to n tokens, it holds (prompt + n) S(n) tokens on
         average when it would be at n, and the greatest of these is set aside (never less than it
         needs next). Over many requests that bounds what they hold together at any time, on average.
-        A declared length is taken at its word; without any knowledge only what is needed next. S(n)
-        is known up to the longest answer that was seen, and looked at no further.
+        S(n) is looked at up to the longest answer that was seen.
+
+        A declared length is believed. If too little is known of the class, only what is needed next
+        is set aside.
         """
         columns = (prompt, max_tokens, declared or 0, generated)
         return int(self.expected_holds(slo_class, *np.array(columns, dtype=np.int64)[:, None])[0])
@@ -194,11 +199,11 @@ class OutputLengthPredictor:
 
 
 def _product_limit(seen: Sequence[_Seen]) -> list[int]:
-    """As many lengths as were ``seen`` (ascending), none cut off, of the distribution that the
-    product-limit estimator finds: its quantiles at 1/2n, 3/2n and so on.
+    """Quantiles at 1/2n, 3/2n and so on of the product-limit estimator's distribution: n lengths
+    for the n answers ``seen`` (ascending).
 
-    Without answers that were cut off these are the lengths that were seen. Those that the estimator
-    cannot tell, as the longest answers were cut off, are `UNSEEN`.
+    If no answer was cut off, these are the lengths that were seen. If the longest answers were cut
+    off, the estimator does not tell the largest lengths; these are `UNSEEN`.
     """
     count = len(seen)
     survival = 1.0
@@ -214,18 +219,18 @@ def _product_limit(seen: Sequence[_Seen]) -> list[int]:
 
 
 def length_of(points: Sequence[int], max_tokens: int, declared: int | None) -> int:
-    """What `OutputLengthPredictor.predict` says of a request that has not begun."""
+    """`OutputLengthPredictor.predict` for a request that has not begun, from `points`."""
     if declared is not None and declared > 0:
-        known = declared
+        length = declared
     elif points:
-        known = points[0]
+        length = points[0]
     else:
         return max(max_tokens, 1)
-    return max(min(known, max_tokens), min(1, max_tokens))
+    return max(min(length, max_tokens), min(1, max_tokens))
 
 
 def hold_of(points: Sequence[int], prompt: int, max_tokens: int, declared: int | None) -> int:
-    """What `OutputLengthPredictor.expected_hold` says of a request that has not begun."""
+    """`OutputLengthPredictor.expected_hold` for a request that has not begun, from `points`."""
     now = prompt + 1
     if declared is not None and declared > 0:
         return max(prompt + min(declared, max_tokens), now)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Best effort ordered so that requests wait little on average: LAPS-SD (algorithm 1, equation 6).
 
-What a request will still take depends on the length of its answer and on how many of its drafts
-are accepted, which is known only after some rounds. Until then it is *imperceptible*: queues by
-attained service, the newest work first, first come first served within a queue. Once its acceptance
-rate has settled it is *perceptible*: it is placed by what it will still take, the shortest first,
+What a request will still take depends on the length of its answer and on how many of its drafts are
+accepted, which is known only after some rounds. Until then it is *imperceptible*: it is queued by
+attained service, and served first come first served within a queue. Once its acceptance rate has
+settled it is *perceptible*: it is queued by what it will still take, and served the shortest first,
 ahead of the imperceptible ones in its queue.
 
-The paper schedules one request at a time. Here a batch has many *places*, and is generalised so:
+The paper schedules one request at a time. Here a batch has many *places*:
 
-* A request's service is its own work: what the draft and verify passes of its tokens would take
-  if it were alone in the batch. Thresholds mean the same under any load, and in a batch of one
-  this is the paper's processing time.
-* A perceptible request is placed by its *remaining* work, in the queue whose thresholds enclose
-  it. For one that does not hold its KV this includes computing it again.
+* A request's service is its own work: what the draft and verify passes of its tokens would take if
+  it were alone in the batch. So thresholds mean the same under any load, and in a batch of one this
+  is the paper's processing time.
+* A perceptible request is queued by its *remaining* work. If it does not hold its KV, this includes
+  computing the KV again.
 * All requests that hold a place run in every step. Free places are given first. Then a waiting
   request takes the place of one in a lower queue; a perceptible one also that of an imperceptible
   one in its own queue. Between two perceptible ones it takes the place only if it is shorter by
@@ -21,17 +21,17 @@ The paper schedules one request at a time. Here a batch has many *places*, and i
   it became so.
   The paper does not preempt it because moving its KV takes long; where arrivals never cease,
   ``preempt_known`` (its place can be taken as well, at that cost) waits less.
-* Taking a place drops KV, which costs a prefill: a request keeps it until its rounds since it
-  began took as long as that would. So no more than half of the time goes into doing work again, and
-  everybody gets ahead who has a place.
-* Whoever has waited for longer than ``ageing_s``, times its own size in units of the first queue's,
-  goes first, and keeps its place for as long as its queue takes. So nothing starves, and a long
-  request does not age before short ones only because it is long.
+* Taking a place drops KV, which costs a prefill. A request keeps its place until its rounds since
+  it began took as long as that prefill would. So at most half of the time goes into doing work
+  again, and every request that has a place gets ahead.
+* A request that has waited for longer than ``ageing_s``, times its own size in units of the first
+  queue's, goes first, and keeps its place for as long as its queue takes. So no request starves,
+  and a long one does not age before short ones only because it is long.
 
-With gamma = 0 (``stable_rounds``) nobody is imperceptible once the engine has seen rounds: a rate
-is taken to be the typical one, and follows the request's own drafts from its first round on. That
-is beyond the paper: in its batch of one, where all requests come at once, and with lengths
-foretold, what is learnt in everybody's first rounds costs more than it saves.
+With gamma = 0 (``stable_rounds``) no request is imperceptible once the engine has seen rounds: its
+rate is taken to be the typical one, and follows its own drafts from its first round on. This goes
+beyond the paper. Where lengths are predicted and all requests come at once to a batch of one, what
+is learnt in the first rounds of each request costs more than it saves.
 
 Two policies to compare with: `las` (least attained service: the same queues and nothing
 perceptible) and `lp_sjf` (shortest predicted length first, no place is ever taken).
@@ -86,7 +86,7 @@ class ServiceQueues:
 
 
 class TypicalRounds:
-    """What a request's first rounds are like, whoever's: means over the newest.
+    """What the first rounds of requests are like: means over the newest.
 
     Attributes:
         round_s: seconds of a round; 0: there was none yet.
@@ -94,7 +94,7 @@ class TypicalRounds:
     """
 
     MEMORY = 512
-    """Rounds."""
+    """Rounds that a mean is over, more or less. The value is a choice: 64 requests of eight."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -112,9 +112,9 @@ class Perception:
     """What is known of one request's work.
 
     Args:
-        rounds: in which the acceptance rate must have stood still, gamma. 0: it is taken to be the
-            typical one until the request's own rounds say otherwise.
-        change: by which it may have moved in them, delta.
+        rounds: gamma, rounds in which the acceptance rate must have stood still. 0: it is taken to
+            be the typical one until the request's own rounds say otherwise.
+        change: delta, by which it may have moved in them.
         typical: rounds of all requests.
 
     Attributes:
@@ -126,10 +126,11 @@ class Perception:
     PRIOR = 2.0
     """Rounds of its own that count as much as what is typical."""
     SHOWS = 3.0
-    """Rounds with a place before which it is not taken, where gamma is 0."""
+    """Rounds for which a request keeps a place, where gamma is 0: more than `PRIOR`, so its own
+    rounds then count for more than the typical ones."""
     SHOWN = 8
-    """Of its rounds, the first: whose are taken for typical, so that long requests count no more
-    than others. And the newest: whose show how long one takes, where gamma is 0."""
+    """First rounds of a request that are taken for typical, so that long requests count no more
+    than others. Also the newest rounds that show how long one takes, where gamma is 0."""
 
     __slots__ = (
         "_accepted",
@@ -165,19 +166,19 @@ class Perception:
         return (self._accepted + self.PRIOR * typical.accepted) / drafted if drafted else 0.0
 
     def place(self) -> None:
-        """It got a place, and begins with nothing computed."""
+        """Note that it got a place, and begins with nothing computed."""
         self.progress_s = 0.0
         self.settled = self.acceptance is not None
 
     def read(self, seconds: float) -> None:
-        """A part of its prompt was computed."""
+        """Take in the time that a part of its prompt took."""
         self.attained_s += seconds
 
     def round(self, seconds: float, drafted: int, accepted: int) -> None:
-        """A round of so many seconds, its drafting included, is over (section 4.3).
+        """Take in a round of so many seconds, its drafting included (section 4.3).
 
-        The rate is that of all tokens so far, so it settles. A round without drafts says nothing of
-        it, unless there never were any.
+        The rate is that of all tokens so far, so it settles. A round without drafts tells nothing
+        of it, unless there never were any drafts.
         """
         if self._count < self.SHOWN:
             self._typical.observe(seconds, drafted, accepted)
@@ -196,11 +197,11 @@ class Perception:
 
     @property
     def shows_s(self) -> float:
-        """Seconds of rounds that a request needs to show how it differs from a typical one."""
+        """Seconds of rounds that show how a request differs from a typical one."""
         return 0.0 if self._rates.maxlen else self.SHOWS * self._typical.round_s
 
     def remaining_s(self, tokens: float) -> float | None:
-        """Seconds that so many more tokens will take; None: nobody knows."""
+        """Seconds that so many more tokens will take; None: it is imperceptible."""
         acceptance = self.acceptance
         if acceptance is None:
             return None
@@ -244,12 +245,12 @@ class ServiceView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServiceOrder:
-    """Who of best effort goes first, and who gives up a place.
+    """Which requests of best effort go first, and which give up a place.
 
     Attributes:
         policy: see the module; `fcfs` keeps what arrived first in front.
         queues: thresholds.
-        ageing_s: seconds after which waiting counts, at the least.
+        ageing_s: seconds of waiting after which a small request goes first.
         preempt_known: whether places of perceptible requests can be taken at any time.
     """
 
@@ -270,9 +271,8 @@ class ServiceOrder:
             return True, 0.0, False, view.length, first, name
         if self.policy == "fcfs":
             return True, 0.0, False, 0.0, first, name
-        unknown = view.remaining_s is None or self.policy == "las"
-        size_s = 0.0 if unknown or view.remaining_s is None else view.remaining_s
-        return True, float(self.level(view)), unknown, size_s, first, name
+        remaining_s = None if self.policy == "las" else view.remaining_s
+        return True, float(self.level(view)), remaining_s is None, remaining_s or 0.0, first, name
 
     def level(self, view: ServiceView) -> int:
         """The queue that a request is in, from 0."""
@@ -285,7 +285,7 @@ class ServiceOrder:
         return self.queues.first_s * self.queues.ratio ** self.level(view)
 
     def _service_s(self, view: ServiceView) -> float:
-        """Perceived service, or as long as there is none the attained one."""
+        """Service that a request is queued by: what remains if that is known, else the attained."""
         if self.policy == "laps_sd" and view.remaining_s is not None:
             return view.remaining_s
         return view.attained_s
@@ -303,12 +303,12 @@ class ServiceOrder:
         """Requests whose places others are to have.
 
         Args:
-            ranked: everybody, the most urgent first.
-            places: that nobody holds.
-            free_blocks: KV blocks that nobody holds.
+            ranked: all requests, the most urgent first.
+            places: free ones.
+            free_blocks: free KV blocks.
 
         Returns:
-            Their ids. Nobody's place is taken for somebody who cannot begin all the same.
+            Their ids. No place is taken for a request that could not begin even so.
         """
         chosen: list[str] = []
         victims = [view for view in reversed(ranked) if self._may_give_way(view)]

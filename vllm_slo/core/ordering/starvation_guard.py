@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long best effort has gone without tokens, and what is kept for it after too long.
+"""How long best effort has gone without tokens, and what is reserved for it after too long.
 
-SLOs-Serve's best-effort tier (section 4.1) takes what promises leave, which under load is nothing
-for long. So after a while a share of the tokens comes before promises. Spread over everybody, that
-share ends nobody's answer: one begins, gives way to a promise, and begins anew. Where best effort
-is served as it comes, it therefore belongs to one request until that ends, the starved.
+SLOs-Serve's best-effort tier (section 4.1) takes what promises leave, and under load they leave
+nothing for long. So after a while a share of the tokens is reserved for best effort. Spread over
+all its requests, that share would end no answer: each would begin, give way to a promise, and begin
+anew. So if best effort has no order of its own, the share belongs to one request until that ends:
+the starved request.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from vllm_slo.core.types import INFINITY
 
 
 class StarvationGuard:
-    """Those without a promise, and when each last got tokens. Times are seconds of one clock.
+    """Requests without a promise, and when each last got tokens. Times are seconds of one clock.
 
     Args:
         ageing_s: without tokens for longer than this, a request has waited too long.
-        share: of a step's tokens that is kept for best effort then, from 0 to below 1.
-        keep_starved: whether it is kept for one request at a time; else for whom an order puts
-        first.
+        share: of a step's tokens that is then reserved for best effort, from 0 to below 1.
+        keep_starved: whether it is reserved for one request at a time; otherwise for the requests
+            that best effort's order puts first.
 
     Attributes:
         since_s: request id -> when it last got tokens, or was first seen.
-        starved: the request that goes first, and for which a place is kept; None: there is none. It
-            is one of those who wait.
+        starved: the request that goes first, and for which a place is reserved; None: there is
+            none. It is always a key of ``since_s``.
     """
 
     def __init__(self, ageing_s: float, share: float, *, keep_starved: bool) -> None:
@@ -35,25 +36,25 @@ class StarvationGuard:
         self.starved: str | None = None
 
     def seen(self, request_id: str, now_s: float) -> float:
-        """When a request last got tokens; it waits from now on if it is new."""
+        """When a request last got tokens; a new one waits from now on."""
         return self.since_s.setdefault(request_id, now_s)
 
     def served(self, request_id: str, now_s: float) -> None:
-        """A request got tokens."""
+        """Note that a request got tokens."""
         self.since_s[request_id] = now_s
 
     def remove(self, request_id: str) -> None:
-        """A request has ended, or has been promised what it asked."""
+        """Note that a request has ended, or has been promised its objectives."""
         self.since_s.pop(request_id, None)
         if request_id == self.starved:
             self.starved = None
 
     def is_aged(self, request_id: str, now_s: float) -> bool:
-        """Whether a request has waited too long, or had and has not ended."""
+        """Whether a request has waited too long, or is the starved one."""
         return now_s - self.seen(request_id, now_s) > self._ageing_s or request_id == self.starved
 
     def choose_starved(self, now_s: float) -> None:
-        """Where there is no starved, it is who has waited longest, if that is too long."""
+        """If there is no starved request, take the one that has waited longest, if too long."""
         if self._keep_starved and self.starved is None:
             name = min(self.since_s, key=self.since_s.__getitem__, default=None)
             if name is not None and now_s - self.since_s[name] > self._ageing_s:
@@ -68,5 +69,5 @@ class StarvationGuard:
 
     @property
     def reserved_seats(self) -> int:
-        """Places that are not for promises."""
+        """Places that promises may not take."""
         return int(self.starved is not None and self._share > 0.0)

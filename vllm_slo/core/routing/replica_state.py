@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica says of itself, so that somebody else can plan with it: its virtual shadow.
+"""The state that a replica sends to its controller, which plans with a shadow of the replica.
 
 SLOs-Serve, section 4.2: a controller virtualises each replica by its step-time model and asks the
 same admission program that runs in the replica. Times are seconds relative to the moment at which
@@ -40,9 +40,10 @@ class ReplicaState:
         running: requests in the engine's batch, with and without a promise.
         waiting: requests that wait for it.
         backlog_tokens: prompt tokens that all of them still have to compute.
-        tickets: marks (see ``core.routing.policy``) of the live requests that this state accounts
-        for. seen: the highest mark this replica has ever seen. lengths: class -> learnt output
-        lengths, `OutputLengthPredictor.points`.
+        tickets: of the live requests that this state accounts for; see
+            ``core.routing.virtual_replica``.
+        seen: the highest ticket that this replica has ever seen.
+        lengths: class -> learnt output lengths, `OutputLengthPredictor.points`.
     """
 
     model: StepTimeModel
@@ -68,12 +69,12 @@ class ReplicaState:
     def to_json(self) -> bytes:
         """One line of JSON; infinite times are null.
 
-        Each promise is called by its place: its id may be as long as a client liked, and nobody
-        else needs it.
+        Each promise is called by its place: its id may be of any length, and no other machine needs
+        it.
         """
-        said: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
-        said["model"] = self.model.to_dict()
-        said["committed"] = [
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        fields["model"] = self.model.to_dict()
+        fields["committed"] = [
             [
                 str(place),
                 _finite(d.deadline_s),
@@ -85,12 +86,12 @@ class ReplicaState:
             ]
             for place, d in enumerate(self.committed)
         ]
-        said["decoding"] = [[_finite(tpot_s), n] for tpot_s, n in self.decoding.items()]
-        return json.dumps(said, separators=(",", ":")).encode()
+        fields["decoding"] = [[_finite(tpot_s), n] for tpot_s, n in self.decoding.items()]
+        return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, line: bytes | str) -> ReplicaState:
-        """Inverse of `to_json`, but for ids; unknown keys are ignored, as a newer replica may send
+        """Inverse of `to_json`, except for ids. Unknown keys are ignored: a newer replica may send
         more.
 
         Raises:
@@ -102,24 +103,24 @@ class ReplicaState:
             raise ValueError(f"not the state of a replica: {error!r}") from error
 
     @classmethod
-    def from_dict(cls, said: Any) -> ReplicaState:
-        """From what `to_json` says, parsed.
+    def from_dict(cls, fields: Any) -> ReplicaState:
+        """From the parsed JSON of `to_json`.
 
         Raises:
             ValueError: it is not such a state.
         """
         try:
-            plain = {name: said[name] for name in _PLAIN}
+            plain = {name: fields[name] for name in _PLAIN}
             for name in ("block_sizes", "tickets"):
                 plain[name] = tuple(plain[name])
             plain["lengths"] = {name: tuple(points) for name, points in plain["lengths"].items()}
             return cls(
-                model=StepTimeModel.from_dict(said["model"]),
+                model=StepTimeModel.from_dict(fields["model"]),
                 committed=tuple(
                     Demand(name, _infinite(due), tokens, _infinite(tpot), blocks, value, context)
-                    for name, due, tokens, tpot, blocks, value, context in said["committed"]
+                    for name, due, tokens, tpot, blocks, value, context in fields["committed"]
                 ),
-                decoding={_infinite(tpot): n for tpot, n in said["decoding"]},
+                decoding={_infinite(tpot): n for tpot, n in fields["decoding"]},
                 **plain,
             )
         except (KeyError, TypeError, AttributeError, ProfileError) as error:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one answer may take to its first token and for each token after, so that all of it is in
-time."""
+"""TTFT and TPOT for an answer whose last token has a deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from vllm_slo.core.types import INFINITY
 __all__ = ["end_to_end_pace", "pace_of_rest"]
 
 SHORTEST_S = 1e-6
-"""A time per token that no engine keeps, seconds."""
+"""Seconds per token, fewer than any engine takes: the pace of an answer that is late already."""
 
 
 def end_to_end_pace(
@@ -18,8 +17,7 @@ def end_to_end_pace(
 ) -> RoundPace:
     """Divide a time for a whole answer between its prompt and its tokens.
 
-    Both are stretched by the same factor over what they take an engine without other work, so
-    neither is squeezed for the other.
+    Both get the same multiple of what they take on an engine without other work.
 
     Args:
         budget_s: from arrival to the last token, seconds, above 0.

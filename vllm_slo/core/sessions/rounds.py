@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of several rounds, such as tool loops: what one round may take so that the whole job is in
-time.
+"""Jobs of several rounds, such as tool loops: what one round may take for the job to be in time.
 
 Source: SLOs-Serve, table 1 ("LLM with tools": tight on every prompt, a fast loop). A job may have
-an end-to-end objective. What is left of it is divided anew when a round begins: rounds that ended
-early, or tools that were quick, leave more for those to come.
+an end-to-end objective. The time that is left of it is divided anew when a round begins. So rounds
+that ended early, or tools that were quick, leave more for the next rounds.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ Key: TypeAlias = tuple[str | None, str]
 """(tenant, session id)."""
 
 MOST_SESSIONS: Final = 4_096
-"""Sessions that are remembered; then the one that was quiet the longest is closed."""
+"""Sessions that are remembered: a limit of memory. Beyond it, the one that was quiet the longest is
+closed."""
 TYPICAL_OF: Final = 64
-"""Rounds and tools that the typical numbers of a class are taken from."""
+"""Jobs, and tool calls, from which the medians of a class are taken. The value is a choice: enough
+for a median, and few enough to follow a change."""
 TOOLS_SHARE: Final = 0.9
-"""Of what is left of a job, set aside for tools at most: they may be quicker than usual."""
+"""Of the time that is left of a job, what tools are expected to take at most. The value is a
+choice: however slow tools were, a round keeps some time, since they may be quicker than usual."""
 TIGHT: Final = 3.0
 """TTFT of a round, in multiples of a lone request's (SLOs-Serve, table 3), where none was asked."""
 
@@ -48,7 +50,7 @@ class Session:
     """One job.
 
     Attributes:
-        key: whose.
+        key: its tenant and id.
         slo_class: of its latest round.
         started_s: arrival of its first round.
         deadline_s: end of the last token of its last round; infinite without an objective.
@@ -89,7 +91,7 @@ class Sessions:
     """The jobs of one engine.
 
     Args:
-        idle_s: quiet for so long, a session counts as ended.
+        idle_s: seconds without a request after which a session counts as ended.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -110,10 +112,10 @@ class Sessions:
         expected: int | None = None,
         has_objective: bool = False,
     ) -> Session:
-        """A request of a session has come.
+        """Note that a request of a session has come.
 
         Args:
-            key: whose.
+            key: the session's.
             slo_class: its class, of which the typical number of rounds is learnt.
             now_s: its arrival.
             e2e_s: the job's end-to-end objective, seconds from its first arrival.
@@ -149,7 +151,7 @@ class Sessions:
             session: its job.
             now_s: when it came.
             lone_ttft_s: what its prompt takes an engine without other work.
-            tokens: how long its answer will be; None: nobody knows.
+            tokens: how long its answer will be; None: that is not known.
             last: whether it is the last one.
         """
         left_s = session.deadline_s - now_s
@@ -164,22 +166,22 @@ class Sessions:
         return RoundPace(ttft_s, (budget_s - ttft_s) / (tokens - 1.0))
 
     def _more_rounds(self, session: Session) -> int:
-        """Rounds that are to follow the one that has begun: one, where nobody knows."""
+        """Rounds that are to follow the one that has begun; one, if that is not known."""
         if session.expected is not None:
             return max(session.expected - session.rounds, 0)
-        known = self._of(session.slo_class).rounds
-        longer = sorted(rounds for rounds in known if rounds >= session.rounds)
+        ended = self._of(session.slo_class).rounds
+        longer = sorted(rounds for rounds in ended if rounds >= session.rounds)
         return longer[len(longer) // 2] - session.rounds if longer else 1
 
     def _tool_s(self, slo_class: str) -> float:
-        known = sorted(self._of(slo_class).tools_s)
-        return known[len(known) // 2] if known else 0.0
+        tools_s = sorted(self._of(slo_class).tools_s)
+        return tools_s[len(tools_s) // 2] if tools_s else 0.0
 
     def end(self, key: Key, now_s: float, *, attained: bool | None, last: bool) -> Session | None:
-        """A request of a session has ended; returns the session if it ended with it.
+        """Note that a request of a session has ended; returns the session if that has ended, too.
 
         Args:
-            key: whose.
+            key: the session's.
             now_s: when.
             attained: whether the request kept its objectives; None without any, or if it was
                 aborted.
@@ -195,16 +197,16 @@ class Sessions:
         return None
 
     def take_quiet(self, now_s: float) -> list[Session]:
-        """Close the sessions that nothing has been heard of for too long, and those of which there
-        are too many; the longest quiet first."""
-        found = []
+        """Close the sessions that have been quiet for too long, and if there are too many sessions
+        those that have been quiet the longest."""
+        closed = []
         for key, session in list(self._live.items()):
             quiet = now_s - session.ended_s > self._idle_s
             if not quiet and len(self._live) <= MOST_SESSIONS:
                 break
             if not session.live:
-                found.append(self._close(key))
-        return found
+                closed.append(self._close(key))
+        return closed
 
     def _close(self, key: Key) -> Session:
         session = self._live.pop(key)

@@ -2,8 +2,8 @@
 """An answer in stages, each with a TPOT of its own: thinking, then the response.
 
 Source: SLOs-Serve, table 1 (stages and their objectives) and section 3.2.1, "Multi-Decode SLOs":
-the tightest objective stands for the request in admission. Here it is the tightest of what is still
-to come, so a request draws less once its tight stage is over.
+the tightest objective stands for the request in admission. Here it is the tightest of the stages
+that are still to come, so a request draws less once its tight stage is over.
 
 The gap before a stage's first token belongs to that stage, so every gap after the first token
 counts once.
@@ -80,7 +80,7 @@ class StagedTPOT:
         self.tokens += count
 
     def next_stage(self) -> None:
-        """The last token recorded was the last of its stage."""
+        """Note that the last token recorded was the last of its stage."""
         assert not self.is_last
         self._done.append((self.measure, self.tokens))
         self._kept = self._kept and _keeps(self.tpot_s, self.measure.worst_s)
@@ -91,9 +91,9 @@ class StagedTPOT:
 
     @property
     def missed(self) -> bool:
-        """Whether an objective has been missed: of a stage that is over, or by a full window.
+        """Whether an objective has been missed, by a stage that is over or by a full window.
 
-        The latter may be saved by the end of the answer: a tail joins the last full window.
+        The end of the answer can still save a full window: a tail joins the last one.
         """
         worst_s = self.measure.worst_full_s
         return not self._kept or (worst_s is not None and worst_s > self.tpot_s)
@@ -106,21 +106,21 @@ class StagedTPOT:
     @property
     def worst_s(self) -> float | None:
         """The worst window of all stages; None before the second token."""
-        found = [m.worst_s for m in (*(m for m, _ in self._done), self.measure)]
-        return max((one for one in found if one is not None), default=None)
+        worst_s = [m.worst_s for m in (*(m for m, _ in self._done), self.measure)]
+        return max((stage_s for stage_s in worst_s if stage_s is not None), default=None)
 
     def results(self) -> list[StageResult]:
         """How each stage went, or goes."""
-        seen = [*self._done, (self.measure, self.tokens)]
-        found = []
+        begun = [*self._done, (self.measure, self.tokens)]
+        results = []
         for number, tpot_s in enumerate(self._tpots_s):
-            if number >= len(seen):
-                found.append(StageResult(tpot_s, None, 0, None))
+            if number >= len(begun):
+                results.append(StageResult(tpot_s, None, 0, None))
                 continue
-            measure, tokens = seen[number]
+            measure, tokens = begun[number]
             attained = None if tpot_s == INFINITY or not tokens else _keeps(tpot_s, measure.worst_s)
-            found.append(StageResult(tpot_s, measure.worst_s, tokens, attained))
-        return found
+            results.append(StageResult(tpot_s, measure.worst_s, tokens, attained))
+        return results
 
 
 def _keeps(tpot_s: float, worst_s: float | None) -> bool:

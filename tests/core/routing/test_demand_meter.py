@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many replicas the demand of late would have needed."""
+
+from __future__ import annotations
+
+from vllm_slo.core.routing.demand_meter import DemandMeter
+from vllm_slo.core.routing.policy import Route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest
+
+ASKS = RoutedRequest(6, 6, deadline_s=6.0, tpot_s=1.0, wants_promise=True)
+PROMISED, REFUSED = Route("r0", True, 1), Route("r0", False, 1, "best_effort", "prefill")
+
+
+def metered(count: int, decision: Route, work_s: float = 1.0) -> DemandMeter:
+    meter = DemandMeter(window_s=30.0, target=0.5)
+    for n in range(count):
+        meter.routed(ASKS, decision, n * 30.0 / count, work_s)
+    return meter
+
+
+def test_work_that_nobody_promised_asks_for_more_replicas() -> None:
+    assert metered(15, PROMISED).wanted(2, 29.9) == 2
+    assert metered(15, REFUSED).wanted(2, 29.9) == 3
+    assert metered(60, REFUSED).wanted(2, 29.9) == 5
+    assert metered(60, REFUSED, work_s=4.0).wanted(2, 29.9) == 17
+
+
+def test_replicas_go_when_none_was_refused_and_the_rest_suffices() -> None:
+    assert metered(15, PROMISED).wanted(8, 29.9) == 2
+    assert metered(15, PROMISED).wanted(1, 29.9) == 1
+    meter = metered(15, PROMISED)
+    assert meter.wanted(8, 90.0) == 1
+
+
+def test_a_front_that_has_seen_nothing_keeps_one() -> None:
+    assert DemandMeter().wanted(0, 5.0) == 1
+    assert DemandMeter().wanted(1, 5.0) == 1

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many replicas the demand of late would have needed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from vllm_slo.core.routing.policy import Route
+from vllm_slo.core.routing.virtual_replica import RoutedRequest
+
+
+class DemandMeter:
+    """How many replicas the demand of late would have needed, refused promises included.
+
+    Autoscaling follows this and not the number of requests: what counts is the work that could not
+    be promised. A request's work is the time for which it occupies an otherwise idle replica. Work
+    is to fill ``target`` of a replica's time.
+
+    Args:
+        window_s: seconds of demand that are looked at.
+        target: share of a replica's time that is to be filled, 0 < target <= 1.
+    """
+
+    def __init__(self, window_s: float = 30.0, target: float = 0.7) -> None:
+        self.window_s = window_s
+        self.target = target
+        self._seen: deque[tuple[float, float, bool]] = deque()
+        self._since_s: float | None = None
+
+    def routed(self, request: RoutedRequest, route: Route, now_s: float, work_s: float) -> None:
+        """Record a decision about a request that takes ``work_s`` of a replica's time."""
+        self._since_s = now_s if self._since_s is None else self._since_s
+        self._seen.append((now_s, work_s, request.wants_promise and not route.promised))
+        self._forget(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        while self._seen and self._seen[0][0] <= now_s - self.window_s:
+            self._seen.popleft()
+
+    def wanted(self, ready: int, now_s: float) -> int:
+        """Replicas wanted, at least 1.
+
+        While promises are refused it is at least one more than are ``ready``. It is fewer only if
+        none was refused in the window and the rest would not be too full.
+        """
+        self._forget(now_s)
+        if self._since_s is None or not self._seen:
+            return 1 if self._since_s is None or now_s - self._since_s > self.window_s else ready
+        span_s = min(max(now_s - self._since_s, 1.0), self.window_s)
+        total_s = sum(work_s for _, work_s, _ in self._seen)
+        refused_s = sum(work_s for _, work_s, refused in self._seen if refused)
+        needed = max(math.ceil(total_s / span_s / self.target), 1)
+        if refused_s > 0.0:
+            return max(needed, ready + math.ceil(refused_s / span_s))
+        return needed if needed < ready else max(ready, 1)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica as its controller sees it, and the requests that are routed.
+
+Source: SLOs-Serve, section 4.2. Each replica has a shadow in the controller, which judges a request
+by the admission program that the replica itself runs. A shadow knows what its replica said last
+(`ReplicaState`) and what was sent there since. A request is known to both sides by its ticket, a
+number that grows with every request sent to that replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from vllm_slo.core.admission.incremental import IncrementalAdmission, Verdict
+from vllm_slo.core.admission.program import Capacity, work_tokens
+from vllm_slo.core.lengths.output_length import hold_of, length_of
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.types import INFINITY, Demand
+
+STALE_S: Final = 30.0
+"""Seconds after which the refusal of an idle replica is not taken from its last state: the replica
+is asked itself, see `core.admission.idle_probe`. The value is a choice."""
+LOST_AFTER_S: Final = 0.5
+"""Seconds. A request that its replica has seen, by its ticket or a later one, and does not list so
+long after it was sent has ended, or never asked for anything. The value is a choice: longer than a
+request takes to arrive, so that none is given up on its way."""
+MAX_PREPARED: Final = 8
+"""TPOTs, the newest ones, for which the shadow is prepared before it is asked. Others take longer
+to judge."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request as far as routing is concerned.
+
+    Attributes:
+        prompt_tokens: its prompt, in tokens; an estimate may do.
+        max_tokens: most tokens of its answer; None: as many as the model takes.
+        deadline_s: when its first token is due, on the clock of ``now_s``; infinite without a TTFT.
+        tpot_s: seconds per output token; infinite without a TPOT.
+        wants_promise: whether it asks for a promise.
+        declines: whether its client prefers a refusal to best effort.
+        slo_class: the name by which output lengths are learnt.
+        expected_output_tokens: what its client expects, or None.
+        cached_tokens: replica -> prompt tokens that its prefix cache is believed to hold.
+    """
+
+    prompt_tokens: int
+    max_tokens: int | None = None
+    deadline_s: float = INFINITY
+    tpot_s: float = INFINITY
+    wants_promise: bool = False
+    declines: bool = False
+    slo_class: str = "none"
+    expected_output_tokens: int | None = None
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request that was sent and has not ended.
+
+    Attributes:
+        request: it.
+        sent_s: when.
+        demand: what it was promised; None without a promise.
+        tokens: of its prompt, to compute.
+        began: whether its answer has begun.
+        known: whether the replica's last state accounts for it.
+    """
+
+    request: RoutedRequest
+    sent_s: float
+    demand: Demand | None
+    tokens: int
+    began: bool = False
+    known: bool = False
+
+
+class VirtualReplica:
+    """One replica as the controller sees it. Times are on the controller's clock.
+
+    Args:
+        name: the replica's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state: ReplicaState | None = None
+        self._taken_s = 0.0
+        self._sent: dict[int, _Sent] = {}
+        self._admission: IncrementalAdmission | None = None
+        self._asked: dict[float, None] = {}
+        self._unseen_tokens = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Requests sent here that have not ended."""
+        return len(self._sent)
+
+    @property
+    def load_tokens(self) -> float:
+        """Tokens to compute before a new prompt would begin, and one for each running request."""
+        state = self.state
+        listed = 0 if state is None else state.backlog_tokens + state.running + state.waiting
+        return listed + self._unseen_tokens
+
+    def update(self, state: ReplicaState, taken_s: float) -> None:
+        """Take in the replica's own account of how it stood at ``taken_s``."""
+        self.state, self._taken_s = state, taken_s
+        listed = set(state.tickets)
+        self._unseen_tokens = 0
+        for ticket, sent in self._sent.items():
+            late = taken_s > sent.sent_s + LOST_AFTER_S and state.seen >= ticket
+            sent.known = ticket in listed or sent.began or late
+            if not sent.known:
+                self._unseen_tokens += sent.tokens
+        self._prepare()
+
+    def sent(self, ticket: int, request: RoutedRequest, now_s: float, *, promised: bool) -> None:
+        """Note that a request is on its way to the replica."""
+        demand = self.demand(request, str(ticket)) if promised and self.state else None
+        tokens = max(request.prompt_tokens - request.cached_tokens.get(self.name, 0), 1)
+        self._sent[ticket] = _Sent(request, now_s, demand, tokens)
+        self._unseen_tokens += tokens
+        if demand is not None:
+            self._prepare()
+
+    def began(self, ticket: int) -> None:
+        """Note that the first byte of an answer came."""
+        sent = self._sent.get(ticket)
+        if sent is None or sent.began:
+            return
+        sent.began = True
+        if not sent.known:
+            self._unseen_tokens -= sent.tokens
+            if sent.demand is not None:
+                sent.demand = replace(sent.demand, prefill_tokens=0)
+                self._admission = None
+
+    def ended(self, ticket: int) -> None:
+        """Note that a request was answered, or failed, or its client left."""
+        sent = self._sent.pop(ticket, None)
+        if sent is None:
+            return
+        if not sent.known and not sent.began:
+            self._unseen_tokens -= sent.tokens
+        if not sent.known and sent.demand is not None:
+            self._admission = None
+
+    def demand(self, request: RoutedRequest, name: str = "") -> Demand:
+        """The line of SLOs-Serve's figure 5 that a request would draw on this replica.
+
+        The replica would see the same (``engine.scheduling.request_views.demand``): it is made from
+        the lengths that the replica has learnt. An answer of one token decodes nothing, so any TPOT
+        is kept. Needs a state.
+        """
+        state = self.state
+        assert state is not None
+        most = max(state.max_model_len - request.prompt_tokens, 1)
+        if request.max_tokens is not None:
+            most = min(most, request.max_tokens)
+        points = state.lengths.get(request.slo_class, ())
+        declared = request.expected_output_tokens
+        cached = min(request.cached_tokens.get(self.name, 0), request.prompt_tokens - 1)
+        tokens = max(request.prompt_tokens - max(cached, 0), 1)
+        held = hold_of(points, request.prompt_tokens, most, declared)
+        blocks = sum(-(-held // size) for size in state.block_sizes)
+        return Demand(
+            name,
+            request.deadline_s - state.model.predict_s(0),
+            max(round(work_tokens(state.model, tokens, cached)), 1),
+            request.tpot_s if most > 1 else INFINITY,
+            min(blocks, state.total_blocks),
+            context_tokens=request.prompt_tokens + length_of(points, most, declared) // 2,
+        )
+
+    def judge(self, request: RoutedRequest, now_s: float) -> Verdict:
+        """Whether the replica could promise a request its objectives if it came now.
+
+        A replica that has long been idle is to say so itself, so its shadow says yes.
+        """
+        state = self.state
+        if state is None:
+            return Verdict(False, "unknown", 1.0)
+        start_s = max(self._taken_s + state.start_s, now_s)
+        if request.deadline_s <= start_s:
+            return Verdict(False, "expired", state.finish_interval_s)
+        admission, demand = self._admission or self._prepare(), self.demand(request)
+        if demand.tpot_s not in self._asked:
+            self._asked[demand.tpot_s] = None
+            if len(self._asked) > MAX_PREPARED:
+                del self._asked[next(iter(self._asked))]
+        verdict = admission.judge(demand, start_s)
+        # Only the replica itself can find out how fast it is now; see ``idle_probe``.
+        idle = not (self._sent or state.running or state.waiting)
+        stale = idle and now_s - self._taken_s >= STALE_S
+        return Verdict(True) if stale and verdict.reason in ("prefill", "decode") else verdict
+
+    def work_s(self, request: RoutedRequest) -> float:
+        """Seconds of the whole replica that a request takes: of its time, or of its KV memory if
+        that is more. Half of the memory for four seconds counts as two."""
+        state = self.state
+        if state is None:
+            return 0.0
+        demand, model = self.demand(request), state.model
+        slope_s = model.predict_s(state.max_step_tokens) / state.max_step_tokens
+        output = 2 * max(demand.context_tokens - request.prompt_tokens, 0) + 1
+        read = 1.0 + model.kv_s * demand.context_tokens / slope_s
+        compute_s = slope_s * (demand.prefill_tokens + output * read)
+        held = demand.blocks / max(state.total_blocks, 1)
+        # However loose the TPOT is, a token takes no longer than a step of as many such requests as
+        # memory holds.
+        together = min(1.0 / held, state.max_step_tokens) if held else 1.0
+        full_s = model.predict_s(together, together * demand.context_tokens)
+        token_s = min(request.tpot_s, full_s)
+        return max(compute_s, held * (slope_s * demand.prefill_tokens + output * token_s))
+
+    def _prepare(self) -> IncrementalAdmission:
+        """Prepare admission beside what is promised there, by the replica's account and by what was
+        sent since.
+
+        This happens when that changes, so that no decision waits for it.
+        """
+        state, taken_s = self.state, self._taken_s
+        assert state is not None
+        committed = [replace(d, deadline_s=d.deadline_s + taken_s) for d in state.committed]
+        decoding, context = dict(state.decoding), state.decoding_context
+        blocks = seats = 0
+        for sent in self._sent.values():
+            demand = sent.demand
+            if demand is None or sent.known:
+                continue
+            blocks, seats = blocks + demand.blocks, seats + 1
+            if demand.prefill_tokens:
+                committed.append(demand)
+            else:
+                decoding[demand.tpot_s] = decoding.get(demand.tpot_s, 0) + 1
+                context += sent.request.prompt_tokens
+        self._admission = IncrementalAdmission(
+            committed,
+            decoding,
+            state.model,
+            Capacity(
+                blocks=state.free_blocks - blocks,
+                seats=state.seats - seats,
+                max_step_tokens=state.max_step_tokens,
+                token_share=state.token_share,
+                finish_interval_s=state.finish_interval_s,
+            ),
+            decoding_context=context,
+        )
+        for tpot_s in self._asked:
+            self._admission.prepare(tpot_s)
+        return self._admission
