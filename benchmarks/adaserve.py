@@ -99,7 +99,7 @@ def zero_load_s(
 
 
 def kept(path: Path, asked: str) -> dict[str, Any] | None:
-    """A run of before, if it was asked the same."""
+    """An earlier run with the same input, if there is one."""
     if not path.is_file():
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -109,7 +109,7 @@ def kept(path: Path, asked: str) -> dict[str, Any] | None:
 
 
 def order_of(systems: Sequence[System], turn: int) -> list[System]:
-    """Systems in turn, so that none is always first, or always after the same one."""
+    """The systems in a changing order, so that none always comes first or after the same one."""
     start = turn % len(systems)
     rotated = [*systems[start:], *systems[:start]]
     return rotated if turn // len(systems) % 2 == 0 else rotated[::-1]
@@ -126,7 +126,7 @@ def go_live(
     engines: Engines,
     machine: Machine,
 ) -> tuple[dict[tuple[Point, str], list[Numbers]], dict[str, str]]:
-    """Every system at every point, ``--windows`` times; and why systems failed that did."""
+    """Every system at every point, ``--windows`` times; and the reasons of failed systems."""
     systems = [kitchen.system(name) for name in args.systems]
     found: dict[tuple[Point, str], list[Numbers]] = {}
     failed: dict[str, str] = {}
@@ -159,7 +159,7 @@ def go_live(
 
 
 def prepare(args: argparse.Namespace, models: Models, work: Path, machine: Machine) -> Kitchen:
-    """The systems' ingredients; profiles the engine first, if asked to."""
+    """The parts of the systems; profiles the engine first, if asked to."""
     slo_config: dict[str, Any] = {}
     if not args.quick:
         # AdaServe judges the mean over the whole answer.
@@ -186,7 +186,7 @@ def prepare(args: argparse.Namespace, models: Models, work: Path, machine: Machi
 
 
 def points_of(args: argparse.Namespace) -> list[Point]:
-    """The sweep. SystemExit where it has two directions."""
+    """The sweep; SystemExit if it has two directions."""
     urgents: list[float | None] = args.urgent or [None]
     several = [one for one in (args.rates, urgents, args.slo_scale) if len(one) > 1]
     if len(several) > 1:
@@ -203,7 +203,7 @@ def measured_zero_load(
     engines: Engines,
     machine: Machine,
 ) -> float:
-    """Measured once for an engine and a ``--work`` folder, so that objectives stay the same."""
+    """Zero load, measured once per engine and ``--work`` folder to keep objectives the same."""
     path = work / f"zero_load-{describe_ask(kitchen.system('stock').engine)}.json"
     if not path.is_file():
         say("measuring the zero-load latency")
@@ -217,7 +217,7 @@ def measured_zero_load(
 
 
 def reason(said: str) -> str:
-    """The line of a failed process's output that tells most."""
+    """The line of a failed process's output that most likely says why."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"Error\b|\berror\b", line)]
     return (errors or lines or ["?"])[-1].partition(" [type=")[0]

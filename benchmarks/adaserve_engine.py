@@ -73,7 +73,7 @@ class Ask(TypedDict):
 
 
 class Given(TypedDict):
-    """What one request got: the times of its tokens, seconds from the begin of the run."""
+    """The times of one request's tokens, seconds from the start of the run."""
 
     times_s: list[float]
     finished: bool
@@ -105,7 +105,7 @@ class Step(TypedDict):
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    """Change what is there; AttributeError where it is not."""
+    """Replace an attribute; AttributeError if it does not exist."""
     getattr(owner, name)
     setattr(owner, name, value)
 
@@ -123,7 +123,7 @@ def _without_slo() -> None:
 
 
 def _without_throughput() -> None:
-    """No node is chosen because there is room for it."""
+    """No node is chosen to fill a step."""
     from vllm_slo.core.speculation import candidate_trees
 
     _replace(candidate_trees, "worthwhile_nodes", lambda *_: 0)
@@ -139,7 +139,7 @@ def _without_adaptation() -> None:
 
 
 def _without_calibration() -> None:
-    """The draft's probabilities are taken at their word."""
+    """The draft's probabilities are not calibrated."""
     from vllm_slo.core.speculation.calibration import DraftCalibration
 
     _replace(DraftCalibration, "observe", lambda *_: None)
@@ -163,7 +163,7 @@ ABLATIONS: Final = {
 
 
 class Steps:
-    """Notes what each step of an engine runs, by wrapping two methods of its scheduler."""
+    """Records the steps of an engine, by wrapping two methods of its scheduler."""
 
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core
@@ -243,7 +243,7 @@ class Server:
         self.steps = Steps(self.engine)
 
     def params(self, one: Asked) -> Any:
-        """How a request is sampled, and what it asks for."""
+        """Sampling parameters of a request, with its objective."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -260,7 +260,7 @@ class Server:
         )
 
     def add(self, one: Asked, params: Any, arrived_epoch_s: float) -> None:
-        """Send a request; it arrived then, however long the step in progress took."""
+        """Send a request with its planned arrival time, even if the current step delayed it."""
         priority = round(1e3 * one["tpot_slo_s"]) if self.ask["by_priority"] else 0
         self.engine.add_request(
             one["request_id"],
@@ -271,7 +271,7 @@ class Server:
         )
 
     def serve(self, requests: Sequence[Asked], limit_s: float) -> dict[str, Given]:
-        """Send each request at its time; what became of it, by name."""
+        """Send each request at its time; returns the results by name."""
         seen = {one["request_id"]: Given(times_s=[], finished=False) for one in requests}
         left = deque((one, self.params(one)) for one in requests)
         begun_s, epoch_s = time.monotonic(), time.time()
@@ -295,7 +295,7 @@ class Server:
         return seen
 
     def warm_up(self, turns: int = TURNS) -> None:
-        """Serve requests with the objectives of the run to their end, and forget their steps."""
+        """Serve requests with the objectives of the run to their end, and drop their steps."""
         words = random.Random(0)
         objectives = sorted({one["tpot_slo_s"] for one in self.ask["requests"]})
         room = int(self.ask["engine"]["max_model_len"])
@@ -314,7 +314,7 @@ class Server:
         gc.freeze()  # as vLLM does once its engine has started
 
     def run(self, ask: Ask) -> dict[str, Given]:
-        """A workload, of which nothing is cached."""
+        """Serve a workload with an empty prefix cache."""
         self.ask = ask
         self.engine.reset_prefix_cache()
         self.steps.rows.clear()
@@ -337,7 +337,7 @@ def machine_busy_s() -> float:
 
 
 class Disturbance:
-    """How busy others keep the machine from here on."""
+    """The share of the machine that others take from its construction on."""
 
     def __init__(self) -> None:
         self._wall_s = time.monotonic()
@@ -349,14 +349,14 @@ class Disturbance:
         return user + system
 
     def share(self) -> float:
-        """Of all cores' time, taken by others."""
+        """Share of all cores' time that others took."""
         others_s = machine_busy_s() - self._own_s() - self._others_s
         lasted_s = max(time.monotonic() - self._wall_s, 1e-9)
         return max(0.0, others_s / lasted_s / (os.cpu_count() or 1))
 
 
 def note(seen: Given, output: Any, now_s: float) -> None:
-    """Put what the engine put out down to its request; tokens of one step share its end."""
+    """Record an output of the engine at its request; tokens of a step get the time of its end."""
     for one in output.outputs:
         seen["times_s"] += [now_s] * len(one.token_ids)
         seen["finished"] = seen["finished"] or one.finish_reason == "length"
@@ -399,7 +399,7 @@ def profile(ask: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what is asked."""
+    """Read one input file and answer it."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if len(sys.argv) > 1:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TOLERANCE: Final = 0.02
-"""By less, one system is not said to be worse than another."""
+"""Smallest difference that counts as worse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Numbers:
 
 
 def records_of(requests: Sequence[Request], run: Mapping[str, Any]) -> list[RequestRecord]:
-    """What became of each request."""
+    """The record of each request."""
     records = []
     for one in requests:
         seen = run["requests"][one.request_id]
@@ -86,7 +86,7 @@ def records_of(requests: Sequence[Request], run: Mapping[str, Any]) -> list[Requ
 
 
 def numbers_of(requests: Sequence[Request], run: Mapping[str, Any]) -> Numbers:
-    """Sum up one run (section 6.1, "Metrics"). A request that did not finish did not attain."""
+    """The numbers of one run (section 6.1, "Metrics"); an unfinished request did not attain."""
     records = records_of(requests, run)
     ends = [record.token_times_s[-1] for record in records if record.token_times_s]
     lasted_s = max(max(ends, default=0.0) - records[0].arrival_s, 1e-9)
@@ -116,7 +116,7 @@ def numbers_of(requests: Sequence[Request], run: Mapping[str, Any]) -> Numbers:
 
 
 def middle(runs: Sequence[Numbers]) -> Numbers:
-    """Medians, each number for itself."""
+    """The median of each number."""
     every = [asdict(one) for one in runs]
     plain = {key: median(d[key] for d in every) for key in every[0] if key != "by_category"}
     names = sorted({name for one in runs for name in one.by_category})
@@ -146,14 +146,14 @@ class Versus:
 
     @property
     def fewer(self) -> float:
-        """Times fewer violations; 1 where neither has any, infinite where only ours has none."""
+        """How many times fewer violations; 1 if neither has any, infinite if only ours has none."""
         if self.ours_violations == 0:
             return 1.0 if self.violations == 0 else math.inf
         return self.violations / self.ours_violations
 
     @property
     def more(self) -> float:
-        """Times as much goodput."""
+        """How many times as much goodput."""
         if self.goodput == 0:
             return 1.0 if self.ours_goodput == 0 else math.inf
         return self.ours_goodput / self.goodput
@@ -167,7 +167,7 @@ class Versus:
 def against(
     found: Mapping[tuple[Point, str], Sequence[Numbers]], baselines: Iterable[str], ours: str
 ) -> list[Versus]:
-    """Ours against the best baseline at every point where there are both."""
+    """Ours against the best baseline at every point that has both."""
     names = list(baselines)
     result = []
     for point in dict.fromkeys(point for point, _ in found):
@@ -190,7 +190,7 @@ AXES: Final = {"rate": "requests/s", "urgent": "share of category 1", "scale": "
 
 
 def axis_of(points: Sequence[Point]) -> str:
-    """Which of a point's numbers the sweep changes."""
+    """The field of a point that the sweep changes."""
     for name in ("urgent", "scale"):
         if len({getattr(point, name) for point in points}) > 1:
             return name
@@ -222,7 +222,7 @@ def headline(versus: Sequence[Versus], axis: str) -> list[list[str]]:
 
 
 def verdict(versus: Sequence[Versus], axis: str) -> str:
-    """The best place of the sweep, and where ours is worse."""
+    """The best point of the sweep, and the points at which ours is worse."""
     if not versus:
         return ""
     fewer = max(versus, key=lambda one: one.fewer)

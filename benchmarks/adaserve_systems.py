@@ -60,7 +60,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way of serving: arguments of vLLM's engine, and what requests tell it."""
+    """One system: arguments of vLLM's engine, and fields of its requests."""
 
     name: str
     engine: Mapping[str, Any]
@@ -70,12 +70,12 @@ class System:
 
     @property
     def ours(self) -> bool:
-        """Whether it is what the others are compared with, or a variant of it."""
+        """Whether the system is vllm-slo or a variant of it."""
         return self.send_slo
 
 
 def _speculation(base: str, models: Models, dynamic: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """``speculative_config`` of vLLM's own ways."""
+    """``speculative_config`` of vLLM's own methods."""
     draft = {"method": "draft_model", "model": str(models.draft)}
     kind, _, number = base.partition("-")
     if base == "dynamic":
@@ -97,7 +97,7 @@ def _speculation(base: str, models: Models, dynamic: Sequence[Sequence[int]]) ->
 
 
 def _ours(trees: bool, models: Models, slo_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's engine that make it ours."""
+    """Arguments that make vLLM's engine vllm-slo's."""
     engine: dict[str, Any] = {
         "scheduler_cls": SCHEDULER,
         "additional_config": {"slo_config": dict(slo_config)},
@@ -157,7 +157,7 @@ class Kitchen:
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``change`` in it, mapping by mapping."""
+    """``base`` with ``change`` merged into it, mapping by mapping."""
     result = dict(base)
     for key, value in change.items():
         below = result.get(key)
@@ -170,13 +170,13 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
 
 
 def child_environment() -> dict[str, str]:
-    """Of an engine's process: vLLM binds its threads to cores itself."""
+    """The environment of an engine's process; vLLM binds its threads to cores itself."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     return {"VLLM_CPU_KVCACHE_SPACE": str(KV_GB), **ENVIRONMENT, **environment}
 
 
 def answered(lines: Iterable[str]) -> dict[str, Any] | None:
-    """What an engine's process answers in its output; None: it ended without."""
+    """The answer in the output of an engine's process; None if it ended without one."""
     for line in lines:
         if line.startswith(ANSWER):
             result: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
@@ -218,7 +218,7 @@ class Engines:
         return found
 
     def close(self) -> None:
-        """End them all."""
+        """End all engines."""
         for child, said in self._children.values():
             child.kill()
             child.communicate()  # closes its pipes
@@ -227,7 +227,7 @@ class Engines:
 
 
 def profiled(ask: Mapping[str, Any], work: Path) -> None:
-    """Measure an engine's step times in its own process; RuntimeError where that fails."""
+    """Measure an engine's step times in its own process; RuntimeError if that fails."""
     path = work / "ask.json"
     path.write_text(json.dumps(ask))
     done = subprocess.run(
@@ -257,7 +257,7 @@ def in_own_process(script: str, ask: Mapping[str, Any], kv_gb: int = KV_GB) -> A
 
 
 def twin(name: str, parameters: float, folder: Path) -> Path:
-    """A built-in model at about ``parameters`` parameters, written once; 0: itself."""
+    """A twin of a built-in model with about ``parameters`` parameters; 0: the model itself."""
     if not parameters:
         return tiny.path(name)
     kind = "tiny" if name == "target" else f"tiny-{name}"  # the demo's name of the target

@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How lengths are made to fit this machine.
+    """How the trace's lengths are fitted to this machine.
 
     Attributes:
         prompt: prompt tokens for one of the trace's.
@@ -77,7 +77,7 @@ class Request:
 
 
 def read_trace(path: Path) -> list[Row]:
-    """AdaServe's ``emission_*.json``, by time."""
+    """The rows of AdaServe's ``emission_*.json``, by time."""
     rows = traces.read_adaserve(path)
     data = sorted(json.loads(path.read_text()), key=lambda item: float(item["emission_time_ms"]))
     texts = [str(item["prompt"]) for item in data]
@@ -126,7 +126,7 @@ def window(rows: Sequence[Row], count: int, rng: np.random.Generator) -> list[Ro
 def redrawn(
     rows: Sequence[Row], pool: Sequence[Row], urgent: float, rng: np.random.Generator
 ) -> list[Row]:
-    """The same arrivals with categories drawn anew, and then requests of them (section 6.1)."""
+    """The same arrivals with new random categories, and requests of these (section 6.1)."""
     by_category = {name: [r for r in pool if r.category == name] for name in CATEGORIES}
     rest = (1.0 - urgent) / 2
     names = rng.choice(CATEGORIES, len(rows), p=[urgent, rest, rest])
@@ -166,7 +166,7 @@ def workload(
     lengths: Lengths,
     zero_load_s: float,
 ) -> list[Request]:
-    """The requests of one window at one point: of one seed the same at every rate and scale."""
+    """The requests of one window at one point; for one seed the same at every rate and scale."""
     rows = window(pool, count, np.random.default_rng([seed, 30]))
     if point.urgent is not None:
         rows = redrawn(rows, pool, point.urgent, np.random.default_rng([seed, 31]))

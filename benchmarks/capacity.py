@@ -50,7 +50,7 @@ EVERY = Question(0.9, every=True)
 SHED = "shed + EDF"
 NOISY = Conditions(bias=1.05, noise=0.10)
 BRIEF = (OURS.name, "Sarathi (best budget)", "vLLM priority = deadline", SHED)
-"""Families that are run where not all are."""
+"""Families that are run if not all are."""
 SCALED = ("chatbot", "coder", "summarizer", "mixed", "toolllm")
 """Scenarios of SLOs-Serve's figure 13."""
 
@@ -64,7 +64,7 @@ Found = Mapping[Key, tuple[Capacity, ...]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of it is done."""
+    """The size of the study."""
 
     scenarios: Sequence[str] = tuple(SCENARIOS)
     seeds: Sequence[int] = SEEDS
@@ -79,7 +79,7 @@ class Plan:
 
 
 class Study:
-    """All that was measured, phase by phase; each prints its table as it ends."""
+    """All measurements, phase by phase; each phase prints its table at its end."""
 
     def __init__(self, plan: Plan, workers: Workers) -> None:
         self.plan = plan
@@ -262,7 +262,7 @@ class Study:
         self.tell("At 0.97 of our capacity, the whole first window", markdown(head, rows))
 
     def targets(self) -> str:
-        """The table of what was aimed at."""
+        """The table of the targets."""
         names = list(self.settings)
         ours = [(name, OURS.name) for name in names]
         stock = [(name, self.stock[name]) for name in names]
@@ -323,13 +323,13 @@ def candidates(setting: Setting) -> dict[str, tuple[System, ...]]:
 
 
 def best_stock(found: Found, name: str) -> str:
-    """The stock family with the highest reported capacity: stock is given the benefit."""
+    """The stock family with the highest reported capacity, which favours stock."""
     known = [family for family in STOCK_FAMILIES if (name, family) in found]
     return max(known, key=lambda family: found[name, family][0].score)
 
 
 def score(one: Capacity, base: Capacity) -> float:
-    """The ratio; nan where there is none."""
+    """The ratio; nan if there is none."""
     return found[0] if (found := ratio(one, base)) else math.nan
 
 

@@ -25,7 +25,7 @@ Report: TypeAlias = dict[str, Any]
 
 
 def run_demo(seed: int, folder: Path) -> Report:
-    """One demo in ``folder``; its report, with how long all of it took."""
+    """Run one demo in ``folder``; returns its report, with the time that it took."""
     begun_s = time.monotonic()
     command = [sys.executable, "-m", "vllm_slo.cli", "demo", f"--seed={seed}", f"--out={folder}"]
     subprocess.run(command, check=True)
@@ -45,12 +45,12 @@ def is_ahead(report: Report) -> bool:
 
 
 def both(report: Report, read: Any, form: str) -> str:
-    """A figure of stock and of ours."""
+    """A number of stock vLLM and of ours."""
     return ", ".join(format(read(server), form) for server in report["servers"][:2])
 
 
 def class_kept(name: str) -> Any:
-    """Reads the share of a class."""
+    """A function that reads the share of a class."""
     return lambda server: server["classes"][name]["attainment"]
 
 
@@ -105,7 +105,7 @@ column is the time of the whole command, installation not included. The picture 
 
 
 def text(reports: list[Report]) -> str:
-    """What came out."""
+    """The result in words."""
     stock, ours = (mean(kept(report["servers"][i]) for report in reports) for i in (0, 1))
     ahead = sum(map(is_ahead, reports))
     return TEXT.format(ahead=ahead, count=len(reports), stock=stock, ours=ours)

@@ -44,14 +44,14 @@ VOCAB, PROMPT, GRANT, GROWS = 32_000, 500, 5, 4
 SHAPES = ((1, 1), (1, 8), (1, 64), (4, 2), (4, 16))
 """(drafters, sessions of each)."""
 ROUNDS = 100
-"""After so many a session is rolled back to its prompt."""
+"""Tokens after which a session is rolled back to its prompt."""
 WARM = 200
 TOKEN = "the benchmark's own token"
 START_S = 30.0
 
 
 class Parrot:
-    """Answers at once."""
+    """A drafter that answers at once."""
 
     def draft(
         self, asks: Sequence[DraftAsk], deadline_s: float, interrupted: Callable[[], bool]

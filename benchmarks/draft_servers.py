@@ -93,7 +93,7 @@ class Step(NamedTuple):
 
     @property
     def verify_s(self) -> float:
-        """The rest."""
+        """The rest of the step."""
         return self.took_s - self.receive_s - self.send_s
 
 
@@ -101,7 +101,7 @@ class Step(NamedTuple):
 
 
 class DraftServers:
-    """The processes."""
+    """The draft server processes."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -124,23 +124,23 @@ class DraftServers:
         )
 
     def kill(self, name: str) -> None:
-        """As the kernel does where memory runs out."""
+        """Kill a draft server with SIGKILL, as the kernel does when memory runs out."""
         self._running[name].send_signal(signal.SIGKILL)
         self._running[name].wait()
 
     def restart(self, name: str) -> None:
-        """Another process of the same name."""
+        """Start another process with the same name."""
         self._running[name] = self._start(name)
 
     def close(self) -> None:
-        """End them all."""
+        """End all draft servers."""
         for process in self._running.values():
             process.kill()
             process.wait()
 
 
 class Grants:
-    """Who drafts how much: as shipped, or the same budget in every step."""
+    """How many tokens each request drafts: as shipped, or the same budget in every step."""
 
     def __init__(self, scheduler: Any, budget: int) -> None:
         from vllm_slo.core.speculation import candidate_trees
@@ -155,7 +155,7 @@ class Grants:
         self._rng = np.random.default_rng(0)
 
     def use(self, mode: str) -> None:
-        """From now on."""
+        """Use a mode from now on."""
         decide, grants = self._shipped
         paying: Callable[..., int] = self._paying
         if mode == PLAIN:
@@ -209,7 +209,7 @@ class Grants:
 
 
 class Bench:
-    """The engine, its draft servers, and what each step is like."""
+    """The engine, its draft servers, and a record of each step."""
 
     def __init__(self, ask: dict[str, Any]) -> None:
         from tokenizers import Tokenizer
@@ -313,7 +313,7 @@ class Bench:
         return self.steps[2:]
 
     def await_drafters(self, names: set[str]) -> None:
-        """Serve until these are ready: an idle engine makes no steps, and welcomes nobody."""
+        """Serve until these are ready; an idle engine does no steps and accepts no drafter."""
         end_s = time.monotonic() + START_S
         while names != {n for n, d in self.grants.drafting._drafters.items() if d.ready}:
             if time.monotonic() > end_s:
@@ -368,7 +368,7 @@ def texts(client: Client) -> Iterator[str]:
 
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
-    """All turns, then a death."""
+    """All turns, then the run in which a draft server is killed."""
     bench = Bench(ask)
     try:
         bench.await_drafters(set(CLIENTS))
@@ -418,7 +418,7 @@ def verify_ms(steps: Sequence[Step]) -> float:
 
 
 def mode_table(steps: dict[str, list[Step]]) -> str:
-    """Where the time of a step goes, and what comes of it."""
+    """The parts of a step's time, and its tokens."""
     rows = []
     for mode, own in steps.items():
         took_s, given = sum(s.took_s for s in own), sum(s.given for s in own)
@@ -453,7 +453,7 @@ def death_table(steps: Sequence[Step], began_s: Sequence[float]) -> str:
 
 
 def draw(modes: dict[str, list[Step]], steps: Sequence[Step], began_s: Sequence[float]) -> None:
-    """After the paper's figure 3, and the death by the second."""
+    """Draw the parts of a step as in the paper's figure 3, and the kill second by second."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -35,7 +35,7 @@ REACH_MS = 0.2
 
 
 class Engine:
-    """In place of vLLM's: one output for each request."""
+    """Stands for vLLM's engine: one output for each request."""
 
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(scheduler_cls="vllm_slo.Scheduler")
@@ -49,7 +49,7 @@ class Engine:
 
 
 def application(engine: Any) -> Any:
-    """An ASGI application that does what every request pays besides."""
+    """An ASGI application with the work that every request needs anyway."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()

@@ -56,7 +56,7 @@ SPECULATIVE: Final = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prom
 STABLE: Final = ((3, 0.2), (3, 0.05), (5, 0.05), (8, 0.05), (10, 0.02))
 """(gamma, delta)."""
 LATE: Final[Mapping[str, Any]] = {"stable_rounds": 10, "stable_change": 0.02}
-"""With the defaults nobody leaves the first queue before its rate is believed, whatever K is."""
+"""With the defaults no request leaves the first queue before its rate is stable, for any K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def jobs_of(mix: Mix, count: int, seed: int, gap_s: float = 0.0) -> list[Job]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a run was like: latencies, places taken, error of what was foreseen."""
+    """The result of a run: latencies, places taken, error of predicted service."""
 
     latency_s: tuple[float, ...]
     switches: int
@@ -129,7 +129,7 @@ class Served:
 
 
 def alone_s(job: Job, hardware: Hardware) -> float:
-    """What a request takes alone, on average."""
+    """Mean seconds of a request that runs alone."""
     model, context = hardware.step_time, job.prompt + job.answer // 2
     round_s = model.predict_s(1 + DRAFTS, context, DRAFTS)
     rounds = job.answer / expected_tokens(job.acceptance, 1 + DRAFTS)
@@ -176,7 +176,7 @@ class Bench:
     def serve(
         self, jobs: Sequence[Job], order: str, places: int = 1, seed: int = 0, **options: Any
     ) -> Served:
-        """Serve them to their end."""
+        """Serve requests to their end."""
         chosen = {**OPTIONS[order], **options}
         hardware = self.hardware
         engine = VirtualEngine(
@@ -218,7 +218,7 @@ class Bench:
 
     @staticmethod
     def _error(engine: VirtualEngine) -> float:
-        """Mean error of foreseen service; not a number where nothing was foreseen."""
+        """Mean error of predicted service; nan if nothing was predicted."""
         registry, said = engine.scheduler.parts.metrics.registry, {"engine": "0"}
         name = "vllm_slo:foreseen_service_error_ratio"
         count = registry.get_sample_value(f"{name}_count", said) or 0.0
@@ -253,7 +253,7 @@ def latency_row(
 
 
 def head_of(places: int, *first: str) -> list[str]:
-    """Of a table of such rows."""
+    """The head of a table of such rows."""
     bound = ["bound"] if places == 1 else []
     shown = [LABELS[order] for order in ORDERS]
     return [
@@ -347,7 +347,7 @@ COLOURS: Final = {
 
 
 def panels(title: str, name: str, mixes: Collection[str]) -> Iterator[Any]:
-    """Axes, one for each mix; saved once they have been drawn on."""
+    """Axes, one for each mix; the figure is saved at the end of the block."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -386,7 +386,7 @@ def draw_latency(
 
 
 def draw_queues(found: dict[str, dict[int, list[float]]]) -> None:
-    """After figure 6."""
+    """Draw a figure like the paper's figure 6."""
     shades = ("#56b4e9", "#0072b2", "#1b1f24")
     for axis, lines in zip(
         panels(

@@ -59,7 +59,7 @@ LIMIT_S: Final = 900.0
 
 
 def shortened(job: Job, *, known: bool = False) -> Job:
-    """The same with a shorter answer, whose length is foretold as well as before, or exactly."""
+    """The same request with a shorter answer, predicted as well as before, or exactly."""
     answer = max(int(SCALE * job.answer), LEAST)
     predicted = answer if known else max(round(answer * job.predicted / job.answer), 1)
     return replace(job, answer=answer, predicted=predicted)
@@ -193,7 +193,7 @@ class Bench:
         return found
 
     def serve(self, asked: Sequence[Any], order: str, **options: Any) -> dict[str, Any]:
-        """What a run is like: latencies and service by request, what was foreseen."""
+        """Serve and return latencies and service by request, and the predictions."""
         server = self.server
         server.use(order, **options)
         server.engine.reset_prefix_cache()
@@ -221,7 +221,7 @@ class Bench:
 
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
-    """All that is asked for of one engine."""
+    """All measurements of one engine."""
     bench = Bench(ask)
     for mix in TEXTS:  # the first steps are slow, and step times are to be learnt
         bench.serve(
@@ -251,7 +251,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask_of(args: argparse.Namespace, places: int, counts: Sequence[int]) -> dict[str, Any]:
-    """What the engine's process is to do, with so many seats."""
+    """The input of the engine's process, with so many places."""
     engine = {
         **ENGINE,
         "model": str(twin("target", args.parameters, args.models)),
@@ -321,7 +321,7 @@ def round_of(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def stable_table(runs: Sequence[dict[str, Any]]) -> str:
-    """How far foreseen execution times are off those that were measured."""
+    """The error of predicted execution times."""
     rows = []
     for run in runs:
         pairs = [

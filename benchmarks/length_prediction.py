@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 class Played(NamedTuple):
-    """(N,) each: what was predicted of a stream, and where that came from."""
+    """Predictions of a stream and their sources, (N,) each."""
 
     tokens: NDArray[np.int64]
     sources: NDArray[np.str_]
@@ -73,7 +73,7 @@ def _row(row: TraceRow) -> Request:
 
 
 def azure(folder: Path | None) -> Iterator[tuple[str, list[Request]]]:
-    """Both traces, and both at once; stand-ins where they are not at hand."""
+    """Each trace, and both together; stand-ins without the files."""
     both: list[TraceRow] = []
     for kind, slo_class in (("conv", "chat"), ("code", "code")):
         path = folder / f"azure_llm_2023_{kind}.csv" if folder else None
@@ -90,7 +90,7 @@ def azure(folder: Path | None) -> Iterator[tuple[str, list[Request]]]:
 def adaserve(
     folder: Path, encode: Callable[[str], list[int]]
 ) -> Iterator[tuple[str, list[Request]]]:
-    """Its workloads with their prompts."""
+    """AdaServe's workloads with their prompts."""
     for path in sorted((folder / "adaserve").glob("emission_*.json")):
         prompts = sorted(json.loads(path.read_text()), key=lambda item: item["emission_time_ms"])
         stream = []
@@ -102,7 +102,7 @@ def adaserve(
 
 
 def _lines(path: Path) -> list[Any]:
-    """The records of a collection; none where it is not at hand."""
+    """The records of a collection; empty without its file."""
     if not path.is_file():
         return []
     found = path.read_bytes()
@@ -111,12 +111,12 @@ def _lines(path: Path) -> list[Any]:
 
 
 def _first(answer: Any) -> str:
-    """The first of several answers, or of several that are right."""
+    """The first of several answers."""
     return answer if isinstance(answer, str) else _first(answer[0])
 
 
 def pairs_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
-    """Collection -> (prompt, the answer that comes with it), where there is one."""
+    """Collection -> (prompt, its reference answer)."""
     return {
         "GSM8K": [(one["question"], one["answer"]) for one in _lines(folder / "gsm8k_test.jsonl")],
         "HumanEval": [
@@ -163,7 +163,7 @@ def noise(count: int) -> list[Request]:
 
 
 def forecasters() -> tuple[QuantileForecaster, LengthRegressor]:
-    """Both, new."""
+    """Both forecasters, untrained."""
     return (
         QuantileForecaster(OutputLengthPredictor()),
         LengthRegressor(QuantileForecaster(OutputLengthPredictor())),

@@ -181,7 +181,7 @@ class Timing(NamedTuple):
 
 
 def less(value: float, base: float) -> str:
-    """By how much a value differs, signed."""
+    """The relative difference of a value, signed."""
     return f"{value / base - 1.0:+.1%}".replace("-0.0%", "+0.0%")
 
 
@@ -256,7 +256,7 @@ def smoothing_table(seeds: int) -> str:
 
 
 def speed_table(repeats: int) -> str:
-    """How long one decision takes."""
+    """The time of one decision."""
     rng, count, budget = np.random.default_rng(0), 256, 1024
     weights, chances = rng.uniform(0.2, 1.0, count), rng.uniform(0.3, 0.95, count)
     scheduler, names = GradientScheduler(), [f"client {n}" for n in range(count)]

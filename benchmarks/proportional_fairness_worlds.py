@@ -100,12 +100,12 @@ def make_world(setting: Setting, seed: int, moving: bool, spread: float = SPREAD
 
 
 def given(world: World, granted: Ints) -> Run:
-    """What comes out of draft lengths that do not depend on it."""
+    """The run of draft lengths that do not depend on the results."""
     return Run(world.acceptances, granted, 1.0 + np.minimum(granted, world.leading))
 
 
 def fixed(world: World, budget: int) -> Run:
-    """C / n each; what does not divide evenly goes round."""
+    """C / n tokens each; the remainder goes to each client in turn."""
     rounds, count = world.leading.shape
     each, rest = divmod(budget, count)
     place = (np.arange(count) - rest * np.arange(rounds)[:, None]) % count
@@ -123,7 +123,7 @@ def random(world: World, budget: int, seed: int) -> Run:
 
 @dataclass(frozen=True)
 class Verifying:
-    """How long verifying takes, and what GoodSpeed makes of it.
+    """The time of verifying, and how GoodSpeed uses it.
 
     Attributes:
         model: step times.
@@ -150,7 +150,7 @@ class Verifying:
         )
 
     def price_of(self, count: int) -> float:
-        """What a token has to gain: what plain decoding of everybody gains in its time."""
+        """The least gain of a token: what plain decoding of all clients gains in its time."""
         plain_s = self.model.predict_s(count, CONTEXT * count)
         return node_floor(count, count, self.model, plain_s) if self.price else 0.0
 

@@ -16,7 +16,7 @@ Run: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may suffer.
+    """Limits of the disturbance of a run.
 
     Attributes:
         others: share of the machine's time that other processes take.
@@ -32,7 +32,7 @@ class Limits:
 
 
 class Machine:
-    """Waits until this machine is itself.
+    """Waits until this machine is quiet and as fast as usual.
 
     Attributes:
         usual_s: seconds of a probe that others are compared with; 0: unknown.
@@ -53,7 +53,7 @@ class Machine:
         self._rows = torch.ones(self.ROWS, self.SHAPE[1], dtype=torch.bfloat16)
 
     def probe_s(self) -> float:
-        """Seconds of a fixed matrix product now: median."""
+        """Median seconds of a fixed matrix product now."""
         from torch.nn.functional import linear
 
         times = []
@@ -68,7 +68,7 @@ class Machine:
         return self.probe_s() / self.usual_s if self.usual_s else 1.0
 
     def suffers(self, others: float, slower: float) -> bool:
-        """Whether that is more than allowed."""
+        """Whether a run was disturbed more than allowed."""
         return others > self.limits.others or abs(slower - 1.0) > self.limits.drift
 
     def wait(self) -> float:

@@ -51,14 +51,14 @@ FORCED: Final = "forced"
 PARAMETERS: Final = 30e6
 PROMPTS: Final = (32, 128, 512)
 TTFTS: Final = (3.0, 8.0, 25.0)
-"""Times the TTFT of a lone request with that prompt."""
+"""Multiples of the TTFT of a lone request with that prompt."""
 TPOTS: Final = (2.5, 4.0, 8.0)
-"""Times a lone request's TPOT."""
+"""Multiples of a lone request's TPOT."""
 ANSWER: Final = 24
 WARM_UP_S: Final = 20.0
 ASK_AGAIN_S: Final = 0.1
 PATIENCE_S: Final = 15.0
-"""How long the last requests of a part are waited for."""
+"""Time to wait for the last requests of a part."""
 CLASSES: Final = "classes: {chat: {}, code: {}, summary: {}, batch: {}}\n"
 
 
@@ -82,7 +82,7 @@ class Load:
     alone_s: float = 40.0
 
     def rate(self, zero: ZeroLoad) -> float:
-        """Of those that ask, a second."""
+        """Requests per second that ask for a quote."""
         low, high = PROMPTS[0], PROMPTS[-1]
         token_s = (zero.ttft_s(high) - zero.ttft_s(low)) / (high - low)
         mean = sum(PROMPTS) / len(PROMPTS) + ANSWER
@@ -116,12 +116,12 @@ class Served:
 
     @property
     def promised(self) -> bool:
-        """Whether it was promised."""
+        """Whether the request was promised."""
         return bool(self.report and self.report["promised"])
 
     @property
     def attained(self) -> bool:
-        """Whether it kept its objectives; one without an answer did not."""
+        """Whether the request kept its objectives; without an answer it did not."""
         return bool(self.report and self.report["attained"])
 
 
@@ -142,7 +142,7 @@ class Part:
     asked_again: int
 
     def told(self, promised: bool) -> list[Answered]:
-        """Those that were told so."""
+        """Requests whose quote was this answer."""
         return [one for one in self.answered if one.quote["promised"] is promised]
 
     @property
@@ -163,7 +163,7 @@ class Part:
 
 @dataclass
 class Client:
-    """Sends requests and remembers what became of them."""
+    """Sends requests and keeps their results."""
 
     session: aiohttp.ClientSession
     url: str
@@ -179,7 +179,7 @@ class Client:
         return {**body, "temperature": 0, **({"slo": slo} if slo else {})}
 
     def draws(self, rng: random.Random) -> Iterable[dict[str, Any]]:
-        """Bodies of requests that ask, without end."""
+        """An endless series of bodies of requests that ask."""
         while True:
             prompt = rng.choice(PROMPTS)
             slo = {
@@ -200,7 +200,7 @@ class Client:
             await asyncio.sleep(ASK_AGAIN_S)
 
     def begin(self, body: dict[str, Any], *, forced: bool = False) -> Served:
-        """Note that a request is sent now."""
+        """Record that a request is sent now."""
         slo, now_s = body.get("slo") or {}, time.monotonic()
         allowed_ms = slo.get("ttft_ms", 0.0) + slo.get("tpot_ms", 0.0) * body["max_tokens"]
         one = Served(now_s, now_s + allowed_ms / 1e3, forced)
@@ -208,7 +208,7 @@ class Client:
         return one
 
     async def send(self, body: dict[str, Any], one: Served) -> None:
-        """Have it served."""
+        """Send a request to be served."""
         if one.forced:
             body = {**body, "slo": {**body["slo"], "tenant": FORCED}}
         status, answer = await self._post("/v1/completions", body)
@@ -252,7 +252,7 @@ class Client:
         return answered
 
     async def force_alone(self, limit_s: float) -> list[Answered]:
-        """Ask until it is "no", have that promised, and so on."""
+        """Ask until the answer is "no", force that request's promise, and repeat."""
         rng, answered, until_s = random.Random(29), list[Answered](), time.monotonic() + limit_s
         for body in self.draws(rng):
             if time.monotonic() > until_s:
@@ -280,7 +280,7 @@ async def _patiently(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class Measured(NamedTuple):
-    """Everything that was seen of the server."""
+    """All measurements of the server."""
 
     zero: ZeroLoad
     rates: tuple[float, float]
@@ -404,14 +404,14 @@ def percent(part: float, whole: float) -> str:
 
 
 def outcomes(part: Part, answered: Sequence[Answered]) -> tuple[int, int]:
-    """(how many missed their own objectives, how many kept them while a promise was missed)."""
+    """How many missed their objectives, and how many kept them while another promise was missed."""
     itself = [one for one in answered if not one.served.attained]
     kept = [one for one in answered if one.served.attained]
     return len(itself), sum(part.others_missed(one.served) for one in kept)
 
 
 def agreement_table(found: Measured) -> str:
-    """Quotes against what came of the requests sent on them."""
+    """Quotes compared with the results of the requests sent after them."""
     yes, no = found.sent.told(True), found.sent.told(False)
     promised = sum(one.served.promised for one in yes)
     attained = sum(one.served.attained for one in yes)
@@ -440,7 +440,7 @@ def agreement_table(found: Measured) -> str:
 
 
 def reasons_table(found: Measured) -> str:
-    """The "no" by what stood in the way."""
+    """The number of "no" by reason."""
     rows = []
     sent, forced = found.sent.told(False), found.forced.told(False)
     for reason in sorted({one.quote["reason"] for one in (*sent, *forced)}):
@@ -453,7 +453,7 @@ def reasons_table(found: Measured) -> str:
 
 
 def cost_table(found: Measured, quotes: int) -> str:
-    """What a quote costs, the client and the engine."""
+    """The cost of a quote, for the client and for the engine."""
     rows = []
     for running in (64, 256):
         p50, p99 = np.percentile(cost(running, quotes), (50, 99))

@@ -49,14 +49,14 @@ class Plan:
     precision: float = 0.06
 
     def seeds(self, replicas: int) -> tuple[int, ...]:
-        """Windows: more of the short ones, whose jobs are few."""
+        """Seeds of the windows; fewer replicas have shorter windows, so there are more of them."""
         return tuple(range(max(2, min(6, 12 // replicas))))
 
 
 def capacity(
     plan: Plan, scenario: str, conditions: Conditions, start: float | None, workers: Workers
 ) -> Capacity:
-    """Of one size and policy, jobs/s per GPU."""
+    """Capacity of one size and policy, jobs/s per GPU."""
     name, _, arrivals = scenario.partition("-")
     setting = Setting(
         name, load_hardware(HARDWARE), conditions, jobs=plan.jobs, arrivals=arrivals or None
@@ -106,7 +106,7 @@ def routing(
 
 
 def shown(one: Capacity) -> str:
-    """With its interval, or with both windows where there are only two."""
+    """A capacity with its interval, or with both windows if there are only two."""
     if len(one.windows) > 2 or one.rate is None:
         return one.text
     return f"{one.rate:.3g} ({', '.join(f'{window.kept or 0.0:.3g}' for window in one.windows)})"

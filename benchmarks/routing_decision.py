@@ -78,7 +78,7 @@ def timed(work: Callable[[], object], repeats: int) -> tuple[str, str]:
 
 
 def decisions(count: int, repeats: int) -> list[list[str]]:
-    """Two rows about ``count`` replicas: nobody can promise, and the first one can."""
+    """Two rows for ``count`` replicas: none can promise, and the first can."""
     rng = random.Random(0)
     replicas = [VirtualReplica(f"r{n}") for n in range(count)]
     for seed, replica in enumerate(replicas):

@@ -29,7 +29,7 @@ TEST: Final = "tests/engine/scheduling/test_scheduler_machine.py"
 
 
 class Played(NamedTuple):
-    """One process: its seed, what happened in it, and what failed (empty: nothing)."""
+    """One process: its seed, its events, and its failure (empty: none)."""
 
     seed: int
     counts: Counter[str]
@@ -37,7 +37,7 @@ class Played(NamedTuple):
 
 
 def play(seed: int, runs: int) -> Played:
-    """So many runs in a process of its own."""
+    """Run so many times in another process."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", TEST, f"--hypothesis-seed={seed}",
          "--timeout", "0", "-o", "session_timeout=99999", "-p", "no:cacheprovider"],
@@ -50,7 +50,7 @@ def play(seed: int, runs: int) -> Played:
 
 
 def main() -> int:
-    """Play until the time is up, and write what was seen; 1 if anything failed."""
+    """Play until the time is up and print what happened; returns 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=20.0, help="no seed begins after them")
     parser.add_argument("--runs", type=int, default=500, help="of each seed")

@@ -74,7 +74,7 @@ SEEDS: Final = 10
 
 
 def in_own_process(*arguments: object) -> None:
-    """Run this script with ``arguments``; its output goes to ours where it fails."""
+    """Run this script with ``arguments`` in another process; its output is shown if it fails."""
     command = [sys.executable, __file__, *map(str, arguments)]
     done = subprocess.run(
         command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
@@ -111,7 +111,7 @@ def say(text: str) -> None:
 def go_live(
     args: argparse.Namespace, work: Path
 ) -> tuple[Hardware, list[Job], dict[str, list[Live]]]:
-    """Profile the engine, make the jobs, replay them; what lies in ``work`` is not done again."""
+    """Profile the engine, make the jobs, replay them; results in ``work`` are not made again."""
     from rich.console import Console
 
     model = twin(args.parameters, Console())
@@ -141,7 +141,7 @@ def go_live(
 def rows_of(
     hardware: Hardware, jobs: Sequence[Job], live: Mapping[str, Sequence[Live]]
 ) -> tuple[list[Row], dict[str, list[StepError]]]:
-    """Every row of the table, and how far the profile was off in each live run."""
+    """Every row of the table, and the error of the profile in each live run."""
     errors = {
         name: [step_error(run.steps, hardware.step_time) for run in runs]
         for name, runs in live.items()

@@ -43,7 +43,7 @@ ENGINE: Final[Mapping[str, Any]] = {
 }
 CLASSES: Final = tuple(spec for spec in DEMO_CLASSES if spec.ttft_slowdown is not None)
 WARMUP: Final = ((16, 12), (64, 12), (300, 12), (900, 12), (16, 540))
-"""(prompt, answer) tokens. An engine's first steps are slow, and ours remembers the last 512."""
+"""(prompt, answer) tokens. First steps are slow, and the scheduler remembers the last 512 steps."""
 
 
 def hardware_of(profile: Path) -> Hardware:
@@ -114,7 +114,7 @@ class Recorder:
         self._began_s = 0.0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As the scheduler's; the step's time begins here."""
+        """As the scheduler's; the time of a step begins here."""
         self._began_s = time.perf_counter()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
@@ -179,7 +179,7 @@ def start_engine(model: str, ours: bool, profile: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request on its way: its engine form, and how many tokens its answer has."""
+    """A request in the engine's form, and the tokens of its answer."""
 
     request: Any
     output_tokens: int
@@ -219,13 +219,13 @@ class Replay:
         return cls(client, client.engine_core.scheduler)
 
     def add(self, one: Prepared, arrived_epoch_s: float) -> None:
-        """Send a request; it arrived then, however long the step in progress took."""
+        """Send a request with its planned arrival time, even if the current step delayed it."""
         one.request.arrival_time = arrived_epoch_s
         self.scheduler.lengths[one.request.request_id] = one.output_tokens
         self.core.add_request(one.request)
 
     def warm_up(self, requests: Sequence[Prepared]) -> None:
-        """Run requests without objectives to their end, and forget their steps."""
+        """Run requests without objectives to their end, and drop their steps."""
         for one in requests:
             self.add(one, time.time())
         while self.scheduler.has_requests():
@@ -235,7 +235,7 @@ class Replay:
         gc.freeze()  # as vLLM does once its engine has started
 
     def run(self, requests: Sequence[tuple[float, Prepared]]) -> dict[str, dict[str, Any]]:
-        """Send each request at its time (seconds, rising); what became of it, by name."""
+        """Send each request at its time (seconds, rising); returns the results by name."""
         seen: dict[str, dict[str, Any]] = {
             one.request.request_id: {"times_s": [], "finished": False, "promised": None}
             for _, one in requests
@@ -258,7 +258,7 @@ class Replay:
 
 
 def note(seen: dict[str, Any], output: Any, now_s: float) -> None:
-    """Put what an engine core put out down to its request."""
+    """Record an output of the engine core at its request."""
     seen["times_s"] += [now_s] * len(output.new_token_ids)
     if output.finish_reason is not None:
         seen["finished"] = str(output.finish_reason) == "stop"
@@ -306,7 +306,7 @@ class Live:
 
 
 def read_live(path: Path, jobs: Sequence[Job]) -> Live:
-    """What ``replay`` wrote."""
+    """Read a file that ``replay`` wrote."""
     data = json.loads(path.read_text())
     if data["kv_tokens"] != KV_TOKENS:
         raise SystemExit(f"the engine had {data['kv_tokens']} KV tokens, not {KV_TOKENS}")

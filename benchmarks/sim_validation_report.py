@@ -35,7 +35,7 @@ class StepError:
 
 
 def step_error(steps: Sequence[Sample], model: StepTimeModel) -> StepError:
-    """How far the profile's predictions of ``steps`` are off."""
+    """The error of the profile's predictions of ``steps``."""
     actual = np.array([took_s for _, took_s in steps])
     predicted = np.array([model.predict_shape_s(shape) for shape, _ in steps])
     ratio = actual / predicted
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def measures(self) -> list[JobMeasure]:
-        """Of all runs."""
+        """Measures of all runs."""
         return [measure for run in self.runs for measure in run]
 
 
@@ -81,7 +81,7 @@ class Numbers:
 
 
 def numbers(row: Row) -> Numbers:
-    """Sum up a row, its runs pooled."""
+    """The numbers of a row over all its runs."""
     every = row.measures
     names = sorted({m.application for m in every})
     promises = [m for m in every if m.promised]

@@ -114,7 +114,7 @@ class Server:
         self._known = dict(zip(ROLES, (root, engine), strict=True))
 
     def is_healthy(self) -> bool:
-        """Whether it says so."""
+        """Whether ``/health`` answers 200."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
                 return bool(answer.status == 200)
@@ -138,7 +138,7 @@ class Server:
         return [s for family in text_string_to_metric_families(text) for s in family.samples]
 
     def sample(self, begun_s: float, *, loaded: bool) -> Sample:
-        """How it is now."""
+        """The current sample."""
         found = {}
         for role, process in self._known.items():
             with suppress(psutil.Error), process.oneshot():
@@ -161,7 +161,7 @@ class Server:
         )
 
     def counters(self) -> Counters:
-        """What it has counted so far."""
+        """The server's counters so far."""
         found = self.metrics()
         ended, outcomes = "vllm_slo:requests_finished_total", "vllm_slo:admissions_total"
         return Counters(
@@ -176,13 +176,13 @@ class Server:
         )  # fmt: skip
 
     def tracebacks(self) -> list[str]:
-        """Those it has written, each with what comes before and after it."""
+        """Tracebacks in the log, each with lines before and after it."""
         text = self.log.read_text(errors="replace")
         found = [match.start() for match in re.finditer(r"Traceback \(most recent", text)]
         return [text[max(at - 300, 0) : at + 6_000] for at in found]
 
     def stop(self) -> bool:
-        """End it; whether it went when told to and left nothing."""
+        """Stop the server; whether it ended on SIGTERM and left nothing."""
         if self.process.poll() is not None:
             return False
         family = [*psutil.Process(self.process.pid).children(recursive=True)]
@@ -211,7 +211,7 @@ def total(samples: Sequence[Any], series: str, **labels: str) -> float:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file that may just have gone."""
+    """Bytes of a file; 0 if it has just been removed."""
     try:
         return path.stat().st_size
     except OSError:
@@ -260,7 +260,7 @@ def serving(model: Path, flags: Sequence[str]) -> Iterator[Server]:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the server can do.
+    """The capacity and latency of the server.
 
     Attributes:
         rate: answers per second.
@@ -345,7 +345,7 @@ async def load(clients: Clients, rate: float, seconds: float, rng: random.Random
 
 
 class Watch:
-    """Samples a server every few seconds while something else goes on."""
+    """Samples a server every few seconds during the block."""
 
     def __init__(self, server: Server, every_s: float) -> None:
         self.server = server
@@ -376,7 +376,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run was like."""
+    """The record of a run."""
 
     calibration: Calibration
     clients: Clients
@@ -418,7 +418,7 @@ async def soak(server: Server, args: argparse.Namespace) -> Run:
 
 
 def judge(run: Run, warm_up_s: float, *, stopped: bool, tracebacks: Sequence[str]) -> list[Check]:
-    """Everything that must hold."""
+    """All checks of a run."""
     clients = run.clients
     unheard = clients.sent - len(clients.seen)
     return [
@@ -463,7 +463,7 @@ def write(run: Run, checks: Sequence[Check], args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run, judge, write; 1 if something failed."""
+    """Run, check, write; returns 1 if a check failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="under load")
     parser.add_argument("--load", type=float, default=1.5, help="of capacity")

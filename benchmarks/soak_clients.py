@@ -31,7 +31,7 @@ connection. ``staller``: reads slowly. ``leaver``: disconnects in the middle of 
 ``canceller``: before its first token."""
 
 LONGEST_S: Final = 240.0
-"""A request that has not ended by then is lost."""
+"""Time after which a request that has not ended is lost."""
 STALL_S: Final = 3.0
 PROMPT: Final = (16, 320)
 OUTPUT: Final = (8, 96)
@@ -84,7 +84,7 @@ class Answer:
             self.ended_choices += bool(choice.get("finish_reason"))
 
     def outcome(self, choices: int) -> Outcome:
-        """What became of the request, if its client did not leave."""
+        """The outcome of the request, if its client did not leave."""
         if self.status == 429:
             return "declined"
         if 400 <= self.status < 500:
@@ -116,7 +116,7 @@ class Clients:
         self._shared = [self._rng.randrange(*VOCABULARY) for _ in range(SHARED)]
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Reset all counts."""
         self.seen.clear()
         self.errors.clear()
         self.sent = 0
@@ -129,7 +129,7 @@ class Clients:
         return self._shared + ids if self._rng.random() < 1 / 3 else ids
 
     def body(self, slo_class: str | None, **more: Any) -> dict[str, Any]:
-        """A completion of a length that is known beforehand."""
+        """The body of a completion with a fixed length."""
         tokens = self._rng.randint(*OUTPUT)
         asked = {
             "model": self.model,
@@ -210,7 +210,7 @@ class Clients:
         body: dict[str, Any],
         answer: Answer,
     ) -> bool:
-        """Send and read as this kind of client does; whether it left."""
+        """Send and read like this kind of client; whether it left."""
         patience_s = self._rng.uniform(0.0, 0.2) if kind == "canceller" else self.patience_s
         most = {"canceller": 0, "leaver": self._rng.randint(1, 12)}.get(kind)
         try:
@@ -260,7 +260,7 @@ class Clients:
         self.seen.append(Seen("garbage", outcome, 0))
 
     def _garbage(self) -> tuple[str, dict[str, str], bytes]:
-        """(name, headers, content) of something that no server should take."""
+        """(name, headers, content) of a request that a server must refuse."""
         name = self._rng.choice([*GARBAGE, "half"])
         body, headers = self.body("chat"), {"content-type": "application/json"}
         if name == "field":
@@ -282,7 +282,7 @@ class Clients:
         return name, headers, content
 
     async def _send_half(self) -> None:
-        """The beginning of a request; then nothing, and the connection closes."""
+        """Send the beginning of a request and close the connection."""
         host, _, port = self.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
         head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

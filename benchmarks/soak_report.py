@@ -17,9 +17,9 @@ an answer that was cut. ``lost``: neither an answer nor an end came in time."""
 
 MEMORY_MIB: Final = 16.0
 MEMORY_SHARE: Final = 0.03
-"""Growth of resident memory that is none: the larger of both, as allocators keep what is free."""
+"""Allowed growth of resident memory, the larger of both; allocators keep free memory."""
 FEW: Final = 4
-"""Threads, or open files, that may come and go."""
+"""Allowed change of threads or open files."""
 KEPT: Final = 0.95
 """Of the promises that ended by themselves: the share that attains."""
 
@@ -108,7 +108,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that must hold: what was measured, what is allowed, and the verdict."""
+    """One check: what was measured, what is allowed, and the verdict."""
 
     name: str
     measured: str

@@ -52,7 +52,7 @@ ACCEPTANCE = 0.7
 per step of 7 drafts (model cards), which is 0.65 to 0.74."""
 OTHERS = (0.5, 0.9)
 SHORTEST_S = 10.0
-"""Windows whose jobs all come within it say nothing of a rate."""
+"""Seconds; a window whose jobs all come within it says nothing about a rate."""
 CONTEXT = 1000
 """KV tokens of a request where equations are asked."""
 STOCK = parse_system("fcfs-2048")
@@ -62,7 +62,7 @@ DRAFTED = {OURS: speculating(OURS), STOCK: speculating(STOCK, 3)}
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of it is done."""
+    """The size of the study."""
 
     scenarios: Sequence[str] = tuple(SCENARIOS)
     seeds: Sequence[int] = SEEDS
@@ -168,7 +168,7 @@ class Study:
         return math.exp(statistics.fmean(map(math.log, gains))) if gains else math.nan
 
     def sensitivity(self) -> str:
-        """What other acceptances would give."""
+        """The gain at other acceptances."""
         shares = sorted({*OTHERS, self.acceptance})
         rows = [
             [name, *(fold(self.gain(name, OURS, share)) for share in shares)]
@@ -200,7 +200,7 @@ class Study:
 
 
 def in_theory(acceptance: float) -> str:
-    """What the planner's own objective says: prompt tokens per second beside decodes."""
+    """The planner's own objective: prompt tokens per second beside decodes."""
     rows = []
     for name in dict.fromkeys(hardware for hardware, _ in SCENARIOS.values()):
         hardware = load_hardware(name)
@@ -230,7 +230,7 @@ def in_theory(acceptance: float) -> str:
 
 
 def fold(value: float) -> str:
-    """A ratio; a dash where there is none."""
+    """A ratio; a dash if there is none."""
     return "-" if math.isnan(value) else f"{value:.2f}x"
 
 

@@ -65,7 +65,7 @@ class Forced:
 
 
 def prompts(context: int, count: int) -> list[list[int]]:
-    """Of one length, each with another beginning."""
+    """Prompts of one length, each with another beginning."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tiny.path("target") / "tokenizer.json"))
@@ -120,7 +120,7 @@ def measure(ask: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ask_of(system: System, args: argparse.Namespace) -> dict[str, Any]:
-    """What an engine's process is to do."""
+    """The input of an engine's process."""
     run = {
         "engine": dict(system.engine), "requests": [{"tpot_slo_s": 1.0}], "send_slo": False,
         "by_priority": False, "without": "", "alone": False, "temperature": 0.0, "limit_s": 600.0,

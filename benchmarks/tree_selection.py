@@ -119,7 +119,7 @@ def calibrations(requests: int, nodes: int, repeats: int) -> list[list[str]]:
 
 
 def shapes(requests: int, nodes: int, repeats: int) -> list[list[str]]:
-    """Laying out the chosen trees in the scheduler, and what a worker does with them."""
+    """Rows about laying out chosen trees in the scheduler, and using them in a worker."""
     found = batch(requests, nodes)
     marks = select_trees(
         found.offsets, found.path, found.parent, found.required,

@@ -18,10 +18,10 @@ class VllmSLOError(Exception):
 
 
 class InvalidSLOError(VllmSLOError, ValueError):
-    """A request asks for something that is not a valid SLO.
+    """A request holds an SLO that is not valid.
 
-    `str(error)` is one line, ``<field>: <problem>; <fix>``. It is the same text whichever carrier
-    (Python, body, `vllm_xargs`, header, `service_tier`) the mistake came through.
+    `str(error)` is one line, ``<field>: <problem>; <fix>``. The text is the same for every carrier
+    (Python, body, `vllm_xargs`, header, `service_tier`).
 
     Attributes:
         field: name of the offending field, for example ``ttft_ms``.

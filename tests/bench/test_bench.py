@@ -18,29 +18,22 @@ import pytest
 from fake_openai import Fake, serving
 from patience import patience
 
-from vllm_slo.bench import (
-    DEFAULT_CLASSES,
-    BenchError,
-    BenchReport,
-    ClientOptions,
-    ServerTarget,
-    Workload,
+from vllm_slo.bench.client import ClientOptions, measure_zero_load, run_server
+from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
+from vllm_slo.bench.endpoint import ServerTarget, describe_server
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.main import (
     WorkloadOptions,
-    ZeroLoad,
     add_arguments,
     build_workload,
     finish,
-    measure_zero_load,
     run,
     run_bench,
-    run_server,
 )
-from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
-from vllm_slo.bench.endpoint import describe_server
 from vllm_slo.bench.quote import _first_model
-from vllm_slo.bench.report import comparison_table, in_flight, machine, versions
-from vllm_slo.bench.workload import PlannedRequest
-from vllm_slo.bench.zero_load import load_zero_load
+from vllm_slo.bench.report import BenchReport, comparison_table, in_flight, machine, versions
+from vllm_slo.bench.workload import DEFAULT_CLASSES, PlannedRequest, Workload
+from vllm_slo.bench.zero_load import ZeroLoad, load_zero_load
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
 
@@ -201,7 +194,7 @@ def test_unusable_servers(fake: Fake) -> None:
     with pytest.raises(BenchError, match="a warm-up request failed"):
         run_server(ServerTarget("x", fake.url), requests_of([5]), ClientOptions())
     twice = [ServerTarget("x", fake.url)] * 2
-    with pytest.raises(BenchError, match="two servers have one name"):
+    with pytest.raises(BenchError, match="two servers have the same name"):
         run_bench(twice, WorkloadOptions())
     with pytest.raises(BenchError, match="at least one server"):
         run_bench([], WorkloadOptions())

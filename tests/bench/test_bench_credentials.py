@@ -14,9 +14,11 @@ import pytest
 from fake_openai import Fake, serving
 
 from vllm_slo import cli
-from vllm_slo.bench import BenchError, ServerTarget, ZeroLoad, demo_servers
+from vllm_slo.bench import demo_servers
 from vllm_slo.bench.credentials import Credentials, parse_header, shown_command
-from vllm_slo.bench.endpoint import api_root
+from vllm_slo.bench.endpoint import ServerTarget, api_root
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.zero_load import ZeroLoad
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
 KEY = "sk-secret-4711"
@@ -237,7 +239,7 @@ def test_other_bad_credentials(
     both = ["--api-key", KEY, "--header", f"Authorization: Bearer {KEY}"]
     for words, message in (
         (twice, "--header: x-a is given twice"),
-        (both, "--header: Authorization is given, and --api-key too"),
+        (both, "--header: both Authorization and --api-key are given"),
         (["--api-key", f"{KEY} x"], "--api-key: the key has a character"),
         (["--api-key", f"{KEY}\x00"], "--api-key: the key has a character"),
         (["--api-key", f"ключ{KEY}"], "--api-key: the key has a character"),

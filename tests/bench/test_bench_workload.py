@@ -16,18 +16,11 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_slo.bench import (
-    DEFAULT_CLASSES,
-    BenchError,
-    ClassSpec,
-    Lengths,
-    Workload,
-    WorkloadOptions,
-    ZeroLoad,
-    build_workload,
-    traces,
-)
-from vllm_slo.bench.main import parse_classes, parse_server
+from vllm_slo.bench import traces
+from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.main import WorkloadOptions, build_workload, parse_classes, parse_server
+from vllm_slo.bench.workload import DEFAULT_CLASSES, ClassSpec, Lengths, Workload
+from vllm_slo.bench.zero_load import ZeroLoad
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
 

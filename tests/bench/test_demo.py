@@ -151,7 +151,7 @@ def test_what_compares_single_servers_is_refused_with_replicas(
 ) -> None:
     assert cli.main(["demo", *option, "--replicas", "2", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(f"vllm-slo demo: {option[0]}: compares single servers")
+    assert said.err.startswith(f"vllm-slo demo: {option[0]}: is for single servers")
     assert said.out == ""
     assert not (tmp_path / "out").exists()
 
@@ -507,7 +507,7 @@ def test_every_machine_is_sent_enough_requests_of_each_class(
     steps_of_ttft = [one.ttft_slo_s / STEPS.lone_s for one in workload.requests if one.ttft_slo_s]
     assert 10 < median(steps_of_ttft) < 100
     assert [one.at_s for one in workload.requests] == sorted(one.at_s for one in workload.requests)
-    assert f"stock vLLM carries {chosen.carried:.2f} requests/s" in str(chosen)
+    assert f"stock vLLM can serve {chosen.carried:.2f} requests/s" in str(chosen)
     assert f"{ATTAINMENT:.0%}" in str(chosen)
     assert choose_load(STEPS, 0) == chosen
     assert choose_load(STEPS, 1) != chosen
@@ -599,7 +599,7 @@ def test_a_report_says_that_its_runs_cannot_be_compared() -> None:
         Workload("w", 0, 1.0, "test", ()), ZERO, runs, "test", disturbances=disturbances
     )
     (said,) = report.comparison_warnings()
-    assert "(2% and 30% of it were taken by others)" in said
+    assert "(others took 2% and 30%)" in said
     data = report.to_dict()
     assert data["warnings"] == [said]
     assert data["servers"][1]["disturbance"] == {"others": 0.3, "stolen": 0.0, "step_ratio": 1.0}

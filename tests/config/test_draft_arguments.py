@@ -22,11 +22,9 @@ import pytest
 from vllm_slo import cli, tiny
 from vllm_slo.config import serve_args
 from vllm_slo.config.class_names import REMOTE_PROPOSER, TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config.command_line import Flags
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.config.serve_args import (
-    Flags,
-    serve_arguments,
-)
+from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY
 from vllm_slo.engine.serving import serve
 from vllm_slo.errors import ConfigError

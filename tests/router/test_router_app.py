@@ -35,12 +35,12 @@ from live_server import environment
 from vllm_slo import tiny
 from vllm_slo.cli import main
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.config.serve_args import serve_arguments
+from vllm_slo.config.serve_args import Flags, serve_arguments
 from vllm_slo.engine.serving import serve as engine_serve
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import app, arguments, front_actor, replica_actor
 from vllm_slo.router import serve as router_serve
-from vllm_slo.router.arguments import AppArgs, Flags, api_key_digest, resources
+from vllm_slo.router.arguments import AppArgs, api_key_digest, resources
 from vllm_slo.wire.ports import free_port
 
 SLOW = {"FAKE_REPLICA_KNOBS": '{"token_s": 0.1}'}

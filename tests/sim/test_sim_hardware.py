@@ -236,7 +236,7 @@ def test_options_replace_the_files_values(tmp_path: Path) -> None:
             r"kv_tokens: 4000 is too small for .*max_model_len",
         ),
         ("frontend_s: 0.01", "frontend_s: -1.0", r"box\.yaml:11: frontend_s: "),
-        ("frontend_s: 0.01", "gpus: 3", r"box\.yaml:11: gpus: the key is there twice"),
+        ("frontend_s: 0.01", "gpus: 3", r"box\.yaml:11: gpus: duplicate key"),
         ("step_time.kv_s: a", "kv_token: a", r"box\.yaml:13: sources\.kv_token: no such field"),
         ("gpus: 2", "gpus: [", r"box\.yaml:\d+: broken YAML"),
         (GOOD, "just text", r"box\.yaml: expected keys .*got str"),

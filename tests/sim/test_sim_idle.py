@@ -9,18 +9,18 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import test_light_scheduler as twin
+import test_light_scheduler as light
 
 from vllm_slo.sim.cluster import Simulation
 from vllm_slo.sim.conditions import Conditions
 
 
-@pytest.mark.parametrize("scenario", twin.SETTINGS)
+@pytest.mark.parametrize("scenario", light.SETTINGS)
 def test_nobody_waits_for_an_idle_engine(scenario: str) -> None:
     worst = 0
     for seed in range(6):
-        jobs, hardware = twin.trace(scenario, seed), twin.small(twin.SETTINGS[scenario])
-        simulation = Simulation(jobs, twin.system_of("slo", seed), hardware, Conditions(), None)
+        jobs, hardware = light.trace(scenario, seed), light.small(light.SETTINGS[scenario])
+        simulation = Simulation(jobs, light.system_of("slo", seed), hardware, Conditions(), None)
         engine = simulation.replicas[0].engine
         step, idle = engine.step, 0
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open-loop streaming client for any OpenAI completions endpoint.
 
-Every request is sent at its planned time whatever has been answered so far, prompts are token ids
-(so lengths are exact), and each streamed chunk is stamped on arrival. Needs the ``bench`` extra.
+Every request is sent at its planned time, however many answers are still open. Prompts are token
+ids, so lengths are exact. Each streamed chunk gets the time at which it came. Needs the ``bench``
+extra.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """``vocab_size``: prompt ids stay below it. ``drain_s``: wait this long after the last arrival
-    before unfinished requests are cut off. ``warmup_requests``: sent first and dropped."""
+    """Options of the client.
+
+    Attributes:
+        vocab_size: prompt ids are below it.
+        temperature: of sampling.
+        drain_s: time after the last arrival until unfinished requests are cut off.
+        warmup_requests: sent first and not counted.
+        seed: of the prompts of probes.
+    """
 
     vocab_size: int = 512
     temperature: float = 0.0
@@ -43,7 +51,7 @@ class ClientOptions:
 class Tally:
     """Live counts of one run, for a progress bar.
 
-    ``asked``, ``kept``: of the requests with an objective that have ended, by class.
+    ``asked``, ``kept``: ended requests with an objective, and those that kept it, by class.
     """
 
     planned: int
@@ -57,17 +65,20 @@ class Tally:
 
     @property
     def done(self) -> int:
-        """Requests that will produce nothing more."""
+        """Requests that have ended."""
         return self.finished + self.declined + self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """One request as the client saw it. Times count from the start of the run, in seconds.
+    """One request as the client saw it. Times are seconds from the start of the run.
 
-    ``lag_s``: how much later than planned it was sent. ``tokens_estimated``: the server did not say
-    how many tokens each chunk held, so its total was spread over the chunks. ``tokens_missing``:
-    the server's own total less the tokens received; anything but 0 makes the timing doubtful.
+    Attributes:
+        lag_s: how much later than planned it was sent.
+        tokens_estimated: whether the total was spread over the chunks, because the server did not
+            say how many tokens each chunk has.
+        tokens_missing: the server's total less the received tokens; if it is not 0, do not trust
+            the times.
     """
 
     record: RequestRecord
@@ -89,13 +100,13 @@ class ServerRun:
 
     @property
     def records(self) -> list[RequestRecord]:
-        """What ``core.attainment`` summarises."""
+        """The records, as ``core.attainment`` takes them."""
         return [r.record for r in self.requests]
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Chunks of one answer: arrival time and tokens (None where the server did not say)."""
+    """Chunks of one answer: arrival time, and number of tokens if the server gives it."""
 
     chunks: list[tuple[float, int | None]] = field(default_factory=list)
     total_tokens: int | None = None
@@ -104,7 +115,7 @@ class _Stream:
     promised: bool | None = None
 
     def take(self, chunk: Any, now_s: float) -> int:
-        """Record one server-sent event; returns the tokens it is known to hold."""
+        """Record one server-sent event; returns the number of tokens that it surely has."""
         usage = getattr(chunk, "usage", None)
         if usage is not None:
             self.total_tokens = usage.completion_tokens
@@ -134,13 +145,13 @@ class _Stream:
 
 
 def _spread(total: int, parts: int) -> list[int]:
-    """``total`` over ``parts`` as evenly as whole tokens allow, the earlier ones first."""
+    """``total`` over ``parts`` as evenly as possible; the first parts get the remainder."""
     base, extra = divmod(total, parts)
     return [base + (i < extra) for i in range(parts)]
 
 
 class _Session:
-    """One server, one clock: sends requests and turns their streams into records."""
+    """Sends requests to one server and turns their streams into records, on one clock."""
 
     def __init__(
         self, client: openai.AsyncOpenAI, target: ServerTarget, model: str, options: ClientOptions
@@ -150,7 +161,7 @@ class _Session:
         self._model = model
         self._options = options
         self._openai = import_openai()
-        # A server driven twice with one seed must not answer the second time from its cache.
+        # A second run with the same seed must not find its prompts in the server's cache.
         self._cache_salt = uuid.uuid4().hex
         self.start_s = time.perf_counter()
 
@@ -175,7 +186,7 @@ class _Session:
     async def send(
         self, request: PlannedRequest, prompt: list[int], tally: Tally, notify: Callable[[], None]
     ) -> SentRequest:
-        """Send now, read to the end; never raises for what the server does."""
+        """Send a request now and read its answer to the end; errors of the server do not raise."""
         arrival_s = self.now_s()
         tally.sent += 1
         stream, status, error = _Stream(), None, None
@@ -183,9 +194,9 @@ class _Session:
             await self._read(request, prompt, stream, tally)
         except self._openai.APIStatusError as refusal:
             status, error = refusal.status_code, self._short(refusal)
-        except asyncio.CancelledError:  # cut off by ``_drain``, the only canceller
+        except asyncio.CancelledError:  # only ``_drain`` cancels
             error = "cut off: still unfinished when the drain time ended"
-        except Exception as failure:  # noqa: BLE001 - HTTP libraries' errors share no root
+        except Exception as failure:  # noqa: BLE001 - errors of HTTP libraries have no common base
             error = self._short(failure)
         if error is None and stream.finish_reason not in ("stop", "length"):
             error = f"the stream ended before the answer did ({stream.finish_reason or 'cut'})"
@@ -208,7 +219,7 @@ class _Session:
         return SentRequest(record, arrival_s - request.at_s, estimated, missing, status, error)
 
     def _short(self, error: BaseException) -> str:
-        """What went wrong, for the report: a server may repeat the key it was given."""
+        """The text of an error for the report, without keys that a server may have repeated."""
         text = str(error) or type(error).__name__
         return self._target.credentials.hide(text)[:300]
 
@@ -263,7 +274,7 @@ def probe_requests(lengths: Sequence[tuple[int, int]], prefix: str) -> list[Plan
 async def _send_probes(
     session: _Session, requests: Sequence[PlannedRequest], options: ClientOptions, together: bool
 ) -> list[SentRequest]:
-    """Send probes all at once or one after the other; BenchError when one fails."""
+    """Send probes all at once or one after the other; BenchError if one fails."""
     source = Workload("probe", options.seed, 1.0, "probe", tuple(requests))
     tally = Tally(len(requests))
     pending = [
@@ -278,7 +289,7 @@ async def _send_probes(
 
 
 def _warmup_lengths(workload: Workload, count: int) -> list[tuple[int, int]]:
-    """Lengths spread over those of the workload, the longest prompt included, short answers."""
+    """Lengths over the range of the workload's, with the longest prompt and short answers."""
     by_length = sorted(workload.requests, key=lambda r: -r.prompt_tokens)
     step = max(1, len(by_length) // max(1, count))
     return [(r.prompt_tokens, min(8, r.output_tokens)) for r in by_length[::step][:count]]
@@ -291,7 +302,7 @@ async def _dispatch(
     tally: Tally,
     notify: Callable[[], None],
 ) -> list[asyncio.Task[SentRequest]]:
-    """Start each request at its planned time, whatever became of the earlier ones."""
+    """Start each request at its planned time."""
     tasks = []
     for request, prompt in zip(workload.requests, prompts, strict=True):
         delay_s = request.at_s - session.now_s()
@@ -303,7 +314,7 @@ async def _dispatch(
 
 
 async def _drain(tasks: Sequence[asyncio.Task[SentRequest]], drain_s: float) -> list[SentRequest]:
-    """Wait for the answers; requests still open after ``drain_s`` are cut off."""
+    """Wait for the answers; cut off requests that are open after ``drain_s``."""
     _, late = await asyncio.wait(tasks, timeout=drain_s)
     for task in late:
         task.cancel()
@@ -318,8 +329,16 @@ def run_server(
 ) -> ServerRun:
     """Send the workload to one server, after a warm-up that is not counted.
 
-    ``on_progress`` gets the live tally after every event. BenchError where the server cannot be
-    used at all; what happens to single requests is in the result.
+    Errors of single requests are in the result.
+
+    Args:
+        target: the server.
+        workload: at least one request.
+        options: of the client.
+        on_progress: called with the tally after every event.
+
+    Raises:
+        BenchError: the server cannot be used, or the workload does not fit it.
     """
     options = options or ClientOptions()
     if not workload.requests:
@@ -347,7 +366,7 @@ def _check_context(workload: Workload, info: ServerInfo) -> None:
     if info.max_model_len is not None and longest > info.max_model_len:
         raise BenchError(
             "--max-context",
-            f"the workload has a request of {longest} tokens; {info.model} takes "
+            f"the workload has a request of {longest} tokens; {info.model} takes at most "
             f"{info.max_model_len}",
         )
 
@@ -359,8 +378,13 @@ def measure_zero_load(
     repeats: int = 5,
     output_tokens: int = 31,
 ) -> ZeroLoad:
-    """Latency of a lone request: median TTFT by prompt length (16, 64, ... ``max_context``) and
-    median TPOT over answers of ``output_tokens``. No SLO is sent. BenchError where it cannot be.
+    """Latency of a lone request, without an SLO.
+
+    It is the median TTFT by prompt length (16, 64, ... ``max_context``), and the median TPOT over
+    answers of ``output_tokens``.
+
+    Raises:
+        BenchError: it cannot be measured.
     """
     options = options or ClientOptions()
     top = max(1, max_context - max(output_tokens, 2))
@@ -377,7 +401,7 @@ def measure_zero_load(
         medians = [
             float(np.median(ttfts[i * repeats : (i + 1) * repeats])) for i in range(len(lengths))
         ]
-        rising = np.maximum.accumulate(medians)  # a longer prompt is never faster; noise says so
+        rising = np.maximum.accumulate(medians)  # a longer prompt is only faster by noise
         decodes = probe_requests([(lengths[0], output_tokens)] * repeats, "zero-tpot")
         sent = await _send_probes(session, decodes, options, together=False)
         tpots = [mean_tpot_s(r.record.token_times_s) or 0.0 for r in sent]
@@ -394,10 +418,14 @@ def measure_step(
     repeats: int = 3,
     output_tokens: int = 31,
 ) -> float:
-    """Seconds of a step in which so many requests decode together: the median of their TPOTs.
+    """Seconds of a step in which ``together`` requests decode: the median of their TPOTs.
 
-    No SLO is sent. BenchError where it cannot be measured.
+    No SLO is sent.
+
+    Raises:
+        BenchError: it cannot be measured.
     """
+
     options = options or ClientOptions()
 
     async def work(client: openai.AsyncOpenAI, info: ServerInfo) -> float:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What proves to a server that it may be asked: an API key, and headers.
+"""Credentials for a server: an API key and headers.
 
-No key and no header value appears in a report, a log or an error. A process listing shows the words
-of a command, so a key in the environment is the safer way.
+Keys and header values never appear in a report, a log or an error. A process listing shows the
+words of a command, so a key is safer in the environment.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ KEY_VARIABLE: Final = "OPENAI_API_KEY"
 MASK: Final = "***"
 
 _SHORTEST_SECRET: Final = 4
-"""Characters. A shorter text is no secret, and is part of many words that are none either."""
+"""Characters of a secret, at least; a shorter text is part of many ordinary words."""
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """A field name (RFC 9110, section 5.1)."""
 _VALUE: Final = re.compile(r"[\x20-\x7e\t]+")
 _KEY: Final = re.compile(r"[\x21-\x7e]+")
 _FRAMING: Final = ("content-length", "transfer-encoding")
-"""Headers that say where a body ends. A wrong one makes the request unreadable."""
+"""Headers that give the end of a body; the client sets them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What is sent with every request to a server.
+    """The key and headers of every request to a server.
 
     Attributes:
-        api_key: sent as ``Authorization: Bearer KEY``; None sends no such header.
-        headers: (name, value) pairs. ``Authorization`` among them replaces the key's.
+        api_key: sent as ``Authorization: Bearer KEY``; None: not sent.
+        headers: (name, value) pairs; an ``Authorization`` header replaces the key's.
     """
 
     api_key: str | None = field(default=None, repr=False)
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def as_headers(self) -> dict[str, str]:
-        """The headers by name; no two names differ in case only."""
+        """The headers by name; names differ in more than case."""
         given = dict(self.headers)
         if self.api_key is None or _authorization(self.headers) is not None:
             return given
         return {"Authorization": f"Bearer {self.api_key}", **given}
 
     def hide(self, text: str) -> str:
-        """``text`` with asterisks for the key and the header values."""
+        """``text`` with asterisks instead of the key and the header values."""
         values = [value for _, value in self.headers]
         secrets = {self.api_key or "", *values, *(value.split()[-1] for value in values)}
         for secret in sorted(secrets, key=len, reverse=True):
@@ -63,17 +63,17 @@ NO_CREDENTIALS: Final = Credentials()
 
 
 def _authorization(headers: Iterable[tuple[str, str]]) -> str | None:
-    """The name ``Authorization`` as it is written in ``headers``; None where it is not there."""
+    """The name ``Authorization`` as written in ``headers``; None if it is not there."""
     return next((name for name, _ in headers if name.lower() == "authorization"), None)
 
 
 def add_credential_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that talks to a server."""
+    """Options of every command that sends requests to a server."""
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"the server's key (default: the environment variable {KEY_VARIABLE}, which a process "
-        "listing does not show)",
+        help=f"the server's key (default: the environment variable {KEY_VARIABLE}, which does not "
+        "show in a process listing)",
     )
     parser.add_argument(
         "--header",
@@ -85,10 +85,10 @@ def add_credential_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(args: argparse.Namespace) -> Credentials:
-    """The credentials that the options and the environment give.
+    """The credentials from the options and the environment.
 
     Raises:
-        BenchError: a key or a header that HTTP cannot carry. Its text is not repeated.
+        BenchError: a key or a header is not valid in HTTP; its text is not repeated.
     """
     headers = tuple(parse_header(text) for text in args.header)
     names: set[str] = set()
@@ -98,7 +98,7 @@ def credentials_of(args: argparse.Namespace) -> Credentials:
         names.add(name.lower())
     named = _authorization(headers)
     if named is not None and args.api_key:
-        raise BenchError("--header", f"{named} is given, and --api-key too; leave one out")
+        raise BenchError("--header", f"both {named} and --api-key are given; leave one out")
     if args.api_key is not None:
         return Credentials(_key("--api-key", args.api_key), headers)
     return Credentials(_key(KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")), headers)
@@ -117,7 +117,7 @@ def parse_header(text: str) -> tuple[str, str]:
     """(name, value) of ``NAME: VALUE``.
 
     Raises:
-        BenchError: it is no header. Its text may be a secret and is not repeated.
+        BenchError: it is not a header; its text may be secret and is not repeated.
     """
     name, colon, value = text.partition(":")
     name, value = name.strip(), value.strip()
@@ -137,7 +137,8 @@ def parse_header(text: str) -> tuple[str, str]:
 
 
 def shown_command(words: Sequence[str], credentials: Credentials = NO_CREDENTIALS) -> str:
-    """The command that a report shows: ``words`` with asterisks for keys and header values."""
+    """The command for a report: ``words`` with asterisks instead of keys and header values."""
+
     shown, option = [], ""
     for word in words:
         name, is_pair, value = word.partition("=")

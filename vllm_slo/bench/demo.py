@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo demo``: the same arrivals to stock vLLM and to vllm-slo, one server after the other.
+"""``vllm-slo demo``: the same requests to stock vLLM and to vllm-slo, one server after the other.
 
-With ``--speculate`` also to vllm-slo with the built-in draft model, whose token trees it verifies.
-With ``--replicas N`` instead to N replicas of vllm-slo, once for each way of routing.
+``--speculate`` adds vllm-slo with the built-in draft model, whose token trees it verifies.
+``--replicas N`` instead compares policies of routing over N replicas of vllm-slo.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 REPLICAS_PARAMETERS: Final = 200e6
 REPLICAS_LOAD: Final = 0.3
-"""Offered tokens over what the machine can process."""
+"""Offered tokens per second, as a share of what the machine can process."""
 REPLICAS_DURATION_S: Final = 45.0
 
 
@@ -49,36 +49,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``vllm-slo demo``."""
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for results")
     parser.add_argument(
-        "--parameters", type=float, help="size of the model (default: what suits this machine)"
+        "--parameters", type=float, help="size of the model (default: chosen for this machine)"
     )
     parser.add_argument(
         "--load",
         type=float,
-        help=f"times the load that stock vLLM carries (default: {LOAD}; not with --replicas)",
+        help="load as a multiple of what stock vLLM can serve "
+        f"(default: {LOAD}; not with --replicas)",
     )
     parser.add_argument(
-        "--duration", type=float, help="seconds of arrivals (default: for 100 requests, 45 to 75)"
+        "--duration", type=float, help="seconds of arrivals (default: 45 to 75, for 100 requests)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--replicas",
         type=int,
         default=1,
-        help="2 or more: compare ways of routing over so many replicas (vllm-slo[ray])",
+        help="2 or more: compare policies of routing over so many replicas (vllm-slo[ray])",
     )
     parser.add_argument(
         "--speculate",
         action="store_true",
-        help="a third server: vllm-slo with a draft model, whose token trees it verifies",
+        help="add a third server: vllm-slo with a draft model, whose token trees it verifies",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 0 when all servers finished every request."""
+    """Run the demo; 0 if all servers finished every request."""
     from rich.console import Console
 
     console = Console()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers end with us
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the servers, too
     try:
         report = demo(args, console)
     except BenchError as error:
@@ -90,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """BenchError for what is wrong with the arguments, before any server is started."""
+    """Raise BenchError for wrong arguments, before any server is started."""
     if args.replicas < 1:
         raise BenchError("--replicas", f"{args.replicas} is out of range; give 1 or more")
     if args.replicas > 1:
         for name in ("speculate", "load"):
             if getattr(args, name):
-                raise BenchError(f"--{name}", "compares single servers; leave out --replicas")
+                raise BenchError(f"--{name}", "is for single servers; leave out --replicas")
     if args.seed < 0:
         raise BenchError("--seed", f"{args.seed} is out of range; give 0 or more")
     for name in ("parameters", "load", "duration"):
@@ -122,7 +123,7 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
 
 
 def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
-    """Stock vLLM and ours, one after the other; who is not asked is idle."""
+    """Compare stock vLLM and vllm-slo, one after the other; the other servers are idle."""
     model = choose_model(args.parameters, console)
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
     steps: StepTimes | None = None
@@ -136,7 +137,7 @@ def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
             target = ServerTarget(candidate.name, url, send_slo=candidate.send_slo)
             ratio = 1.0
             if steps is None or workload is None:
-                console.print("measuring lone requests and what stock vLLM carries ...")
+                console.print("measuring lone requests and what stock vLLM can serve ...")
                 steps = measure_steps(target, client)
                 chosen = choose_load(steps, args.seed, args.load or LOAD, args.duration)
                 workload = chosen.workload
@@ -161,7 +162,7 @@ def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
 
 
 def compare_routing(args: argparse.Namespace, console: Console) -> BenchReport:
-    """Replicas of ours that share the cores, once for each way of routing."""
+    """Compare policies of routing over replicas of vllm-slo that share the cores."""
     parameters = REPLICAS_PARAMETERS if args.parameters is None else args.parameters
     model = choose_model(parameters, console)
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
@@ -184,7 +185,7 @@ def compare_routing(args: argparse.Namespace, console: Console) -> BenchReport:
 
 
 def bursts(args: argparse.Namespace, zero: ZeroLoad) -> WorkloadOptions:
-    """What replicas are sent, whichever way they are routed to."""
+    """The requests to replicas, the same for each policy of routing."""
     return WorkloadOptions(
         rate=args.replicas * rate_at(REPLICAS_LOAD, zero),
         duration_s=args.duration or REPLICAS_DURATION_S,
@@ -194,39 +195,42 @@ def bursts(args: argparse.Namespace, zero: ZeroLoad) -> WorkloadOptions:
         burst_factor=3.0,
         max_context=MAX_CONTEXT,
         classes=CLASSES,
-        slo_scale=float(args.replicas),  # a lone request had their cores to itself
+        slo_scale=float(args.replicas),  # a lone request has the cores of all replicas
     )
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """The command that repeats a run, whatever its folder was."""
+    """The command that repeats a run, without its folder."""
     names = ("parameters", "load", "duration", "seed", "replicas")
     given = [f"--{name} {getattr(args, name)}" for name in names if getattr(args, name) is not None]
     return " ".join(["vllm-slo demo", *given, *(["--speculate"] if args.speculate else [])])
 
 
-def finished(one: ServerRun) -> bool:
+def finished(server_run: ServerRun) -> bool:
     """Whether the server finished every request."""
-    return all(record.finished for record in one.records)
+    return all(record.finished for record in server_run.records)
 
 
 def verdict(report: BenchReport) -> str:
-    """One line per server: objectives kept, goodput, batch work, when all was done; one more of
-    what was accepted where it speculates."""
+    """One line per server: objectives kept, goodput, batch work, time until all was done.
+
+    A server that speculates has another line with its accepted tokens.
+    """
+
     lines: list[str] = []
     totals: Sequence[tuple[ServerRun, float, float]] = [
-        (one, total.attainment or 0.0, total.goodput_requests_per_s)
-        for one in report.runs
-        for total in [report.summaries(one)["total"]]
+        (server_run, total.attainment or 0.0, total.goodput_requests_per_s)
+        for server_run in report.runs
+        for total in [report.summaries(server_run)["total"]]
     ]
-    for one, attainment, goodput in totals:
-        state = "all finished" if finished(one) else "NOT all finished"
-        batch = batch_tokens_per_s(one)
+    for server_run, attainment, goodput in totals:
+        state = "all finished" if finished(server_run) else "NOT all finished"
+        batch = batch_tokens_per_s(server_run)
         lines.append(
-            f"{one.target.name}: {attainment:.0%} of objectives kept, "
+            f"{server_run.target.name}: {attainment:.0%} of objectives kept, "
             f"goodput {goodput:.2f} requests/s, "
             + ("" if batch is None else f"batch work {batch:.0f} tokens/s, ")
-            + f"{state} after {one.elapsed_s:.1f} s"
+            + f"{state} after {server_run.elapsed_s:.1f} s"
         )
     lines += [f"{name}: {counts}" for name, counts in report.drafts.items()]
     return "\n".join(lines)

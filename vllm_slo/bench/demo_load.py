@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``vllm-slo demo`` sends: a model and a load that suit the machine at hand.
+"""The model and the load of ``vllm-slo demo``, chosen for this machine.
 
-The model is the built-in one as a costlier twin: the same answers at the price of a larger model,
-so that steps take as long as they do where it matters, and not a few milliseconds of Python. Its
-size follows from how fast the machine multiplies matrices. The load follows from how much stock
-vLLM carries there: its own scheduler is run in virtual time, with the step times just measured.
+The model is a costlier twin of the built-in one: it gives the same answers in the time of a larger
+model, so that steps take as long as usual and not a few milliseconds of Python. Its size follows
+from the machine's speed of multiplying matrices. The load follows from how much stock vLLM can
+serve: its scheduler runs in virtual time, with the step times that were just measured.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ CLASSES: Final = tuple(
     replace(spec, tpot_multiple={"chat": 6.0, "code": 3.0, "summary": 6.0}.get(spec.name))
     for spec in DEFAULT_CLASSES
 )
-"""The bench's classes with TPOTs of three and six lone steps."""
+"""The bench's classes with TPOT objectives of three and six lone steps."""
 ONLINE: Final = tuple(spec for spec in CLASSES if spec.ttft_slowdown is not None)
 (BATCH,) = (spec for spec in CLASSES if spec.ttft_slowdown is None)
 
 TOKEN_S: Final = 1e-3
-"""How long a prompt token should take. Then steps of about 15 ms serve two requests a second."""
+"""Wanted time of a prompt token, seconds; then steps of about 15 ms serve two requests/s."""
 SIZES: Final = tuple(round(12.5e6 * 2 ** (i / 2)) for i in range(11))
-"""Parameters of the twins, 12.5 to 400 million: few, as each is kept on disk."""
+"""Parameters of the twins, 12.5 to 400 million; only a few sizes, because each is kept on disk."""
 GPU_SIZE: Final = 400e6
-"""On a GPU the size does not follow from the CPU's speed."""
+"""Parameters on a GPU, where the size does not follow from the CPU's speed."""
 LENGTH_SCALE: Final = 0.3
-"""Times the bench's lengths: prompts of 100 to 300 tokens, whose TTFT is tens of steps."""
+"""Factor on the bench's lengths: prompts of 100 to 300 tokens, with a TTFT of tens of steps."""
 LOAD: Final = 1.3
-"""Times the load that stock vLLM carries."""
+"""Load as a multiple of what stock vLLM can serve."""
 ATTAINMENT: Final = 0.9
-"""Share of objectives kept up to which a load is carried."""
+"""Share of objectives that must be kept at a load that can be served."""
 REQUESTS: Final = 105
-"""Requests with an objective, at least."""
+"""Least number of requests with an objective."""
 SHORTEST_S: Final = 45.0
 LONGEST_S: Final = 75.0
 BATCH_SHARE: Final = 0.15
-"""Of the tokens that the machine can process meanwhile, in the backlog without objectives."""
+"""Tokens of the backlog without objectives, as a share of what the machine can process."""
 BATCH_AT_S: Final = 2.0
 TOGETHER: Final = 16
-"""How many decode together where the price of one more is measured."""
+"""Requests that decode together to measure the cost of one more."""
 WINDOWS: Final = 4
 WINDOW_S: Final = 100.0
-"""What stock vLLM serves in virtual time: so many windows."""
+"""Windows that stock vLLM serves in virtual time: how many, and seconds of each."""
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -81,30 +81,30 @@ WINDOW_S: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A twin of the built-in model, and the options with which a server serves it."""
+    """A twin of the built-in model, and the server's options for it."""
 
     folder: Path
     options: tuple[str, ...] = ()
 
 
 def choose_model(parameters: float | None, console: Console) -> Model:
-    """A twin of the size that suits this machine, or of ``parameters``.
+    """A twin with a size for this machine, or with ``parameters``.
 
-    On a CPU without instructions for bfloat16 it is served in float32, which is faster there.
+    A CPU without bfloat16 instructions serves it in float32, which is faster there.
     """
     if not runs_on_cpu():
         return Model(twin(GPU_SIZE if parameters is None else parameters, console))
     console.print("measuring this machine ...")
     speed = _child("vllm_slo.tiny.speed", "--parameters")
     if parameters is None:
-        wanted = speed["flops_per_s"] * TOKEN_S / 2  # an operation to multiply, one to add
+        wanted = speed["flops_per_s"] * TOKEN_S / 2  # a parameter takes a product and a sum
         parameters = min(SIZES, key=lambda size: abs(math.log(size / wanted)))
     console.print(f"{speed['flops_per_s'] / 1e9:.0f} GFLOP/s in {speed['dtype']}")
     return Model(twin(parameters, console), (f"--dtype={speed['dtype']}",))
 
 
 def twin(parameters: float, console: Console) -> Path:
-    """The built-in target at ``parameters`` parameters, written once into the cache folder."""
+    """The built-in target with ``parameters`` parameters, written once into the cache folder."""
     folder = profiles.cache_dir() / "models" / f"tiny-{parameters / 1e6:.0f}m"
     if not (folder / "model.safetensors").is_file():
         console.print(
@@ -123,12 +123,12 @@ def twin(parameters: float, console: Console) -> Path:
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    said = done.stderr.strip() or f"exit status {done.returncode}"
-    return said.splitlines()[-1]
+    text = done.stderr.strip() or f"exit status {done.returncode}"
+    return text.splitlines()[-1]
 
 
 def _child(module: str, option: str, question: str = "") -> Any:
-    """What a module of ours answers in a process of its own; BenchError names ``option``."""
+    """The JSON that a module prints in another process; BenchError names ``option``."""
     done = subprocess.run(
         [sys.executable, "-m", module], input=question, capture_output=True, text=True, check=False
     )
@@ -142,12 +142,12 @@ def _child(module: str, option: str, question: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a server's steps take, as its client sees it.
+    """Times of a server's steps, as its client sees them.
 
     Attributes:
         lone_s: a step that decodes one request.
-        together_s: a step that decodes ``TOGETHER`` of them.
-        zero: what a lone request gets.
+        together_s: a step that decodes ``TOGETHER`` requests.
+        zero: latency of a lone request.
     """
 
     lone_s: float
@@ -156,13 +156,13 @@ class StepTimes:
 
     @property
     def prompt_token_s(self) -> float:
-        """What one more prompt token takes."""
+        """Seconds of one more prompt token."""
         points = self.zero.ttft_points
         (few, soon_s), (many, late_s) = points[0], points[-1]
         return max((late_s - soon_s) / max(1, many - few), 1e-7)
 
     def question(self) -> dict[str, Any]:
-        """The machine, as `vllm_slo.sim.stock_load` takes it."""
+        """The machine, in the form of `vllm_slo.sim.stock_load`."""
         tokens, first_s = self.zero.ttft_points[0]
         decode_s = max(0.0, (self.together_s - self.lone_s) / (TOGETHER - 1))
         decode = (decode_s, 0.0, max(self.lone_s - decode_s, 0.0))
@@ -174,13 +174,13 @@ class StepTimes:
 
 
 def measure_steps(target: ServerTarget, client: ClientOptions) -> StepTimes:
-    """Measure an idle server; some ten seconds."""
+    """Measure an idle server, in about ten seconds."""
     zero = measure_zero_load(target, _longest(LENGTH_SCALE), client, repeats=3)
     return StepTimes(zero.tpot_s, measure_step(target, TOGETHER, client, repeats=2), zero)
 
 
 def _longest(length_scale: float) -> int:
-    """No prompt with its answer is longer than that: twice the longest class's mean."""
+    """Most tokens of a prompt and its answer: twice the mean of the longest class."""
     return min(
         MAX_CONTEXT,
         round(2 * length_scale * max(spec.prompt.mean + spec.output.mean for spec in ONLINE)),
@@ -192,12 +192,12 @@ def _longest(length_scale: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DemoLoad:
-    """What every server is sent, and how it was found.
+    """The requests to every server, and how their rate was found.
 
     Attributes:
         workload: the requests.
-        carried: requests with an objective a second that stock vLLM carries by itself.
-        load: times that, they arrive.
+        carried: requests with an objective per second that stock vLLM can serve.
+        load: rate of arrivals as a multiple of ``carried``.
     """
 
     workload: Workload
@@ -205,13 +205,13 @@ class DemoLoad:
     load: float
 
     def __str__(self) -> str:
-        backlog = sum(one.slo_class == BATCH.name for one in self.workload.requests)
+        backlog = sum(request.slo_class == BATCH.name for request in self.workload.requests)
         asking = len(self.workload.requests) - backlog
         rate = asking / self.workload.duration_s
         return (
-            f"stock vLLM carries {self.carried:.2f} requests/s here ({ATTAINMENT:.0%} of "
+            f"stock vLLM can serve {self.carried:.2f} requests/s here ({ATTAINMENT:.0%} of "
             f"objectives kept, found in virtual time)\n"
-            f"sent are {asking} requests with objectives, {rate:.2f}/s ({self.load:g} times as "
+            f"sending {asking} requests with objectives, {rate:.2f}/s ({self.load:g} times as "
             f"many), and a backlog of {backlog} without"
         )
 
@@ -219,10 +219,10 @@ class DemoLoad:
 def choose_load(
     steps: StepTimes, seed: int, load: float = LOAD, duration_s: float | None = None
 ) -> DemoLoad:
-    """A load of ``load`` times what stock vLLM carries, and a backlog of batch work.
+    """A load of ``load`` times what stock vLLM can serve, and a backlog of batch work.
 
-    Lasts as long as it takes to send ``REQUESTS``, within bounds; where they would take longer,
-    prompts and answers are shorter.
+    It lasts until ``REQUESTS`` are sent, within bounds; if they would take longer, prompts and
+    answers are shorter.
 
     Raises:
         BenchError: an option is out of range.
@@ -249,7 +249,7 @@ def _options(rate: float, duration_s: float, seed: int, scale: float) -> Synthet
 
 
 def backlog(steps: StepTimes, duration_s: float, seed: int, scale: float) -> list[PlannedRequest]:
-    """Batch work that is sent all at once, for a share of what the machine can process."""
+    """Batch work that is sent at once, for a share of what the machine can process."""
     tokens = BATCH_SHARE * duration_s / steps.prompt_token_s
     count = max(1, round(tokens / scale / (BATCH.prompt.mean + BATCH.output.mean)))
     rng = np.random.default_rng([seed, 3])
@@ -261,7 +261,7 @@ def backlog(steps: StepTimes, duration_s: float, seed: int, scale: float) -> lis
 
 
 def find_carried(steps: StepTimes, scale: float) -> float:
-    """Requests with an objective a second of which stock vLLM keeps ``ATTAINMENT``."""
+    """Requests with an objective per second at which stock vLLM attains ``ATTAINMENT``."""
     tokens = _mean_tokens(ONLINE) * scale
     guess = 0.3 / (steps.prompt_token_s * tokens)
     windows = [
@@ -270,7 +270,7 @@ def find_carried(steps: StepTimes, scale: float) -> float:
     ]
     question: Mapping[str, Any] = {
         **steps.question(),
-        "kv_tokens": KV_BYTES >> 14,  # more than enough: the demo is not about memory
+        "kv_tokens": KV_BYTES >> 14,  # more than enough, because memory is not tested
         "max_num_seqs": MAX_SEQS,
         "max_model_len": MAX_CONTEXT,
         "step_tokens": STEP_TOKENS,
@@ -278,13 +278,13 @@ def find_carried(steps: StepTimes, scale: float) -> float:
         "windows": [
             [
                 {
-                    "at_s": one.at_s,
-                    "prompt_tokens": one.prompt_tokens,
-                    "output_tokens": one.output_tokens,
-                    "ttft_s": one.ttft_slo_s,
-                    "tpot_s": one.tpot_slo_s,
+                    "at_s": request.at_s,
+                    "prompt_tokens": request.prompt_tokens,
+                    "output_tokens": request.output_tokens,
+                    "ttft_s": request.ttft_slo_s,
+                    "tpot_s": request.tpot_slo_s,
                 }
-                for one in window
+                for request in window
             ]
             for window in windows
         ],
@@ -294,18 +294,19 @@ def find_carried(steps: StepTimes, scale: float) -> float:
 
 
 def _mean_tokens(classes: Sequence[ClassSpec]) -> float:
-    """Prompt and answer of a request, at the bench's lengths."""
+    """Mean tokens of prompt and answer, at the bench's lengths."""
     shares = sum(spec.share for spec in classes)
     return sum(spec.share * (spec.prompt.mean + spec.output.mean) for spec in classes) / shares
 
 
 def rate_at(load: float, zero: ZeroLoad) -> float:
-    """Requests of all classes a second that offer ``load`` times the tokens this machine can
-    process, at half the bench's lengths.
+    """Requests/s of all classes that offer ``load`` times the tokens this machine can process.
 
-    A token costs what one more prompt token adds to a lone request's TTFT. On a fast device that
-    may be nothing; then a request costs its share of the steps in which it decodes.
+    Lengths are half of the bench's. A token costs what one more prompt token adds to a lone
+    request's TTFT. On a fast device that may be nothing; then a request costs its share of the
+    steps in which it decodes.
     """
+
     low, high = MAX_CONTEXT // 8, MAX_CONTEXT - 64
     token_s = (zero.ttft_s(high) - zero.ttft_s(low)) / (high - low)
     scale = MAX_CONTEXT / 2048

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of ``vllm-slo demo``: what is compared, and how each is started and stopped."""
+"""The servers of ``vllm-slo demo``: which are compared, and how they are started and stopped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SERVER_ARGS: Final = (
     "--enforce-eager",
     "--no-enable-prefix-caching",
     "--stream-interval=5",  # client and server share the cores that the engine leaves
-    "--gpu-memory-utilization=0.3",  # vLLM demands that share of the memory to be free
+    "--gpu-memory-utilization=0.3",  # vLLM needs that share of the memory to be free
 )
 SERVER_ENV: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -47,16 +47,21 @@ SERVER_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
 }
 KEYS: Final = ("OPENAI_API_KEY", "VLLM_API_KEY")
-"""Variables that a server of the demo does not get: with the second it would refuse the demo."""
+"""Variables that the demo's servers do not get; with the second they would refuse the demo."""
 OURS: Final = ("-m", "vllm_slo.cli", "serve")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One server of the demo: its name, the arguments after ``python``, how it is configured.
+    """One server of the demo.
 
-    ``routing``: the policy of the front of ``replicas``; None for a single server.
-    ``draft``: whether it has the built-in draft model.
+    Attributes:
+        name: in reports.
+        command: the arguments after ``python``.
+        send_slo: whether requests have the ``slo`` field.
+        replicas: behind one port.
+        routing: policy of the front of several replicas; None for a single server.
+        draft: whether it has the built-in draft model.
     """
 
     name: str
@@ -67,7 +72,7 @@ class Candidate:
     draft: bool = False
 
     def arguments(self, out: Path) -> list[str]:
-        """Further arguments; what they name is written into ``out``."""
+        """Further arguments; files that they name are written into ``out``."""
         if self.draft:
             return ["--draft-model=tiny"]
         if self.routing is None:
@@ -85,9 +90,9 @@ WITH_TREES = Candidate("with trees", OURS, draft=True)
 
 
 def candidates(replicas: int, *, speculate: bool = False) -> tuple[Candidate, ...]:
-    """What is compared on so many replicas: the ways of routing, the engines being the same.
+    """The servers to compare: with several replicas, policies of routing over the same engines.
 
-    On one, the servers; ``speculate`` adds ours with a draft model.
+    With one replica it is stock vLLM and vllm-slo; ``speculate`` adds vllm-slo with a draft model.
     """
     if replicas == 1:
         return (*CANDIDATES, WITH_TREES) if speculate else CANDIDATES
@@ -101,7 +106,7 @@ def candidates(replicas: int, *, speculate: bool = False) -> tuple[Candidate, ..
 def server(
     candidate: Candidate, model: Path, out: Path, console: Console, options: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Run one server; yields its address once it answers, and stops it at the end."""
+    """Run one server; yields its address when it answers, and stops it at the end."""
     with servers([candidate], model, out, console, options) as (url,):
         yield url
 
@@ -114,22 +119,23 @@ def servers(
     console: Console,
     options: Sequence[str] = (),
 ) -> Iterator[list[str]]:
-    """Run servers that start side by side; yields their addresses once all answer.
+    """Start servers at the same time; yields their addresses when all answer.
 
-    Most of a start is one process that loads Python modules: two take as long as one. A server
-    that nobody asks takes a hundredth of a core.
+    A start is mostly one process that loads Python modules, so two take as long as one. An idle
+    server takes a hundredth of a core.
     """
     with ExitStack() as stack:
         started = [
-            stack.enter_context(_process(one, model, out, console, options)) for one in asked
+            stack.enter_context(_process(candidate, model, out, console, options))
+            for candidate in asked
         ]
-        for one, running in zip(asked, started, strict=True):
-            _wait_until_ready(running.url, one.replicas, running.process, running.log)
+        for candidate, running in zip(asked, started, strict=True):
+            _wait_until_ready(running.url, candidate.replicas, running.process, running.log)
         yield [running.url for running in started]
 
 
 class _Running(NamedTuple):
-    """A server that was started."""
+    """A started server."""
 
     url: str
     log: Path
@@ -169,7 +175,7 @@ def _process(
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without a key that the server would ask of the demo's own client."""
+    """This process's environment, without a key that the server would ask the demo for."""
     kept = {name: value for name, value in os.environ.items() if name not in KEYS}
     return kept | SERVER_ENV
 
@@ -184,7 +190,7 @@ def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes],
                 opener(url).open(f"{url}/health", timeout=2).close()
                 return
             with opener(url).open(f"{url}/replicas", timeout=2) as page:
-                if sum(one["status"] == "ready" for one in json.load(page)) >= replicas:
+                if sum(replica["status"] == "ready" for replica in json.load(page)) >= replicas:
                     return
         except (urllib.error.URLError, OSError):
             pass
@@ -194,7 +200,7 @@ def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes],
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server, which ends what it started; if it does not, end them all."""
+    """End the server, and then every process of its group that is left."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
@@ -205,7 +211,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def own_core() -> Iterator[None]:
-    """Keep the client off the engine's cores: vLLM on CPU binds its threads to the first ones."""
+    """Keep the client off the engine's cores: vLLM on CPU binds its threads to the first cores."""
+
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

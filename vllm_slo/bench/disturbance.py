@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else a machine did during a run, and what that does to the run's figures."""
+"""Other load on the machine during a run, and its effect on the results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, Final
 import psutil
 
 NOTABLE: Final = 0.08
-"""Share of the machine that others may take before it is said. The system itself takes some
-hundredths."""
+"""Share of the machine taken by others above which there is a warning; the system itself takes a
+few percent."""
 SLOWER: Final = 1.15
-"""Times a lone step took before it is said: two measurements on a quiet machine differ by 5%."""
+"""Ratio of two lone step times above which there is a warning; on a quiet machine they differ by
+5%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,10 @@ class Disturbance:
     """Shares of all cores' time in one run.
 
     Attributes:
-        others: taken by processes that are neither the client nor the server.
+        others: taken by processes other than client and server.
         stolen: taken by other guests of the same host.
-        step_ratio: what a lone step took right before the run, over what it took when the
-            objectives were set.
+        step_ratio: time of a lone step right before the run over its time when the objectives were
+            set.
     """
 
     others: float
@@ -33,25 +34,25 @@ class Disturbance:
 
     @property
     def taken(self) -> float:
-        """The share that client and server could not have."""
+        """The share that was not available to client and server."""
         return self.others + self.stolen
 
     def warnings(self) -> list[str]:
-        """What is worth saying, and what it does to the figures; nothing on a quiet machine."""
-        found = []
+        """Warnings with the effect on the results; none on a quiet machine."""
+        warnings = []
         if self.taken > NOTABLE:
-            found.append(
+            warnings.append(
                 f"other processes took {self.others:.0%} of the cores during this run and the "
                 f"host {self.stolen:.0%}: fewer objectives were kept, and everything took longer, "
                 "than on a quiet machine"
             )
         if not 1 / SLOWER < self.step_ratio < SLOWER:
             slower = self.step_ratio > 1
-            found.append(
+            warnings.append(
                 f"a lone step took {self.step_ratio:.2f} times as long as when the objectives were "
                 f"set: they were {'harder' if slower else 'easier'} to keep"
             )
-        return found
+        return warnings
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -59,7 +60,7 @@ class Disturbance:
 
 
 class DisturbanceWatch:
-    """Watches from its construction on; the client is this process, the server a child of it."""
+    """Measures from its construction on; the client is this process, the server its child."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
@@ -67,7 +68,7 @@ class DisturbanceWatch:
         self._busy_s, self._stolen_s = _machine()
 
     def result(self, step_ratio: float = 1.0) -> Disturbance:
-        """What happened until now."""
+        """The disturbance so far."""
         busy_s, stolen_s = _machine()
         own_s = sum(
             max(0.0, now_s - self._own_s.get(pid, 0.0)) for pid, now_s in self._own().items()
@@ -78,20 +79,20 @@ class DisturbanceWatch:
 
     @staticmethod
     def _own() -> dict[int, float]:
-        """Seconds of CPU by process: this one and what it started, the ended ones with their
-        parents."""
+        """CPU seconds by process: of this one and its children; ended children count at parents."""
         me = psutil.Process()
-        found = {}
+        seconds = {}
         for process in (me, *me.children(recursive=True)):
             try:
-                found[process.pid] = sum(process.cpu_times()[:4])
-            except psutil.Error:  # it has just ended
+                seconds[process.pid] = sum(process.cpu_times()[:4])
+            except psutil.Error:  # the process has just ended
                 continue
-        return found
+        return seconds
 
 
 def unlike(first: Disturbance, second: Disturbance) -> bool:
-    """Whether two runs had too different a machine to be compared."""
+    """Whether the machine was too different in two runs to compare them."""
+
     return abs(first.taken - second.taken) > NOTABLE
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says of its speculation, by vLLM's own series on ``/metrics``."""
+"""Counts of a server's speculation, from vLLM's series on ``/metrics``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class DraftCounts:
     """Sums since the server started.
 
     Attributes:
-        drafts: trees or chains verified: one for each request in each step that had one.
-        draft_tokens: their tokens, the last token of the answer so far not counted.
-        accepted_tokens: how many of them became part of an answer; beside these each draft yields
-            the one token that a step without a draft yields.
+        drafts: trees or chains verified, one for each request in each step with a draft.
+        draft_tokens: their tokens, without the last token of the answer.
+        accepted_tokens: draft tokens that became part of an answer. Each draft also yields the one
+            token of a step without a draft.
     """
 
     drafts: int
@@ -40,21 +40,21 @@ class DraftCounts:
         return f"{accepted:.2f} of {guessed:.1f} draft tokens accepted per step of a request"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the mean that ``__str__`` tells."""
+        """JSON form, with the mean of ``__str__``."""
         mean = self.accepted_tokens / self.drafts if self.drafts else None
         return {**asdict(self), "accepted_per_step": mean}
 
 
 def read_draft_counts(url: str) -> DraftCounts | None:
-    """The counts of the server at ``url``; None where it does not speculate or cannot be asked."""
+    """The counts of the server at ``url``; None if it does not speculate or does not answer."""
     try:
         with opener(url).open(f"{url}/metrics", timeout=10) as page:
             text = page.read().decode()
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name in _SERIES:  # one of each for every engine
-                    found[_SERIES[sample.name]] += int(sample.value)
+                if sample.name in _SERIES:  # each engine has its own sample
+                    counts[_SERIES[sample.name]] += int(sample.value)
     except (OSError, ValueError):
         return None
-    return DraftCounts(**found) if found.keys() == set(_SERIES.values()) else None
+    return DraftCounts(**counts) if counts.keys() == set(_SERIES.values()) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI endpoint: its address, what it says of itself, and a connection to it."""
+"""An OpenAI endpoint: its address, its description, and a connection to it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,23 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 KEEPALIVE_S: Final = 2.0
-"""Idle connections are dropped before the 5 s after which vLLM's HTTP server closes them."""
+"""Time after which idle connections are closed; vLLM's HTTP server closes them after 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """A server to drive. ``base_url``: see `api_root`. ``model`` None = its first model.
+    """A server to send requests to.
 
-    ``send_slo``: put the ``slo`` field in the body (a stock server ignores it). ``send_class``:
-    name the class in it too, for a server whose configuration knows the classes.
+    Attributes:
+        name: in reports.
+        base_url: see `api_root`.
+        model: None: its first model.
+        send_slo: whether requests have the ``slo`` field (a stock server ignores it).
+        send_class: whether that field names the class, which the server must know.
+        credentials: sent with each request.
+
+    Raises:
+        BenchError: ``base_url`` is not the address of a server.
     """
 
     name: str
@@ -49,7 +57,7 @@ class ServerTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What the server says of itself; None where it does not."""
+    """The server's description of itself; None for what it does not give."""
 
     model: str
     max_model_len: int | None
@@ -57,7 +65,7 @@ class ServerInfo:
 
 
 def import_openai() -> Any:
-    """The openai module; BenchError where it is not installed."""
+    """The openai module; BenchError if it is not installed."""
     try:
         import openai
     except ImportError as error:
@@ -69,20 +77,20 @@ def api_root(base_url: str) -> str:
     """The address of a server, without ``/v1`` and slashes at its end.
 
     Raises:
-        BenchError: it is not the address of a server. A user name, a password, a query and a
-            fragment may be secrets: they are refused and not repeated.
+        BenchError: it is not the address of a server. User names, passwords, queries and fragments
+            may be secrets, so they are refused and not repeated.
     """
     try:
         parts = urlsplit(base_url.strip())
         _ = parts.port
     except ValueError:
-        raise BenchError("--base-url", "this is not an address: its host or port is bad") from None
+        raise BenchError("--base-url", "not an address: the host or the port is bad") from None
     if "@" in base_url:
         raise BenchError(
-            "--base-url", "user names and passwords are not taken from an address; use --header"
+            "--base-url", "a user name or a password cannot be in the address; use --header"
         )
     if parts.query or parts.fragment:
-        raise BenchError("--base-url", "the address of a server has no '?' and no '#'")
+        raise BenchError("--base-url", "the address of a server cannot have '?' or '#'")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchError("--base-url", f"{base_url!r} is not an http(s) address")
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -90,21 +98,21 @@ def api_root(base_url: str) -> str:
 
 
 def refused(url: str, credentials: Credentials, status: int, why: str, location: str) -> NoReturn:
-    """Raise for an answer that is none.
+    """Raise for an answer with an error or a redirect.
 
     Args:
-        url: what was asked.
-        credentials: what was sent, and is not to be repeated.
+        url: of the request.
+        credentials: that were sent; they are not repeated.
         status: the HTTP status.
-        why: what the server says.
-        location: the header of this name, where a redirect would lead.
+        why: the server's message.
+        location: the header of this name, the target of a redirect.
 
     Raises:
         BenchError: always.
     """
-    text = f"{url} says {status}: {why}"
+    text = f"{url} answers {status}: {why}"
     if 300 <= status < 400 and location:
-        text = f"{url} redirects to {location}; give that address"
+        text = f"{url} redirects to {location}; use that address"
     elif status in (401, 403):
         text += f"; check --api-key, {KEY_VARIABLE} and --header"
     raise BenchError("--base-url", credentials.hide(text))
@@ -115,29 +123,29 @@ def _on_loopback(url: str) -> bool:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A key goes to the server that was named, and to no other."""
+    """Follows no redirect, so that a key goes only to the named server."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follow none: the caller gets an ``HTTPError``."""
+        """Make a redirect an ``HTTPError`` for the caller."""
 
 
 def opener(url: str) -> urllib.request.OpenerDirector:
-    """What opens ``url``: on loopback never through a proxy, elsewhere as the environment says.
+    """An opener for ``url`` that follows no redirect.
 
-    It follows no redirect.
+    It uses no proxy on loopback, and elsewhere the one of the environment.
 
     Raises:
-        ValueError: this is no address.
+        ValueError: this is not an address.
     """
     handlers = [urllib.request.ProxyHandler({})] if _on_loopback(url) else []
     return urllib.request.build_opener(_NoRedirects, *handlers)
 
 
 def _open_client(target: ServerTarget) -> openai.AsyncOpenAI:
-    """A client that never retries, never queues for a connection and skips proxies on loopback.
+    """A client that never retries, never waits for a connection and uses no proxy on loopback.
 
-    It follows no redirect: each request would pay for it, and the key would go elsewhere. The key
-    is put on right before a request leaves, so the SDK, which logs, does not know it.
+    It follows no redirect, which would cost time and send the key elsewhere. The key is added right
+    before a request is sent, so that the SDK cannot log it.
     """
     sdk = import_openai()
     limits_type = type(sdk.DEFAULT_CONNECTION_LIMITS)  # httpx's, whichever one openai uses
@@ -168,7 +176,7 @@ def _open_client(target: ServerTarget) -> openai.AsyncOpenAI:
 
 
 def _version(target: ServerTarget) -> str | None:
-    """vLLM's ``/version``; None where there is no such page."""
+    """vLLM's ``/version``; None if there is no such page."""
     url = f"{api_root(target.base_url)}/version"
     request = urllib.request.Request(url, headers=target.credentials.as_headers())
     try:
@@ -179,7 +187,7 @@ def _version(target: ServerTarget) -> str | None:
 
 
 async def _describe(client: openai.AsyncOpenAI, target: ServerTarget) -> ServerInfo:
-    """Ask the server for its models; BenchError where it cannot be reached or lacks the model."""
+    """Ask the server for its models; BenchError if it cannot be reached or lacks the model."""
     sdk = import_openai()
     try:
         models = (await client.models.list(timeout=10.0)).data
@@ -207,7 +215,7 @@ async def _describe(client: openai.AsyncOpenAI, target: ServerTarget) -> ServerI
 async def with_client(
     target: ServerTarget, work: Callable[[openai.AsyncOpenAI, ServerInfo], Awaitable[_T]]
 ) -> _T:
-    """Run ``work`` with an open client; BenchError where the server cannot be used."""
+    """Run ``work`` with an open client; BenchError if the server cannot be used."""
     client = _open_client(target)
     try:
         return await work(client, await _describe(client, target))
@@ -216,7 +224,7 @@ async def with_client(
 
 
 def describe_server(target: ServerTarget) -> ServerInfo:
-    """Model, context and version of a server; BenchError where it cannot be used."""
+    """Model, context and version of a server; BenchError if it cannot be used."""
 
     async def work(_: openai.AsyncOpenAI, info: ServerInfo) -> ServerInfo:
         return info

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error of the bench: bad input, named after the option that carried it."""
+"""The error of the bench."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vllm_slo.errors import VllmSLOError
 
 
 class BenchError(VllmSLOError):
-    """Bad input to the bench or a server that cannot be used. ``option`` names the culprit."""
+    """Bad input, or a server that cannot be used; ``option`` is the option at fault."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(f"{option}: {message}")

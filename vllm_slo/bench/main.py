@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-slo bench``: one open-loop workload to each server in turn, then tables and a picture.
 
-In-process: ``run_bench`` where all servers are up; where they are started one after the other,
-``build_workload``, ``bench_server`` and ``finish``.
+In-process use: ``run_bench`` if all servers are up; ``build_workload``, ``bench_server`` and
+``finish`` for servers that are started one after the other.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ DEFAULT_CONTEXT: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What ``build_workload`` needs; each field is the option of the same name.
+    """Options of ``build_workload``; each field is the command's option of the same name.
 
-    ``rate``: requests/s; None = 1 for ``synthetic``, the trace's own otherwise.
+    ``rate``: requests/s; None: 1 for ``synthetic``, else the trace's own.
     """
 
     workload: str = "synthetic"
@@ -120,7 +120,7 @@ def _made(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
         "azure-conv": ("conv",),
     }
     if options.workload == "azure" and options.workload_file is not None:
-        raise BenchError("--workload-file", "say which kind: --workload azure-code or azure-conv")
+        raise BenchError("--workload-file", "needs --workload azure-code or azure-conv")
     return azure(kinds[options.workload], trace, zero_load)
 
 
@@ -182,7 +182,7 @@ def parse_server(
 
 
 def kept_so_far(tally: Tally) -> str:
-    """The share of objectives kept, in all and by class, of the requests that have ended."""
+    """The share of ended requests that kept their objectives, in total and by class."""
     asked = tally.asked.total()
     if not asked:
         return ""
@@ -196,7 +196,7 @@ def bench_server(
     options: ClientOptions | None = None,
     console: Console | None = None,
 ) -> ServerRun:
-    """Run the workload on one server with a progress bar on ``console`` (None: no bar)."""
+    """Send the workload to one server, with a progress bar on ``console`` (None: no bar)."""
     if console is None:
         return run_server(target, workload, options)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -225,7 +225,7 @@ def bench_server(
 def finish(
     report: BenchReport, console: Console | None, out_json: Path | None, out_png: Path | None
 ) -> None:
-    """Print the tables and write the files that were asked for."""
+    """Print the tables and write the files."""
     if console is not None:
         console.print(render(report))
     if out_json is not None:
@@ -245,16 +245,16 @@ def run_bench(
     console: Console | None = None,
     command: str = "",
 ) -> BenchReport:
-    """Servers that are all up: zero load on the first, then the workload to one after the other."""
+    """Measure zero load on the first server, then send the workload to each; all must be up."""
     if not targets:
         raise BenchError("--base-url", "name at least one server")
     names = [t.name for t in targets]
     if len(set(names)) != len(names):
-        raise BenchError("--base-url", f"two servers have one name: {', '.join(names)}")
+        raise BenchError("--base-url", f"two servers have the same name: {', '.join(names)}")
     infos = [describe_server(t) for t in targets]
     limit = min([options.max_context, *(i.max_model_len for i in infos if i.max_model_len)])
     options = replace(options, max_context=limit)
-    # Mistakes in the options surface here, before the minutes that measuring takes.
+    # Shows mistakes in the options before the measurement, which takes minutes.
     tried = build_workload(options, zero_load or ZeroLoad(((1, 1.0),), 1.0))
     if console is not None and tried.rows_left_out:
         _say(left_out_line(tried.source, tried.rows_left_out))
@@ -283,22 +283,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model name (default: the server's first)")
     add("--workload", default="synthetic", help=f"one of {', '.join(WORKLOADS)}")
     add("--workload-file", type=Path,
-        help="read this trace instead of the usual file: Azure or BurstGPT CSV, Mooncake JSON "
-        "lines, or AdaServe JSON; may be packed with gzip")  # fmt: skip
+        help="replaces the workload's trace: Azure or BurstGPT CSV, Mooncake JSON lines, or "
+        "AdaServe JSON; may be compressed with gzip")  # fmt: skip
     add("--rate", type=float, help="requests/s (default: 1, or the trace's own)")
     add("--duration", type=float, default=60.0, help="seconds of arrivals (default: 60)")
     add("--classes", default=",".join(c.name for c in DEFAULT_CLASSES),
         help="name[=share],... of the default classes, or a YAML file")  # fmt: skip
     add("--arrivals", default="poisson", choices=get_args(Arrivals), help="synthetic arrivals")
-    add("--burst-factor", type=float, default=3.0, help="rate in a burst, times the average")
+    add("--burst-factor", type=float, default=3.0, help="rate in a burst over the average rate")
     add("--burst-period", type=float, default=20.0, help="seconds from burst to burst")
-    add("--max-context", type=int, default=DEFAULT_CONTEXT, help="longest prompt plus answer")
+    add("--max-context", type=int, default=DEFAULT_CONTEXT,
+        help="most tokens of a prompt and its answer")  # fmt: skip
     add("--length-scale", type=float, help="factor on all token counts")
     add("--slo-scale", type=float, default=1.0, help="factor on all objectives")
-    add("--zero-load", type=Path, help="JSON with the latency of a lone request, or an old report")
+    add("--zero-load", type=Path, help="JSON with the latency of a lone request, or a report")
     add("--no-slo", action="append", default=[], metavar="NAME",
         help="do not send the slo field to this server")  # fmt: skip
-    add("--vocab-size", type=int, default=512, help="prompt token ids stay below this")
+    add("--vocab-size", type=int, default=512, help="prompt token ids are below this")
     add("--warmup", type=int, default=4, help="requests sent first and not counted")
     add("--drain", type=float, default=300.0, help="seconds to wait after the last arrival")
     add("--seed", type=int, default=0)
@@ -337,7 +338,8 @@ def _workload_options(args: argparse.Namespace) -> WorkloadOptions:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``vllm-slo bench``; the exit code: 0, 1 where no request finished, 2 for bad input."""
+    """Run ``vllm-slo bench``; returns 0, 1 if no request finished, or 2 for bad input."""
+
     from rich.console import Console
 
     console = Console()
@@ -358,4 +360,4 @@ def run(args: argparse.Namespace) -> int:
     except BenchError as error:
         _say(f"error: {error}", style="red")
         return 2
-    return 0 if any(r.finished for one in report.runs for r in one.records) else 1
+    return 0 if any(r.finished for server_run in report.runs for r in server_run.records) else 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One picture of a report: attainment, goodput, latency against objective, load over time.
 
-Needs matplotlib (extra ``bench``). The background is opaque and light, so that the picture reads
-the same on dark and on light pages.
+Needs matplotlib (extra ``bench``). The background is opaque and light, so that the picture looks
+the same on dark and light pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Okabe-Ito: told apart with every common colour blindness, and by lightness in greyscale.
+# Okabe-Ito: distinct for people with colour blindness, and in greyscale.
 _SERVERS: Final = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 _GOOD: Final = "#e7f5ec"
 
@@ -34,7 +34,7 @@ def _colour(i: int) -> str:
 
 
 def _asking_classes(report: BenchReport) -> list[str]:
-    """Classes with an objective, by name: the others cannot attain or miss."""
+    """Names of the classes with an objective; requests of the others cannot attain or miss."""
     asking = {
         r.slo_class
         for r in report.workload.requests
@@ -46,7 +46,7 @@ def _asking_classes(report: BenchReport) -> list[str]:
 def _bars(
     axes: Axes, names: Sequence[str], rows: Sequence[tuple[str, Sequence[float]]], form: str
 ) -> None:
-    """Grouped bars, one group per name and one bar per server, each with its number."""
+    """Grouped bars: a group per name, a bar with its number per server."""
     width = 0.8 / max(1, len(rows))
     for i, (server, heights) in enumerate(rows):
         at = [x + (i - (len(rows) - 1) / 2) * width for x in range(len(names))]
@@ -62,8 +62,8 @@ def _draw_attainment(axes: Axes, report: BenchReport, classes: Sequence[str]) ->
     names = [*classes, TOTAL]
     rows = []
     for run in report.runs:
-        found = report.summaries(run)
-        shares = [(found[n].attainment or 0.0) if n in found else 0.0 for n in names]
+        summaries = report.summaries(run)
+        shares = [(summaries[n].attainment or 0.0) if n in summaries else 0.0 for n in names]
         rows.append((run.target.name, [100 * s for s in shares]))
     _bars(axes, names, rows, ".0f")
     axes.set_ylim(0, 112)
@@ -75,8 +75,8 @@ def _draw_goodput(axes: Axes, report: BenchReport, classes: Sequence[str]) -> No
     names = [*classes, TOTAL]
     rows = []
     for run in report.runs:
-        found = report.summaries(run)
-        heights = [found[n].goodput_tokens_per_s if n in found else 0.0 for n in names]
+        summaries = report.summaries(run)
+        heights = [summaries[n].goodput_tokens_per_s if n in summaries else 0.0 for n in names]
         rows.append((run.target.name, heights))
     _bars(axes, names, rows, ".3g")
     axes.set_ylabel("tokens/s of attaining requests")
@@ -84,20 +84,20 @@ def _draw_goodput(axes: Axes, report: BenchReport, classes: Sequence[str]) -> No
 
 
 def _draw_everybody(figure: SubFigure, report: BenchReport) -> None:
-    """What all requests got, with an objective or without, and how fast batch work was done."""
+    """Latency of all requests, with or without an objective, and the speed of batch work."""
     names = [run.target.name for run in report.runs]
     totals = [report.summaries(run)[TOTAL] for run in report.runs]
     panels: list[tuple[str, list[str], list[list[float | None]], str]] = [
         (
             "TTFT of everybody (s)",
             ["p50", "p99"],
-            [[one.ttft_p50_s, one.ttft_p99_s] for one in totals],
+            [[total.ttft_p50_s, total.ttft_p99_s] for total in totals],
             ".2g",
         ),
         (
             "TPOT of everybody (ms)",
             ["p50", "p99"],
-            [[_thousand(one.tpot_p50_s), _thousand(one.tpot_p99_s)] for one in totals],
+            [[_thousand(total.tpot_p50_s), _thousand(total.tpot_p99_s)] for total in totals],
             ".0f",
         ),
         ("until all was done (s)", [""], [[run.elapsed_s] for run in report.runs], ".0f"),
@@ -124,7 +124,7 @@ def _thousand(seconds: float | None) -> float | None:
 
 
 def _ratio(record: RequestRecord, result: Attainment, which: str) -> float | None:
-    """Measured over objective; infinite for a request that never got there, None if not asked."""
+    """Measured over objective: infinite if it never came, None without an objective."""
     if which == "TTFT":
         objective_s, got_s = record.ttft_slo_s, result.ttft_s
     else:
@@ -138,7 +138,7 @@ def _ratio(record: RequestRecord, result: Attainment, which: str) -> float | Non
 
 
 def _draw_cdf(axes: Axes, report: BenchReport, slo_class: str, which: str) -> bool:
-    """Share of a class's requests within each multiple of their objective; False if none asked."""
+    """Share of a class's requests within each multiple of the objective; False without any."""
     lines: list[tuple[str, list[float], int]] = []
     for i, run in enumerate(report.runs):
         members = [r for r in run.records if r.slo_class == slo_class]
@@ -151,7 +151,7 @@ def _draw_cdf(axes: Axes, report: BenchReport, slo_class: str, which: str) -> bo
     highest = max([2.0, *(x for _, finite, _ in lines for x in finite)])
     for colour, finite, count in lines:
         share = [100 * k / count for k in range(len(finite) + 1)]
-        # Requests that never got there keep the line below 100 % to the right edge.
+        # Because of requests without a value, the line may end below 100 % at the right edge.
         at, height = [0.0, *finite, highest * 1.15], [*share, share[-1]]
         axes.step(at, height, where="post", color=colour, linewidth=2.0)
     axes.set_xscale("symlog", linthresh=1.0, linscale=1.0)
@@ -205,13 +205,13 @@ def _draw_load(axes: Axes, report: BenchReport) -> None:
 
 
 def _spread_arrivals_s(report: BenchReport) -> list[float]:
-    """When requests arrive, without a backlog that arrives all at once and would dwarf them."""
+    """Arrival times without those of a backlog, which arrives all at once and would hide them."""
     at_once = Counter(r.at_s for r in report.workload.requests)
     return [r.at_s for r in report.workload.requests if at_once[r.at_s] == 1]
 
 
 def _asked_measures(report: BenchReport) -> list[str]:
-    """Which of TTFT and TPOT any request asked for."""
+    """Which of TTFT and TPOT any request has an objective for."""
     requests = report.workload.requests
     asked = {
         "TTFT": any(r.ttft_slo_s is not None for r in requests),
@@ -255,7 +255,7 @@ def _title(report: BenchReport) -> str:
 
 
 def draw(report: BenchReport) -> Figure:
-    """The figure of a report. BenchError without matplotlib."""
+    """The figure of a report; BenchError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -284,7 +284,8 @@ def draw(report: BenchReport) -> Figure:
 
 
 def write_png(report: BenchReport, path: Path) -> None:
-    """Draw and save; BenchError where the file cannot be written."""
+    """Draw and save a report; BenchError if the file cannot be written."""
+
     figure = draw(report)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

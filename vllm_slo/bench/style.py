@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tables and pictures look, and what a result says of the software it came from.
+"""The style of tables and pictures, and the versions in results.
 
 rich and matplotlib (extra ``bench``) are loaded when they are needed.
 """
@@ -38,7 +38,8 @@ PICTURE: Final[Any] = {
     "axes.titlelocation": "left",
     "legend.frameon": False,
 }
-"""For ``matplotlib.rc_context``. A background of its own reads the same on dark pages."""
+"""For ``matplotlib.rc_context``. The background is opaque, so pictures look the same on dark pages.
+"""
 
 
 def table(title: str) -> Table:
@@ -58,18 +59,19 @@ def table(title: str) -> Table:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A time as a cell; "-" where there is none."""
+    """A time as the text of a cell; "-" for None."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Versions of Python and of ``packages``; None where one is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python and of ``packages``; None for packages that are not installed."""
+
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions

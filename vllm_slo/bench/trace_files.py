@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of recorded requests: which format a file has, and its requests, line by line.
+"""Reads files of recorded requests, line by line, in several formats.
 
-What is in a file tells its format, its name does not. It may be packed with gzip.
+The format is found by the content of a file, not by its name. A file may be compressed with gzip.
 
 | format | content | times |
 | --- | --- | --- |
@@ -10,7 +10,7 @@ What is in a file tells its format, its name does not. It may be packed with gzi
 | Mooncake JSON lines | ``{"timestamp", "input_length", "output_length", "hash_ids"}`` | ms |
 | AdaServe JSON | a list of ``{"emission_time_ms", "input_length", ..., "slo_ratio"}`` | ms |
 
-A mistake in a file is a `BenchError` that names the file, the format it looks like, line and field.
+For a mistake in a file, a `BenchError` names the file, its likely format, line and field.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK_TOKENS: Final = 512
 _OPTION: Final = "--workload-file"
 _GZIP: Final = b"\x1f\x8b"
 _HEAD: Final = 4096
-"""Characters of a file's first line that are enough to tell its format."""
+"""Characters of a file's first line that are enough to find its format."""
 _MOST_TOKENS: Final = 10**9
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _DATE: Final = re.compile(
@@ -52,12 +52,12 @@ _DATE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request of a trace, as it was recorded: token counts may be 0.
+    """One recorded request; its token counts may be 0.
 
     Attributes:
-        at_s: when it arrived, in seconds since some moment of the trace's own.
+        at_s: when it arrived, in seconds from an origin that depends on the trace.
         slo_ratio: AdaServe's TPOT objective; None in the other formats.
-        hash_ids: Mooncake's: one for each `BLOCK_TOKENS` of the prompt. Requests with the same
+        hash_ids: Mooncake's, one for each `BLOCK_TOKENS` of the prompt. Requests with the same
             leading ids had the same beginning.
     """
 
@@ -69,14 +69,14 @@ class RecordedRequest:
 
 
 class _RecordError(ValueError):
-    """What is wrong and where in the file, without the file's name."""
+    """A mistake and its place in the file, without the file's name."""
 
 
 def detect(path: Path) -> Format:
     """The format of a file, by its first line.
 
     Raises:
-        BenchError: the file cannot be read, or is none of them.
+        BenchError: the file cannot be read, or has none of the formats.
     """
     with _text(path) as text:
         head = text.readline(_HEAD)
@@ -96,19 +96,19 @@ def detect(path: Path) -> Format:
         return likeliest
     if head.startswith("version https://git-lfs"):
         raise BenchError(_OPTION, f"{path} is a Git LFS pointer to the trace; run 'git lfs pull'")
-    known = "; ".join(f"{one.name} ({', '.join(one.fields)})" for one in _FORMATS.values())
+    known = "; ".join(f"{reader.name} ({', '.join(reader.fields)})" for reader in _FORMATS.values())
     raise BenchError(_OPTION, f"{path} line 1: {head[:60]!r} begins no known trace; known: {known}")
 
 
 def format_name(form: Format) -> str:
-    """The name that people know it by."""
+    """The usual name of a format."""
     return _FORMATS[form].name
 
 
 def read(path: Path, form: Format) -> Iterator[RecordedRequest]:
-    """The requests of a file in the file's order, each when its line is read.
+    """The requests of a file, in its order, one at a time.
 
-    AdaServe's file is a single JSON value and is read at once.
+    AdaServe's file is one JSON value and is read at once.
 
     Raises:
         BenchError: the file cannot be read, or a line of it; earlier lines have been yielded.
@@ -124,7 +124,7 @@ def read(path: Path, form: Format) -> Iterator[RecordedRequest]:
 
 @contextmanager
 def _text(path: Path) -> Iterator[TextIO]:
-    """The text of a file, unpacked where it is packed; BenchError where it cannot be read."""
+    """The text of a file, decompressed if needed; BenchError if it cannot be read."""
     try:
         with path.open("rb") as raw:
             packed = raw.peek(len(_GZIP)).startswith(_GZIP)
@@ -189,7 +189,7 @@ _Records = Callable[[TextIO], Iterator[tuple[str, Mapping[str, Any]]]]
 
 
 def _table(*columns: str) -> _Records:
-    """Rows of a CSV table that has these columns among others; a missing cell is empty."""
+    """Reads rows of a CSV table with these columns and maybe others; a missing cell is empty."""
 
     def records(text: TextIO) -> Iterator[tuple[str, Mapping[str, Any]]]:
         rows = csv.reader(text)
@@ -247,7 +247,7 @@ def _json_list(text: TextIO) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """How a format is read: its name, the fields that tell it, its records, and one request."""
+    """How to read a format: its name, its fields, its records, and one request."""
 
     name: str
     fields: tuple[str, ...]
@@ -314,7 +314,7 @@ def _tokens(where: str, field: str, value: object) -> int:
 
 
 def _date_s(where: str, field: str, value: str) -> float:
-    """Seconds since 2000 of a date and time; without a time zone it is UTC."""
+    """Seconds since 2000 of a date and time, which is UTC without a time zone."""
     match = _DATE.fullmatch(value.strip())
     try:
         if match is None:
@@ -331,8 +331,9 @@ def _date_s(where: str, field: str, value: str) -> float:
 
 
 def _hash_ids(where: str, value: object, prompt_tokens: int) -> tuple[int, ...]:
-    """The ids of a prompt's blocks; the last block may be shorter than the others."""
-    if not isinstance(value, list) or any(type(one) is not int for one in value):
+    """The ids of a prompt's blocks; the last block may be shorter."""
+
+    if not isinstance(value, list) or any(type(hash_id) is not int for hash_id in value):
         raise _bad(where, "hash_ids", value, "a list of whole numbers")
     if len(value) > math.ceil(prompt_tokens / BLOCK_TOKENS):
         raise _RecordError(

@@ -2,9 +2,9 @@
 """Recorded workloads: the Azure 2023 traces (SLOs-Serve, figure 8) and AdaServe's own workload.
 
 The Azure files are in github.com/Azure/AzurePublicDataset (CC-BY 4.0), AdaServe's in its artifact
-(Apache-2.0, ``emission_*.json``). `data_folder` says where they are looked for. Where they are not,
-a seeded stand-in with the same statistics is made and named as such in ``Workload.source``.
-``trace_files.py`` reads the files, and those of other formats.
+(Apache-2.0, ``emission_*.json``). They are looked for in `data_folder`. Without them a seeded
+stand-in with the same statistics is made; ``Workload.source`` says so. ``trace_files.py`` reads
+files of these and other formats.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.trace_files import BLOCK_TOKENS, Format, detect, format_name, read
@@ -34,7 +35,7 @@ from vllm_slo.bench.workload import (
 from vllm_slo.bench.zero_load import ZeroLoad
 
 ADASERVE_ZERO_LOAD_TPOT_S: Final = 0.040 / 1.2
-"""Zero-load step of AdaServe's machines: 1.2 times it "aligns with" 40 ms per token (6.1)."""
+"""Zero-load step of AdaServe's machines, seconds: 1.2 times it "aligns with" 40 ms (6.1)."""
 
 AzureKind = Literal["code", "conv"]
 _AZURE_CLASS: Final[Mapping[str, str]] = {"code": "code", "conv": "chat"}
@@ -44,8 +45,7 @@ _ADASERVE_CLASS: Final[Mapping[float, str]] = {-50.0: "chatbot", -150.0: "summar
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One recorded request. ``slo_ratio`` is AdaServe's, None elsewhere; ``hash_ids`` Mooncake's:
-    see `RecordedRequest`."""
+    """One recorded request with its class; see `RecordedRequest` for its other fields."""
 
     at_s: float
     slo_class: str
@@ -57,10 +57,11 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Rows in order of time. ``source``: what they were read or made from.
+    """Rows in order of time.
 
-    ``left_out``: rows of the file that had no prompt or no output token, such as BurstGPT's
-    failures: there is nothing to send or to wait for.
+    Attributes:
+        source: what they were read or made from.
+        left_out: rows of the file without prompt or output tokens, such as BurstGPT's failures.
     """
 
     source: str
@@ -73,10 +74,12 @@ class Recording:
 class TraceOptions:
     """How a trace becomes a workload.
 
-    ``rate``: requests/s; None keeps the trace's own (AdaServe: rescaled to this machine).
-    ``fit``: ``rescale`` stretches time, ``thin`` drops rows and keeps the time between bursts.
-    ``file``: read this one. ``length_scale``: factor on all token counts; None = the 99th
-    percentile of the trace just fits ``max_context``. What still does not fit is clipped.
+    Attributes:
+        rate: requests/s; None keeps the trace's own (AdaServe: rescaled to this machine).
+        length_scale: factor on all token counts; None: the 99th percentile of the trace just fits
+            ``max_context``. Longer requests are clipped.
+        file: replaces the workload's own trace.
+        fit: ``rescale`` stretches time; ``thin`` drops rows and keeps the time between bursts.
     """
 
     duration_s: float
@@ -93,10 +96,10 @@ DATA_VARIABLE: Final = "VLLM_SLO_DATA"
 
 
 def data_folder() -> Path | None:
-    """The folder of recorded traces and prompts; None where there is none.
+    """The folder of recorded traces and prompts; None if there is none.
 
-    ``$VLLM_SLO_DATA`` names it; set but empty, it says that there is none. Where the variable is
-    not set, ``../shared/data`` beside the repository is taken.
+    The variable ``VLLM_SLO_DATA`` names it; an empty value means none. If it is not set, it is
+    ``../shared/data`` beside the repository.
     """
     named = os.environ.get(DATA_VARIABLE)
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -113,16 +116,15 @@ PROMPTS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def public_prompts(collection: str) -> list[str]:
-    """Prompts of one of `PROMPTS`, of a conversation its first turn; none where it is not at
-    hand."""
+    """Prompts of one of `PROMPTS`, the first turns of conversations; empty without its file."""
     name, field = PROMPTS[collection]
     path = _find(name)
     if path is None:
         return []
-    found = path.read_bytes()
-    text = (gzip.decompress(found) if path.suffix == ".gz" else found).decode()
-    said = [json.loads(line)[field] for line in text.splitlines() if line.strip()]
-    return [one if isinstance(one, str) else one[0] for one in said]
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    prompts = [json.loads(line)[field] for line in text.splitlines() if line.strip()]
+    return [prompt if isinstance(prompt, str) else prompt[0] for prompt in prompts]
 
 
 def _find(name: str) -> Path | None:
@@ -134,8 +136,8 @@ def _find(name: str) -> Path | None:
 def read_recording(path: Path, slo_class: str | None = None) -> Recording:
     """The usable requests of a file, by time.
 
-    ``slo_class`` is given to every row, of a file of any format but AdaServe's; None: it is
-    AdaServe's, whose objectives tell the class.
+    ``slo_class`` is the class of every row of a file without objectives. None: the file is
+    AdaServe's, whose objectives give the class.
 
     Raises:
         BenchError: the file cannot be read or is of another format; names format, line and field.
@@ -148,11 +150,11 @@ def read_recording(path: Path, slo_class: str | None = None) -> Recording:
             "--workload-file", f"{path} looks like {format_name(form)}; this workload takes {names}"
         )
     rows, left_out = [], 0
-    for one in read(path, form):
-        if one.prompt_tokens and one.output_tokens:
-            name = _adaserve_class(one.slo_ratio or 0.0) if slo_class is None else slo_class
-            lengths = one.prompt_tokens, one.output_tokens
-            rows.append(TraceRow(one.at_s, name, *lengths, one.slo_ratio, one.hash_ids))
+    for row in read(path, form):
+        if row.prompt_tokens and row.output_tokens:
+            name = _adaserve_class(row.slo_ratio or 0.0) if slo_class is None else slo_class
+            lengths = row.prompt_tokens, row.output_tokens
+            rows.append(TraceRow(row.at_s, name, *lengths, row.slo_ratio, row.hash_ids))
         else:
             left_out += 1
     if not rows:
@@ -162,7 +164,7 @@ def read_recording(path: Path, slo_class: str | None = None) -> Recording:
 
 
 def left_out_line(source: str, count: int) -> str:
-    """What to say of rows that were left out."""
+    """A note on rows that were left out."""
     rows = "1 row" if count == 1 else f"{count} rows"
     return (
         f"{source}: {rows} with 0 prompt or output tokens {'is' if count == 1 else 'are'} left out"
@@ -184,7 +186,7 @@ def read_adaserve(path: Path) -> list[TraceRow]:
 
 
 def standin_azure(kind: AzureKind, seed: int) -> list[TraceRow]:
-    """An hour like the real trace: same rate, lengths and burstiness (mean and spread)."""
+    """An hour with the real trace's rate, lengths and bursts (mean and spread)."""
     rng = np.random.default_rng([seed, 10 if kind == "code" else 11])
     if kind == "code":  # long silences between dense bursts
         count, prompt, output, burst = 8819, Lengths(2048, 1974), Lengths(28, 60, 6), 70
@@ -203,7 +205,7 @@ def standin_azure(kind: AzureKind, seed: int) -> list[TraceRow]:
 
 
 def standin_adaserve(seed: int) -> list[TraceRow]:
-    """Six minutes like ``emission_fluctuating``: each class peaks at a time of its own."""
+    """Six minutes like ``emission_fluctuating``: each class has its peak at another time."""
     rng = np.random.default_rng([seed, 12])
     shapes = (
         ("copilot", 1.2, 495, (195.0, 45.0), Lengths(440, 237)),
@@ -240,7 +242,7 @@ def _fit_time(
         return _thinned(rows, options.duration_s, count, rng)
     first = int(rng.integers(0, len(rows) - count + 1))
     chosen = rows[first : first + count]
-    # The gap after the last row belongs to the stretch, so that its rate is exact.
+    # The stretch includes the gap after its last row, so that its rate is exact.
     stretch_s = (chosen[-1].at_s - chosen[0].at_s) * count / max(1, count - 1)
     factor = options.duration_s / stretch_s if stretch_s > 0 else 0.0
     return [((r.at_s - chosen[0].at_s) * factor, r) for r in chosen]
@@ -249,19 +251,38 @@ def _fit_time(
 def _thinned(
     rows: Sequence[TraceRow], duration_s: float, count: int, rng: np.random.Generator
 ) -> list[tuple[float, TraceRow]]:
-    """``count`` rows at random from a stretch of real time that has as many."""
+    """``count`` random rows from a stretch of real time that has as many."""
     times = np.array([r.at_s for r in rows])
-    latest_s = max(times[0], times[-1] - duration_s)
-    starts = times[times <= latest_s]
-    sizes = np.searchsorted(times, starts + duration_s) - np.arange(len(starts))
-    fitting = np.flatnonzero(sizes >= count)
-    if not len(fitting):
+    drawn = thin(times, duration_s, count, rng)
+    if drawn is None:
         raise BenchError(
             "--rate", f"no {duration_s:g} s of the trace have {count} requests; use rescaling"
         )
+    first, kept = drawn
+    return [(float(times[i] - times[first]), rows[i]) for i in kept]
+
+
+def thin(
+    times_s: NDArray[np.float64], window_s: float, count: int, rng: np.random.Generator
+) -> tuple[int, NDArray[np.int64]] | None:
+    """Draw ``count`` rows of a random window that has as many; None if there is no such window.
+
+    Args:
+        times_s: of all rows, sorted; a window begins at a row.
+        window_s: length of the window.
+        count: rows to draw, without replacement.
+        rng: chooses the window, then its rows.
+
+    Returns:
+        The first row of the window, and the drawn rows in order.
+    """
+    starts = times_s[times_s <= max(times_s[0], times_s[-1] - window_s)]
+    sizes = np.searchsorted(times_s, starts + window_s) - np.arange(len(starts))
+    fitting = np.flatnonzero(sizes >= count)
+    if not len(fitting):
+        return None
     first = int(rng.choice(fitting))
-    kept = np.sort(rng.choice(int(sizes[first]), count, replace=False))
-    return [(float(times[first + i] - times[first]), rows[first + i]) for i in kept]
+    return first, first + np.sort(rng.choice(int(sizes[first]), count, replace=False))
 
 
 def _recording(kind: AzureKind, options: TraceOptions) -> Recording:
@@ -275,9 +296,9 @@ def _recording(kind: AzureKind, options: TraceOptions) -> Recording:
 def azure(kinds: Sequence[AzureKind], options: TraceOptions, zero_load: ZeroLoad) -> Workload:
     """A stretch of the Azure traces; ``code`` rows become class ``code``, ``conv`` rows ``chat``.
 
-    ``options.file`` may be of any format without objectives: BurstGPT's, Mooncake's.
-    Two kinds share ``rate`` as their classes' shares say, each from a stretch of its own: the code
-    trace is silent for minutes, so one stretch of both would often hold only one of them.
+    ``options.file`` may have any format without objectives, such as BurstGPT's or Mooncake's. Two
+    kinds divide ``rate`` by the shares of their classes. Each has its own stretch: the code trace
+    is silent for minutes, so a common stretch would often have rows of only one kind.
     """
     positive("--duration", options.duration_s)
     specs = {c.name: c for c in options.classes}
@@ -302,22 +323,22 @@ def azure(kinds: Sequence[AzureKind], options: TraceOptions, zero_load: ZeroLoad
     requests = []
     for i, ((at_s, row), pair) in enumerate(zip(timed, lengths, strict=True)):
         name, spec = f"{row.slo_class}-{i}", specs[row.slo_class]
-        one = planned(name, at_s, spec, pair, options.max_context, zero_load)
-        requests.append(replace(one, hash_ids=row.hash_ids, block_tokens=BLOCK_TOKENS * factor))
+        request = planned(name, at_s, spec, pair, options.max_context, zero_load)
+        requests.append(replace(request, hash_ids=row.hash_ids, block_tokens=BLOCK_TOKENS * factor))
     return Workload(
         "-".join([recordings[0].format, *kinds]),
         options.seed,
         options.duration_s,
-        ", ".join(one.source for one in recordings),
+        ", ".join(recording.source for recording in recordings),
         tuple(requests),
-        sum(one.left_out for one in recordings),
+        sum(recording.left_out for recording in recordings),
     )
 
 
 def _length_factor(rows: Sequence[TraceRow], options: TraceOptions) -> float:
-    """The factor on all token counts of a trace, whichever of its rows are chosen.
+    """The factor on all token counts of a trace; it does not depend on the chosen rows.
 
-    One factor for prompts and answers keeps the trace's ratio of prefill to decode work.
+    Prompts and answers have the same factor, which keeps the trace's ratio of prefill to decode.
     """
     if options.length_scale is not None:
         return positive("--length-scale", options.length_scale)
@@ -336,10 +357,11 @@ def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
     """AdaServe's workload, its time rescaled to this machine's zero-load decode step.
 
     A positive ``slo_ratio`` is a TPOT in multiples of the zero-load step; a negative one is an
-    absolute TPOT in ms, rescaled like the arrivals. It has no TTFT objective. With ``rate``, rows
-    are drawn from the whole trace and squeezed into ``duration_s``, so that its shape (each class
-    peaking in turn) survives; without it the first ``duration_s`` are taken as they are.
+    absolute TPOT in ms, rescaled like the arrivals. There is no TTFT objective. With ``rate``, rows
+    are drawn from the whole trace and compressed into ``duration_s``, which keeps its shape (each
+    class has its peak in turn). Without ``rate`` it is the first ``duration_s`` of the trace.
     """
+
     positive("--duration", options.duration_s)
     path = options.file or _find("adaserve/emission_fluctuating.json")
     source = "synthetic stand-in for adaserve/emission_fluctuating.json"

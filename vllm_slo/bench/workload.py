@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent and when: seeded, so that every server gets the very same requests.
+"""Workloads: which requests are sent and when. A seed gives every server the same requests.
 
-``synthetic``: a mix of SLO classes in the spirit of SLOs-Serve (tables 1 and 3), Poisson or in
-bursts. ``azure-code``, ``azure-conv``, ``azure``: arrivals and lengths of the Azure Public Dataset
-2023 traces. ``adaserve``: AdaServe's own evaluation workload. Traces live in ``traces.py``.
+``synthetic``: a mix of SLO classes like SLOs-Serve's (tables 1 and 3), Poisson or in bursts.
+``azure-code``, ``azure-conv``, ``azure``: arrivals and lengths of the Azure Public Dataset 2023
+traces. ``adaserve``: AdaServe's own evaluation workload. ``traces.py`` has the traces.
 
-Objectives are multiples of a lone request's latency (``ZeroLoad``), so one workload description
-serves any machine.
+Objectives are multiples of a lone request's latency (``ZeroLoad``), so one description of a
+workload fits any machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.zero_load import ZeroLoad
 
 FIRST_TOKEN_ID: Final = 16
-"""Prompt ids start here: the ids below are usually special tokens (padding, end of text)."""
+"""Lowest prompt id; the ids below are usually special tokens (padding, end of text)."""
 
 _Times = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -31,15 +31,15 @@ Arrivals = Literal["poisson", "square"]
 
 TIGHT_TTFT: Final = 3.0
 LOOSE_TTFT: Final = 5.0
-"""Max TTFT slowdown against zero load (SLOs-Serve, table 3)."""
+"""TTFT objectives in multiples of the zero-load TTFT (SLOs-Serve, table 3)."""
 TIGHT_TPOT: Final = 2.0
 LOOSE_TPOT: Final = 4.0
-"""Multiples of the zero-load decode step; table 3's 50 ms and 100 ms keep this ratio of two."""
+"""TPOT objectives in multiples of the zero-load step; 50 and 100 ms of table 3 have this ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal token counts of this mean and deviation, clipped; ``std=0`` is fixed."""
+    """Log-normal token counts with this mean and deviation, clipped; ``std=0`` is constant."""
 
     mean: float
     std: float = 0.0
@@ -61,7 +61,8 @@ class Lengths:
 class ClassSpec:
     """One SLO class: its share of the arrivals, its lengths and its objectives.
 
-    ``ttft_slowdown`` and ``tpot_multiple`` are multiples of the zero-load latency; None = none.
+    ``ttft_slowdown`` and ``tpot_multiple`` are multiples of the zero-load latency; None means no
+    objective.
     """
 
     name: str
@@ -80,7 +81,9 @@ class ClassSpec:
             if not 0 < number < math.inf:
                 raise BenchError("--classes", f"{self.name}: {field} must be above 0, got {number}")
         if self.ttft_slowdown == 0 or self.tpot_multiple == 0:
-            raise BenchError("--classes", f"{self.name}: an objective must be above 0; omit it")
+            raise BenchError(
+                "--classes", f"{self.name}: an objective must be above 0; leave it out for none"
+            )
 
 
 DEFAULT_CLASSES: Final[tuple[ClassSpec, ...]] = (
@@ -97,10 +100,10 @@ Token counts are for a context of 2,048; ``SyntheticOptions.length_scale`` adapt
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send ``at_s`` after the start. Objectives in seconds; None = none.
+    """One request to send ``at_s`` after the start. Objectives are seconds; None means none.
 
     ``hash_ids``: one for each ``block_tokens`` of the beginning of its prompt. Requests with the
-    same leading ids have the same beginning; with none, a prompt is unlike every other.
+    same leading ids have the same beginning; a prompt without ids has a unique one.
     """
 
     request_id: str
@@ -130,9 +133,11 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of ``at_s``. ``source`` says what they were made from.
+    """Requests in order of ``at_s``.
 
-    ``rows_left_out``: rows of the source without prompt or output tokens, which are not sent.
+    Attributes:
+        source: what they were made from.
+        rows_left_out: rows of the source without prompt or output tokens, which are not sent.
     """
 
     name: str
@@ -148,11 +153,11 @@ class Workload:
         return len(self.requests) / self.duration_s
 
     def prompt_ids(self, request: PlannedRequest, vocab_size: int) -> list[int]:
-        """Token ids of the prompt: a function of the seed, the request's id, its hash ids and
-        ``vocab_size``.
+        """Token ids of the prompt.
 
-        Only what has the same leading hash ids shares a prefix to speak of; without them a prefix
-        cache gives nobody an advantage.
+        They depend only on the seed, the request's id, its hash ids and ``vocab_size``. Only
+        prompts with the same leading hash ids share a prefix, so without hash ids a prefix cache
+        makes no difference.
         """
         low = min(FIRST_TOKEN_ID, vocab_size - 1)
 
@@ -162,7 +167,7 @@ class Workload:
 
         shared: list[int] = []
         for place, hash_id in enumerate(request.hash_ids, 1):
-            # Rounding where a block ends, not its length, keeps many short blocks in proportion.
+            # The end of a block is rounded, not its length, so that errors do not add up.
             missing = round(place * request.block_tokens) - len(shared)
             shared += drawn(f"block/{hash_id}", missing)
             if len(shared) >= request.prompt_tokens:
@@ -213,12 +218,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticOptions:
-    """Shape of the synthetic workload.
+    """Options of the synthetic workload.
 
-    ``rate``: requests/s on average. ``arrivals``: ``poisson``, or ``square``, whose rate is
-    ``burst_factor`` times the average for ``burst_share`` of every ``burst_period_s``.
-    ``max_context``: prompt plus output never exceed it. ``length_scale``: factor on every mean
-    length; None = ``max_context / 2048``, at most 1.
+    Attributes:
+        rate: requests/s on average.
+        arrivals: ``poisson``, or ``square``: for ``burst_share`` of every ``burst_period_s`` the
+            rate is ``burst_factor`` times the average.
+        max_context: most tokens of a prompt and its answer.
+        length_scale: factor on every length; None: ``max_context / 2048``, at most 1.
     """
 
     rate: float
@@ -234,21 +241,21 @@ class SyntheticOptions:
 
 
 def positive(option: str, value: float) -> float:
-    """``value`` when it is a positive finite number; BenchError naming ``option`` otherwise."""
+    """``value`` if it is positive and finite; else BenchError names ``option``."""
     if not 0 < value < math.inf:
         raise BenchError(option, f"must be above 0, got {value}")
     return value
 
 
 def context_limit(max_context: int) -> int:
-    """``max_context`` when a prompt and an answer fit in it."""
+    """``max_context`` if it is large enough for a prompt and an answer; else BenchError."""
     if max_context < 8:
         raise BenchError("--max-context", f"must be at least 8 tokens, got {max_context}")
     return max_context
 
 
 def fit_context(prompt: int, output: int, max_context: int) -> tuple[int, int]:
-    """Clip both so that together they fit; the output keeps at most half of the context."""
+    """Clip both so that they fit the context; the output gets at most half of it."""
     output = max(1, min(output, max_context // 2))
     return max(1, min(prompt, max_context - output)), output
 
@@ -256,7 +263,7 @@ def fit_context(prompt: int, output: int, max_context: int) -> tuple[int, int]:
 def objectives(
     spec: ClassSpec, prompt_tokens: int, zero_load: ZeroLoad
 ) -> tuple[float | None, float | None]:
-    """(TTFT, TPOT) in seconds of a class on a machine; None where the class has none."""
+    """(TTFT, TPOT) of a class on a machine in seconds; None if the class has no such objective."""
     ttft = (
         None if spec.ttft_slowdown is None else spec.ttft_slowdown * zero_load.ttft_s(prompt_tokens)
     )
@@ -265,10 +272,10 @@ def objectives(
 
 
 def arrival_times(options: SyntheticOptions, rng: np.random.Generator) -> list[float]:
-    """Sorted seconds in [0, duration).
+    """Sorted seconds in [0, duration), exactly ``round(rate * duration)`` of them.
 
-    Exactly ``round(rate * duration)`` of them: a Poisson process given its count is a set of
-    independent uniform draws, so the rate is hit and the randomness stays in the spacing.
+    A Poisson process with a given count is a set of independent uniform draws. So the rate is
+    exact and only the spacing is random.
     """
     count = max(1, round(options.rate * options.duration_s))
     draws = np.sort(rng.random(count))
@@ -288,7 +295,7 @@ def arrival_times(options: SyntheticOptions, rng: np.random.Generator) -> list[f
 
 
 def _square_wave(uniform_s: _Times, period_s: float, share: float, factor: float) -> _Times:
-    """Bend even times so that the first ``share`` of each period is ``factor`` as dense."""
+    """Bend even times so that the first ``share`` of each period has ``factor`` times the rate."""
     whole, phase = np.divmod(uniform_s / period_s, 1.0)
     in_burst = phase < share * factor
     quiet = (1 - share) / max(1 - share * factor, 1e-12)
@@ -300,7 +307,7 @@ def _square_wave(uniform_s: _Times, period_s: float, share: float, factor: float
 def class_sequence(
     classes: Sequence[ClassSpec], count: int, rng: np.random.Generator
 ) -> list[ClassSpec]:
-    """``count`` classes in random order, with shares as exact as whole requests allow."""
+    """``count`` classes in random order; shares are exact up to whole requests."""
     if not classes:
         raise BenchError("--classes", "name at least one class")
     names = [c.name for c in classes]
@@ -323,7 +330,7 @@ def synthetic(options: SyntheticOptions, zero_load: ZeroLoad) -> Workload:
     limit = context_limit(options.max_context)
     scale = options.length_scale
     scale = min(1.0, limit / 2048) if scale is None else positive("--length-scale", scale)
-    # Separate streams, so that another rate or mix leaves the other draws alone.
+    # Separate random streams, so that another rate or mix does not change the other draws.
     time_rng, class_rng, length_rng = (
         np.random.default_rng([options.seed, stream]) for stream in range(3)
     )
@@ -358,8 +365,12 @@ def planned(
 
 
 def class_from_mapping(name: str, data: Mapping[str, Any]) -> ClassSpec:
-    """A class from a file: ``share``, ``prompt`` and ``output`` (a number or ``mean``/``std``/
-    ``minimum``/``maximum``), ``ttft_slowdown``, ``tpot_multiple``, ``value``."""
+    """A class from a file.
+
+    Its keys are ``share``, ``prompt`` and ``output`` (a number, or ``mean``, ``std``, ``minimum``
+    and ``maximum``), ``ttft_slowdown``, ``tpot_multiple`` and ``value``.
+    """
+
     known = {"share", "prompt", "output", "ttft_slowdown", "tpot_multiple", "value"}
     unknown = sorted(set(data) - known)
     if unknown:

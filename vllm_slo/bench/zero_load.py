@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lone request gets from a machine: the unit in which portable objectives are stated."""
+"""The latency of a lone request on a machine, the unit of portable objectives."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from vllm_slo.bench.errors import BenchError
 class ZeroLoad:
     """Latency without queueing.
 
-    ``ttft_points``: (prompt tokens, seconds) by rising prompt length, at least one.
-    ``tpot_s``: mean gap between tokens of a lone request. ``server``: where it was measured.
-    Raises BenchError for empty, unordered or non-positive values.
+    Attributes:
+        ttft_points: (prompt tokens, seconds) by rising prompt length, at least one.
+        tpot_s: mean gap between tokens of a lone request.
+        server: where it was measured.
+
+    Raises:
+        BenchError: values are empty, unordered or not positive.
     """
 
     ttft_points: tuple[tuple[int, float], ...]
@@ -30,14 +34,14 @@ class ZeroLoad:
         lengths = [n for n, _ in self.ttft_points]
         seconds = [s for _, s in self.ttft_points]
         if not lengths or lengths != sorted(set(lengths)) or lengths[0] < 1:
-            raise BenchError("--zero-load", f"prompt lengths must rise from 1, got {lengths}")
+            raise BenchError("--zero-load", f"prompt lengths must rise from 1 on, got {lengths}")
         if not all(0 < s < math.inf for s in [*seconds, self.tpot_s]):
             raise BenchError("--zero-load", "latencies must be positive seconds")
 
     def ttft_s(self, prompt_tokens: int) -> float:
-        """Seconds to the first token: linear between points, never below the shortest prompt's.
+        """Seconds to the first token, linear between points and at least the shortest prompt's.
 
-        Beyond the longest measured prompt the last slope continues.
+        Above the longest measured prompt the last slope continues.
         """
         points = self.ttft_points
         if prompt_tokens <= points[0][0] or len(points) == 1:
@@ -57,7 +61,7 @@ class ZeroLoad:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ZeroLoad:
-        """Inverse of ``to_dict``; BenchError when the shape is wrong."""
+        """Inverse of ``to_dict``; BenchError if the shape is wrong."""
         try:
             points = tuple((int(n), float(s)) for n, s in data["ttft_points"])
             return cls(points, float(data["tpot_s"]), str(data.get("server", "")))
@@ -68,7 +72,8 @@ class ZeroLoad:
 
 
 def load_zero_load(path: Path) -> ZeroLoad:
-    """Read it from a JSON file: its own, or a bench report that holds one."""
+    """Read a zero load from a JSON file of its own, or from a bench report."""
+
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -11,14 +11,14 @@ __all__ = ["ClassConfig", "StageConfig"]
 
 
 class StageConfig(BaseModel):
-    """A stretch of the answers of a class."""
+    """A stage of the answers of a class."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     until: str | None = Field(
         default=None,
         description="Text that ends the stage, 1 to 64 characters; the last stage has none. Scope: "
-        "every request of the class. A text that never comes: the stage lasts to the end.",
+        "every request of the class. If the text never comes, the stage lasts to the end.",
     )
     tpot_ms: float | None = Field(
         default=None,
@@ -86,8 +86,8 @@ class ClassConfig(BaseModel):
     )
     speculation: Speculate | None = Field(
         default=None,
-        description="off: nothing is drafted for requests of the class; auto or unset: as it pays. "
-        "Scope: every request of the class, where there is a draft model.",
+        description="off: no tokens are drafted for requests of the class; auto or unset: as it "
+        "pays. Scope: every request of the class, on a server with a draft model.",
     )
     expected_output_tokens: int | None = Field(
         default=None,
@@ -96,7 +96,7 @@ class ClassConfig(BaseModel):
     )
 
     def to_slo(self, name: str) -> SLO:
-        """The SLO of a request that names this class and says nothing else.
+        """The SLO of a request that states this class and nothing else.
 
         Raises:
             InvalidSLOError: a field is out of range, or `name` is not a name.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's configuration: one frozen model, one YAML file, unknown keys refused."""
+"""The operator's configuration: one frozen model, read from one YAML file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _UNMAPPED_TIERS: Final = ("auto", "default")
 
 
 class SLOConfig(BaseModel):
-    """Everything an operator can set. Immutable; checked when it is loaded."""
+    """All settings of the operator. Immutable; checked when it is loaded."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -56,7 +56,7 @@ class SLOConfig(BaseModel):
     default_class: str | None = Field(
         default=None,
         description="Class of the requests that carry no SLO at all; unset: plain best effort. "
-        "Scope: server. A tight default class makes every plain client compete for promises.",
+        "Scope: server. With a tight default class all plain clients compete for promises.",
     )
     service_tiers: dict[str, str | None] = Field(
         default_factory=dict,
@@ -74,9 +74,9 @@ class SLOConfig(BaseModel):
         default=429,
         ge=400,
         le=599,
-        description="HTTP status of a declined request, 400 to 599. Scope: server. 429 makes some "
-        "gateways take the whole server out of service for a while, and so do several of 500 and "
-        "more; 409 does not, and clients of OpenAI and Anthropic try again after it, too.",
+        description="HTTP status of a declined request, 400 to 599. Scope: server. After 429, and "
+        "after several of 500 and more, some gateways take the whole server out of service for a "
+        "while; after 409 they do not, and clients of OpenAI and Anthropic retry it, too.",
     )
     profile: str | None = Field(
         default=None,
@@ -103,9 +103,9 @@ class SLOConfig(BaseModel):
         gt=0.0,
         le=86_400.0,
         allow_inf_nan=False,
-        description="Seconds after which a best-effort request is served first within its share; "
-        "half of it is how long its prompts stand back after a promise was refused for want of "
-        "time, and nothing is drafted in vain after a TTFT was. Too low: promises are fewer under "
+        description="Seconds after which a best-effort request is served first within its share. "
+        "For half of that time its prompts wait after a promise was refused for lack of time, and "
+        "nothing is drafted in vain after a TTFT was refused. Too low: fewer promises under "
         "overload; too high: long waits.",
     )
     output_length_quantile: float = Field(
@@ -136,9 +136,9 @@ class SLOConfig(BaseModel):
         ge=0.0,
         le=60.0,
         allow_inf_nan=False,
-        description="Seconds that lie between a quote and the request that is sent on it, 0 to 60: "
-        'a "yes" leaves room for what may be promised to others meanwhile. Too low: a "yes" '
-        'is not true any more when the request comes; too high: a "no" to what could be had.',
+        description="Seconds between a quote and the request that is sent on it, 0 to 60. A "
+        'positive quote leaves headroom for promises made meanwhile. Too low: a "yes" no longer '
+        'holds when the request comes; too high: a "no" to what could be promised.',
     )
     max_planned_new: int = Field(
         default=63,
@@ -150,8 +150,8 @@ class SLOConfig(BaseModel):
 
     best_effort: BestEffortConfig = Field(
         default_factory=BestEffortConfig,
-        description="In which order requests without a promise are served, and by what their "
-        "lengths are foretold.",
+        description="The order in which requests without a promise are served, and how their "
+        "lengths are predicted.",
     )
     routing: RoutingConfig = Field(
         default_factory=RoutingConfig,
@@ -170,7 +170,8 @@ class SLOConfig(BaseModel):
     access: AccessConfig | None = Field(
         default=None,
         description="Which API key may ask for which class, tier, objective and value; unset: "
-        "anybody for anything. Scope: server. Not for the Python LLM, which has no keys.",
+        "every request may ask for everything. Scope: server. Not for the Python LLM, which has no "
+        "keys.",
     )
     quotas: QuotasConfig = Field(
         default_factory=QuotasConfig,
@@ -186,7 +187,7 @@ class SLOConfig(BaseModel):
                 self._require_class(f"access.{key}.classes", allowed)
         for tier, name in self.service_tiers.items():
             if tier in _UNMAPPED_TIERS:
-                raise ValueError(f"service_tiers: {tier!r} cannot be mapped; it asks for nothing")
+                raise ValueError(f"service_tiers: {tier!r} cannot be mapped; remove it")
             self._require_class(f"service_tiers.{tier}", name)
         for priority, name in self.priorities.items():
             self._require_class(f"priorities.{priority}", name)
@@ -195,8 +196,8 @@ class SLOConfig(BaseModel):
 
     def _require_class(self, key: str, name: str | None) -> None:
         if name is not None and name not in self.classes:
-            known = ", ".join(sorted(self.classes)) or "none"
-            raise ValueError(f"{key}: class {name!r} is not configured; configured: {known}")
+            configured = ", ".join(sorted(self.classes)) or "none"
+            raise ValueError(f"{key}: class {name!r} is not configured; configured: {configured}")
 
     def slo_classes(self) -> dict[str, SLO]:
         """The classes as SLOs, each with `slo_class` set to its own name."""
@@ -209,10 +210,10 @@ class SLOConfig(BaseModel):
         return slos
 
     def http_policy(self, *, thinking: bool = True) -> Policy:
-        """The part by which HTTP requests are read.
+        """The part with which HTTP requests are read.
 
         Args:
-            thinking: whether the server tells thinking from the answer.
+            thinking: whether the server tells the model's thinking from its answer.
         """
         classes = self.slo_classes()
         return Policy(
@@ -259,7 +260,7 @@ class SLOConfig(BaseModel):
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> SLOConfig:
-        """Read vLLM's `additional_config`; other keys in it are left to their owners.
+        """Read vLLM's `additional_config`; keys of others in it are ignored.
 
         Args:
             additional_config: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
@@ -272,13 +273,13 @@ class SLOConfig(BaseModel):
         """
         if not isinstance(additional_config, Mapping):
             return cls()
-        config = cls._given(additional_config.get(CONFIG_KEY))
+        config = cls._from_path_or_data(additional_config.get(CONFIG_KEY))
         keys = (DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY)
         given = {k: additional_config[k] for k in keys if additional_config.get(k) is not None}
         return config.with_drafts(given) if given else config
 
     @classmethod
-    def _given(cls, given: Any) -> SLOConfig:
+    def _from_path_or_data(cls, given: Any) -> SLOConfig:
         if given is None or isinstance(given, str | Path):
             return cls.load(given)
         return cls._from_data(given, CONFIG_KEY, None)
@@ -290,7 +291,7 @@ class SLOConfig(BaseModel):
             given: `DRAFT_KEY`, `SERVERS_KEY`, `TOKEN_FILE_KEY` and their values.
 
         Raises:
-            ConfigError: a value is none, or drafts would come from two sources.
+            ConfigError: a value is not valid, or drafts would come from two sources.
         """
         try:
             check_pool(given.get(DRAFT_KEY))

@@ -18,7 +18,8 @@ class RoutingConfig(BaseModel):
     policy: RoutingPolicy = Field(
         default="slo",
         description="slo asks replica after replica for a promise; round_robin, least_loaded and "
-        "power_of_two ask none and send. Scope: front. The latter break more objectives.",
+        "power_of_two send requests without asking. Scope: front. Without asking more objectives "
+        "are missed.",
     )
     max_hops: int = Field(
         default=8,
@@ -29,7 +30,7 @@ class RoutingConfig(BaseModel):
     )
     backup: Backup = Field(
         default="as_asked",
-        description="What happens to a request that nobody can promise: as_asked does what its "
+        description="What happens to a request that no replica can promise: as_asked does what its "
         "on_unattainable says, best_effort serves it late, decline answers 429. Scope: front.",
     )
     retries: int = Field(
@@ -44,7 +45,7 @@ class RoutingConfig(BaseModel):
         ge=0.2,
         le=3_600.0,
         allow_inf_nan=False,
-        description="Seconds without a word from a replica after which it gets no new requests, "
+        description="Seconds without a message from a replica after which it gets no new requests, "
         "0.2 to 3600. Scope: front. Too low: a busy network looks like a dead one.",
     )
     dead_after_s: float = Field(
@@ -52,7 +53,7 @@ class RoutingConfig(BaseModel):
         ge=0.2,
         le=3_600.0,
         allow_inf_nan=False,
-        description="Seconds without a word from a replica after which its requests are retried "
+        description="Seconds without a message from a replica after which its requests are retried "
         "elsewhere or end with an error, 0.2 to 3600. Scope: front. Too low: work is thrown away.",
     )
     drain_s: float = Field(

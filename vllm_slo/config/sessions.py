@@ -27,12 +27,12 @@ class SessionsConfig(BaseModel):
         ge=0.0,
         le=1.0,
         description="Share of the KV cache's blocks that are kept warm, evicted after all others, "
-        "for rounds to come, 0 to 1. Scope: server. 0: prefixes are evicted like any other while "
-        "tools run; too high: prefixes that everybody shares go first.",
+        "for rounds to come, 0 to 1. Scope: server. 0: prefixes are evicted like all others while "
+        "tools run; too high: prefixes that many requests share are evicted first.",
     )
     read_session_id: bool = Field(
         default=False,
         description="Whether vLLM's session_id (body field, X-Session-ID header) names the session "
-        "of a request that names none by slo.session_id. Scope: server. Ids that are no valid name "
-        "are left alone.",
+        "of a request without slo.session_id. Scope: server. Ids that are not valid names are "
+        "ignored.",
     )

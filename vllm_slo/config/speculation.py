@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section `speculation` of the configuration, and the keys that set parts of it elsewhere."""
+"""The section `speculation` of the configuration, and keys that override parts of it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = [
 ]
 
 DRAFT_KEY: Final = "draft_model"
-"""Key of vLLM's `--additional-config` that names the draft model, or lists several; wins over the
-YAML file."""
+"""Key of vLLM's `--additional-config` that names the draft model, or lists several. It overrides
+the YAML file."""
 
 SERVERS_KEY: Final = "draft_servers"
-"""Key of vLLM's `--additional-config` with the address where draft servers are awaited; wins over
+"""Key of vLLM's `--additional-config` with the address to which draft servers connect. It overrides
 the YAML file."""
 
 TOKEN_FILE_KEY: Final = "draft_token_file"
-"""Key of vLLM's `--additional-config` that names the file with the token that draft servers share;
-wins over the YAML file."""
+"""Key of vLLM's `--additional-config` that names the file with the token of draft servers. It
+overrides the YAML file."""
 
 MAX_POOL: Final = 4
 """Most draft models of one server."""
@@ -42,7 +42,7 @@ def pool_value(pool: Sequence[str]) -> str | list[str]:
 
 
 def check_pool(given: Any) -> None:
-    """Refuse what is not one draft model or a list of different ones.
+    """Refuse a value that is neither one draft model nor a list of different ones.
 
     Raises:
         ValueError: one line that names the field.
@@ -82,7 +82,7 @@ class SpeculationConfig(BaseModel):
         default=None,
         description="Name or folder of the draft model, of the same vocabulary as the served one, "
         "or a list of up to 4, the smallest first, of which the fastest chain is chosen all the "
-        "time; unset: no trees. Scope: server. A draft that guesses badly costs time and gains "
+        "time; unset: no trees. Scope: server. A draft model that guesses badly costs time for "
         "nothing, and each costs memory.",
     )
     max_depth: int = Field(
@@ -96,7 +96,7 @@ class SpeculationConfig(BaseModel):
         default=0,
         ge=0,
         le=16,
-        description="Least tokens that the draft guesses ahead (D_min), 0 to 16. Scope: server. "
+        description="Fewest tokens that the draft guesses ahead (D_min), 0 to 16. Scope: server. "
         "Above 0: it drafts even where that makes answers slower.",
     )
     max_width: int = Field(
@@ -110,15 +110,15 @@ class SpeculationConfig(BaseModel):
         default=1,
         ge=1,
         le=16,
-        description="Least candidates for each token ahead, 1 to 16. Scope: server. Above 1: trees "
-        "branch even where a chain is faster.",
+        description="Fewest candidates for each token ahead, 1 to 16. Scope: server. Above 1: "
+        "trees branch even where a chain is faster.",
     )
     max_nodes: int = Field(
         default=24,
         ge=1,
         le=63,
         description="Most draft tokens of one request that one step verifies, 1 to 63. Scope: "
-        "server. Too high: unlikely tokens are verified when nobody else needs the time.",
+        "server. Too high: unlikely tokens are verified when no other request needs the time.",
     )
     draft_tokens: int = Field(
         default=64,
@@ -130,9 +130,9 @@ class SpeculationConfig(BaseModel):
 
     draft_servers: str | None = Field(
         default=None,
-        description="Address where draft servers are awaited, tcp://HOST:PORT or ipc://PATH, in "
-        "place of a draft_model; unset: none are. Scope: server, one engine. Without any of them "
-        "answers are as before, a token a step; a slow one costs up to draft_deadline_ms a step.",
+        description="Address to which draft servers connect, tcp://HOST:PORT or ipc://PATH, in "
+        "place of a draft_model; unset: none. Scope: server, one engine. While none is connected, "
+        "no tokens are drafted; a slow one costs up to draft_deadline_ms a step.",
     )
     draft_deadline_ms: float = Field(
         default=50.0,
@@ -141,19 +141,20 @@ class SpeculationConfig(BaseModel):
         allow_inf_nan=False,
         description="Milliseconds that a step waits for draft servers at most, above 0 to 60000. "
         "Scope: server. Too low: drafts come too late to be of use; too high: a drafter that hangs "
-        "holds up everybody until it is suspended.",
+        "delays all requests until it is suspended.",
     )
     draft_token_file: str | None = Field(
         default=None,
         description="File with the secret that draft servers share with this server, 16 characters "
-        "or more; unset: the environment variable VLLMSLO_DRAFT_TOKEN. Scope: server. Another "
-        "secret than theirs: they are not let in.",
+        "or more; unset: the environment variable VLLMSLO_DRAFT_TOKEN. Scope: server. Draft "
+        "servers with another secret are refused.",
     )
     share: DraftShares = Field(
         default="throughput",
-        description="Who gets the drafts that no objective needs. throughput: whose are likeliest "
-        "to be accepted; tenants: divided fairly among tenants (GoodSpeed). Scope: server, with a "
-        "draft model or vLLM's own drafts. Fair shares give fewer tokens altogether.",
+        description="How the drafts that no objective needs are divided. throughput: to the "
+        "requests whose drafts are likeliest to be accepted; tenants: fairly among tenants "
+        "(GoodSpeed). Scope: server, with a draft model or vLLM's own drafts. Fair shares give "
+        "fewer tokens in total.",
     )
 
     @property
@@ -165,7 +166,7 @@ class SpeculationConfig(BaseModel):
 
     @property
     def source(self) -> tuple[str, str] | None:
-        """The field that says where drafts come from, and what it says; None: there are none."""
+        """(field that says where drafts come from, its value); None: there are no drafts."""
         if self.draft_servers is not None:
             return SERVERS_KEY, self.draft_servers
         return (DRAFT_KEY, " ".join(self.pool)) if self.pool else None

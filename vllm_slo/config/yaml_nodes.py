@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What YAML's parser knows and its values have lost: lines, and keys that are there twice."""
+"""Lines of YAML values, and duplicate keys: the parser knows both, the parsed values do not."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def line_of(node: yaml.Node | None, loc: Sequence[int | str]) -> int | None:
             continue
         if not isinstance(node, yaml.MappingNode):
             break
-        found = [(k, v) for k, v in node.value if getattr(k, "value", None) == part]
-        if not found:
+        entry = next((kv for kv in node.value if getattr(kv[0], "value", None) == part), None)
+        if entry is None:
             break
-        line, node = found[0][0].start_mark.line + 1, found[0][1]
+        line, node = entry[0].start_mark.line + 1, entry[1]
     return line
 
 
 def refuse_duplicates(
     node: yaml.Node | None, origin: object, error: Callable[[str], Exception], depth: int = 4
 ) -> None:
-    """Raise ``error`` where a mapping holds a key twice: YAML would keep the last one silently.
+    """Raise ``error`` where a mapping holds a key twice. YAML would silently keep the last one.
 
-    ``depth`` covers every mapping that a valid file can hold and bounds aliases that form a cycle.
+    ``depth`` reaches every mapping of a valid file, and ends aliases that form a cycle.
     """
     if not isinstance(node, yaml.MappingNode) or depth == 0:
         return
@@ -39,6 +39,6 @@ def refuse_duplicates(
         name = str(key.value)
         if name in seen:
             line = key.start_mark.line + 1
-            raise error(f"{origin}:{line}: {name}: the key is there twice; keep one")
+            raise error(f"{origin}:{line}: {name}: duplicate key; keep one")
         seen.add(name)
         refuse_duplicates(value, origin, error, depth - 1)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door to the engine: every request of an API server passes here, whatever its route.
+"""The gate to the engine: every request of an API server passes here, whatever its route.
 
 vLLM's routes, its batch runner, Ray Serve LLM and programs that embed the engine all call
-``AsyncLLM.generate``. No plugin point of vLLM stands there, so `install` wraps that method:
+``AsyncLLM.generate``. vLLM has no plugin point there, so `install` wraps that method:
 
 - On the way in, the SLO of the HTTP request in whose context the call is made becomes keys of
-  ``SamplingParams.extra_args``; no client's internal keys pass.
+  ``SamplingParams.extra_args``. Internal keys from clients are refused.
 - On the way out, a request that the scheduler did not serve becomes an error instead of an empty
   answer, and a report goes to the HTTP request it belongs to.
 
-A request that asks for nothing passes as it is. With another scheduler nothing is changed.
+A request without an SLO passes unchanged. With another scheduler every request does.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from vllm_slo.slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack
 __all__ = ["CALLER", "Caller", "RequestDeclinedError", "install"]
 
 CANCEL_S: Final = 5.0
-"""How long a call waits to be cancelled once its client has been answered, before it raises."""
+"""Seconds that a call whose client has its answer waits to be cancelled, before it raises."""
 
 
 class RequestDeclinedError(GracefulHTTPError):
-    """The request cannot be promised its objectives, and asked to be refused then.
+    """The objectives cannot be promised, and the request asked to be refused then.
 
     Attributes:
-        declined: when to try again, and the reason.
+        declined: when to retry, and the reason.
     """
 
     def __init__(self, declined: Declined) -> None:
@@ -55,28 +55,34 @@ class Caller(Protocol):
     """The HTTP request in whose context the engine is called."""
 
     def admit(self, extra_args: Mapping[str, Any] | None, n: int) -> Mapping[str, Any] | None:
-        """Keys to send with a request of the engine for ``n`` choices, instead of the SLO's among
-        `extra_args`; None: it passes as it is.
+        """The keys for a request to the engine, which replace the SLO's keys in `extra_args`.
+
+        Args:
+            extra_args: as the route made them.
+            n: choices of the request.
+
+        Returns:
+            None if the request passes unchanged.
 
         Raises:
             InvalidSLOError: the request is to be refused.
         """
 
     def begin(self) -> int:
-        """A request of the engine begins; its number, from 0."""
+        """Note that a request to the engine begins; returns its number, from 0."""
 
     def admit_pooling(self) -> None:
-        """The engine is asked for something that takes no objectives.
+        """Check a pooling request, which cannot have objectives.
 
         Raises:
-            InvalidSLOError: the request has some.
+            InvalidSLOError: the HTTP request has some.
         """
 
     def has_output(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """There is output, maybe with reports by choice, counted over all prompts."""
+        """Note that there is output, maybe with reports by choice, counted over all prompts."""
 
     async def settle(self, verdict: Verdict | InvalidSLOError) -> bool:
-        """The engine does not serve the request. Whether the client has its answer now."""
+        """Answer a request that the engine does not serve. Whether its client has an answer now."""
 
 
 CALLER: Final[ContextVar[Caller | None]] = ContextVar("vllm_slo_caller", default=None)
@@ -116,7 +122,7 @@ def _is_ours(engine: Any) -> bool:
 
 
 def _admitted(params: SamplingParams, caller: Caller | None) -> SamplingParams | None:
-    """The parameters to send; None: those given, and the output is nobody's business.
+    """The parameters to send; None: those given, and the output is not watched.
 
     Raises:
         InvalidSLOError: the request is to be refused.
@@ -136,15 +142,15 @@ def _admitted(params: SamplingParams, caller: Caller | None) -> SamplingParams |
 async def _watched(
     outputs: AsyncGenerator[RequestOutput, None], caller: Caller | None, first_choice: int
 ) -> AsyncGenerator[RequestOutput, None]:
-    """`outputs`, until one of them says that the request is not served.
+    """`outputs`, up to one that carries a verdict.
 
     Args:
         outputs: vLLM's.
-        caller: who gets the reports; None: they stay in the outputs.
+        caller: gets the reports; None: they stay in the outputs.
         first_choice: number of the first choice of this prompt among those of all prompts.
 
     Raises:
-        RequestDeclinedError, VLLMValidationError: it is not.
+        RequestDeclinedError, VLLMValidationError: the request is not served.
     """
     try:
         async for output in outputs:
@@ -160,30 +166,34 @@ async def _watched(
 
 def _verdict_in(output: RequestOutput) -> Verdict | None:
     for choice in output.outputs:
-        if choice.finish_reason == "abort" and (said := unpack(choice.stop_reason)) is not None:
-            return said
+        verdict = unpack(choice.stop_reason) if choice.finish_reason == "abort" else None
+        if verdict is not None:
+            return verdict
     return None
 
 
 def _take_reports(output: RequestOutput, first_choice: int) -> dict[int, Mapping[str, Any]]:
-    """Remove the reports from an output; by choice."""
+    """Remove the reports from an output. Returns choice -> report."""
     reports: dict[int, Mapping[str, Any]] = {}
     if (carrier := output.kv_transfer_params) and REPORT_KEY in carrier:
-        reports = {first_choice + one.index: carrier[REPORT_KEY] for one in output.outputs}
+        report = carrier[REPORT_KEY]
+        reports = {first_choice + choice.index: report for choice in output.outputs}
         output.kv_transfer_params = {k: v for k, v in carrier.items() if k != REPORT_KEY} or None
-    for one in output.outputs:
-        own, one.stop_reason = unpack_report(one.stop_reason)
+    for choice in output.outputs:
+        own, choice.stop_reason = unpack_report(choice.stop_reason)
         if own is not None:
-            reports[first_choice + one.index] = own
+            reports[first_choice + choice.index] = own
     return reports
 
 
 async def _settle(caller: Caller | None, verdict: Verdict | InvalidSLOError) -> None:
-    """Answer the client if that is possible, and end the call as if the client had left; else leave
-    the answer to the route, which knows the shape of its own errors.
+    """End a call that is not served.
+
+    Where the client can be answered, it is, and the call ends as if the client had left. Otherwise
+    the route answers, in the shape of its own errors.
 
     Raises:
-        RequestDeclinedError, VLLMValidationError: always, unless it is cancelled before.
+        RequestDeclinedError, VLLMValidationError: always, unless the call is cancelled before.
     """
     if caller is not None and await caller.settle(verdict):
         await asyncio.sleep(CANCEL_S)
@@ -207,7 +217,7 @@ def _encode(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> AsyncGenerator[Any, None]:
-    """In place of ``AsyncLLM.encode``: pooling takes no objectives."""
+    """In place of ``AsyncLLM.encode``: pooling has no objectives."""
     caller = CALLER.get()
     if caller is not None and _is_ours(engine):
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proposers under the names that users put into ``--speculative-config``.
+"""The proposers under the names that ``--speculative-config`` has.
 
 They live in `vllm_slo.engine.worker.proposers`.
 """

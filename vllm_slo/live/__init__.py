@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page: what it keeps (``history``) and what it answers (``page``). Needs no vLLM."""
+"""The live page: its data (``history``, ``merge``) and its answers (``page``). Needs no vLLM."""

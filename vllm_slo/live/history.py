@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recent past of the series on ``/metrics``, in bounded memory.
+"""The recent history of the series on ``/metrics``, in bounded memory.
 
-A page that is opened at night has to show what led there, so the server looks at its own series
-every `STEP_S` seconds. Counters become increments, which add up over any span; a counter that
-starts anew loses nothing but what it had not told. Two resolutions are kept: `FINE` samples of
-`STEP_S`, and `COARSE` ones of a minute, in which gauges are at their highest of that minute.
+A page that is opened late must show what happened before, so the server samples its own series
+every `STEP_S` seconds. Counters are kept as increments, which can be summed over any span; a
+counter that restarts loses only its last, unsampled increment. There are two resolutions: `FINE`
+samples of `STEP_S`, and `COARSE` samples of a minute, with the highest value of each gauge.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from prometheus_client import Metric
 
-__all__ = ["COARSE", "FINE", "KEPT", "MINUTE_S", "STEP_S", "History"]
-
 STEP_S: Final = 2.0
 FINE: Final = 450
 """Samples of `STEP_S`: a quarter of an hour."""
@@ -27,7 +25,7 @@ MINUTE_S: Final = 60.0
 COARSE: Final = 360
 """Samples of a minute: six hours."""
 MOST_SERIES: Final = 1_024
-"""Series that are kept, the first to come. Labels are few, yet a class is what a file calls it."""
+"""Most series; later ones are not kept. Labels have few values, but users choose class names."""
 
 KEPT: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm_slo:admissions_total": ("slo_class", "outcome", "reason"),
@@ -65,21 +63,21 @@ KEPT: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm:spec_decode_num_draft_tokens_total": (),
     "vllm:spec_decode_num_accepted_tokens_total": (),
 }
-"""Samples that are kept -> the labels that tell them apart; over all others, such as the engine,
-counters are added up."""
+"""Names of samples -> the labels that are kept; over other labels, such as the engine, counters
+are summed."""
 ADDED: Final = (
     *("_requests", "_tokens", ":sessions", ":num_requests_running", ":num_requests_waiting"),
 )
-"""Endings of gauges that are added up likewise; of others, the highest counts."""
+"""Endings of gauges that are summed likewise; of other gauges the highest value counts."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """What came since the sample before, and how things stood.
+    """Increments since the previous sample, and values at its end.
 
     Attributes:
-        time_ms: its end, milliseconds since 1970.
-        span_s: from the end of the sample before, seconds.
+        time_ms: end of the sample, epoch milliseconds.
+        span_s: seconds since the end of the previous sample.
         counts: place of a counter -> its increment, unless 0.
         gauges: place of a gauge -> its value.
     """
@@ -90,7 +88,7 @@ class _Sample:
     gauges: dict[int, float] = field(default_factory=dict)
 
     def add(self, other: _Sample) -> None:
-        """Lengthen this sample by the one that follows it."""
+        """Extend this sample by the next one."""
         self.time_ms = other.time_ms
         self.span_s += other.span_s
         for place, count in other.counts.items():
@@ -106,7 +104,7 @@ class _Sample:
 
 
 class History:
-    """Samples of the series in `KEPT`; one thread adds, any other may ask."""
+    """Samples of the series in `KEPT`; one thread adds, and any thread may read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -117,11 +115,11 @@ class History:
         self._before_s: float | None = None
 
     def add(self, now_s: float, families: Iterable[Metric]) -> None:
-        """Take a sample. The first of all shows where counters begin, and counts nothing.
+        """Add a sample. The first one only shows where counters begin.
 
         Args:
-            now_s: seconds since 1970. If they ran backwards, what they had passed is forgotten.
-            families: the series as they are now.
+            now_s: epoch seconds. If the clock went back, samples after ``now_s`` are dropped.
+            families: the current series.
         """
         with self._lock:
             first = self._before_s is None
@@ -139,16 +137,16 @@ class History:
             self._coarse[-1].add(sample)
 
     def since(self, time_ms: int, *, coarse: bool) -> dict[str, Any]:
-        """What a page does not know yet, for JSON.
+        """The samples that a page does not have yet, for JSON.
 
         Args:
-            time_ms: the time of the last sample that it has; 0: it has none.
-            coarse: whether it shows minutes.
+            time_ms: time of the page's last sample; 0: it has none.
+            coarse: whether the page shows minutes.
 
         Returns:
-            ``series``: names with labels, by place. ``samples``: those that follow; the minute
-            that the page named is among them, as it may have grown. ``reset``: whether the page is
-            to forget all others, as the one it named is not known.
+            ``series``: names with labels, by place. ``samples``: those after ``time_ms``; of
+            minutes also the one at ``time_ms``, which may have grown. ``reset``: whether the page
+            must drop its samples, because the one at ``time_ms`` is unknown.
         """
         grid_ms = 60_000 if coarse else 1
         with self._lock:
@@ -161,7 +159,7 @@ class History:
         return {"series": series, "samples": samples, "reset": reset}
 
     def _take(self, sample: _Sample, families: Iterable[Metric], *, first: bool) -> None:
-        found: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[int, float]] = {}
+        counters: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[int, float]] = {}
         for family in families:
             for name, labels, value, *_ in family.samples:
                 place = self._place(name, labels)
@@ -169,10 +167,10 @@ class History:
                     continue
                 if family.type == "gauge":
                     self._add_gauge(sample.gauges, place, name, value)
-                else:  # two files may tell of the same engine: one that ended, and the next
+                else:  # two files may be of the same engine: of one that ended, and of the next
                     key = name, tuple(sorted(labels.items()))
-                    found[key] = place, value + found.get(key, (0, 0.0))[1]
-        for key, (place, value) in found.items():
+                    counters[key] = place, value + counters.get(key, (0, 0.0))[1]
+        for key, (place, value) in counters.items():
             before = self._last.get(key, value if first else 0.0)
             self._last[key] = value
             grown = value - before if value >= before else value
@@ -187,7 +185,8 @@ class History:
             gauges[place] = max(gauges.get(place, value), value)
 
     def _place(self, name: str, labels: Mapping[str, str]) -> int | None:
-        """Where a series stands in `since`'s list; None: it is not kept."""
+        """Place of a series in the list of `since`; None: it is not kept."""
+
         kept = KEPT.get(name)
         if kept is None:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of several servers' live pages as that of one: the front shows its replicas so."""
+"""Merges the data of several servers' live pages; the front shows its replicas this way."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any, Final
 
 from vllm_slo.live.history import ADDED, COARSE, FINE, STEP_S
 
-__all__ = ["MergedHistory", "merged"]
-
 LAG_MS = round(2 * STEP_S * 1e3)
-"""Samples younger than this are held back: another server may not have taken its own yet, and a
-page does not ask for a time that it has been told of."""
+"""Least age of a sample that is shown: a younger one may be missing from another server, and a page
+does not ask for the same time again."""
 RECENT: Final = 32
-"""A page whose newest sample is older than so many gets all of them again."""
+"""Samples that a page can be behind; a page that is further behind gets all samples again."""
 
 
 def merged(
@@ -26,14 +24,16 @@ def merged(
     coarse: bool,
     places: dict[tuple[str, ...], int] | None = None,
 ) -> dict[str, Any]:
-    """One answer out of those of several servers to the same question, at least one.
+    """One answer from the answers of at least one server to the same question.
 
-    Counters are added up, and gauges as `History` does it for the engines of one server. If one
-    of the servers does not know the sample that the page named, the page is to forget all; whoever
-    asks has then to ask the others for everything, too.
+    Counters are summed; gauges are merged as `History` does for the engines of one server. If a
+    server does not know the sample that the page named, the page must drop its samples, and the
+    caller must then ask the other servers for everything.
 
     Args:
-        places: where the series stand; new ones are added. None: there are none yet.
+        answers: of the servers.
+        coarse: whether samples are of a minute.
+        places: of the series; new series are added. None: there are none yet.
     """
     first = answers[0]
     places = {} if places is None else places
@@ -68,19 +68,19 @@ def merged(
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """One server: its last answer but for the samples, and all its samples by their time."""
+    """One server: its last answer without the samples, and all its samples by time."""
 
-    told: dict[str, Any]
+    answer: dict[str, Any]
     samples: dict[int, list[Any]]
 
 
 class _Written:
-    """Answers to pages, as JSON but for the choice of samples.
+    """Answers to pages, already written as JSON; only the samples are chosen per page.
 
     Args:
-        head: what they say beside the samples.
+        head: the answer without samples.
         samples: time -> sample, oldest first.
-        anew_ms: pages whose newest sample is no younger than this are to forget all.
+        anew_ms: pages whose newest sample is not later than this must drop their samples.
     """
 
     def __init__(self, head: dict[str, Any], samples: dict[int, bytes], anew_ms: int) -> None:
@@ -93,7 +93,7 @@ class _Written:
         key = since_ms // grid_ms
         if since_ms <= self.anew_ms or key not in self._recent:
             return self._everything
-        # The minute that the page named may have grown.
+        # The minute that the page has last may have grown.
         first = key if grid_ms > 1 else key + 1
         later = [text for time, text in self._recent.items() if time >= first]
         return self._joined(later, reset=False)
@@ -104,14 +104,14 @@ class _Written:
 
 
 class MergedHistory:
-    """The samples of several servers as those of one, from one look to the next.
+    """The merged samples of several servers, kept up to date.
 
-    Each server is asked only for what is new there, and only that is added up and written as JSON;
-    all of it is anew when a server joins, leaves or forgets. `take` may run in a thread beside
-    `answer`, but not twice at a time.
+    Each server is asked only for new samples, and only these are summed and written as JSON.
+    Everything is summed again when a server joins, leaves or resets. `take` may run in a thread
+    beside `answer`, but not twice at the same time.
 
     Args:
-        coarse: whether the samples are those of a minute.
+        coarse: whether samples are of a minute.
     """
 
     def __init__(self, *, coarse: bool) -> None:
@@ -126,36 +126,36 @@ class MergedHistory:
         self._written = _Written({}, {}, 0)
 
     def known_ms(self, server: str) -> int:
-        """The time that the next question to a server has to name; 0: nothing is known of it."""
+        """The time to name in the next question to a server; 0 for an unknown server."""
         samples = self._servers[server].samples if server in self._servers else {}
         return samples[max(samples)][0] if samples else 0
 
     def take(self, answers: Mapping[str, dict[str, Any]], listed: Collection[str]) -> None:
-        """Take in what is new.
+        """Merge new answers.
 
         Args:
             answers: by server, at least one, each to a question that named its `known_ms`.
-            listed: all servers there are; what others said is forgotten.
+            listed: all servers; samples of other servers are dropped.
         """
-        gone = self._servers.keys() - set(listed)
-        for name in gone:
+        removed = self._servers.keys() - set(listed)
+        for name in removed:
             del self._servers[name]
         for name, answer in answers.items():
             self._keep(name, answer)
-        if gone or any(answer["reset"] for answer in answers.values()):
+        if removed or any(answer["reset"] for answer in answers.values()):
             self._samples.clear()
-            self._changed = {key for one in self._servers.values() for key in one.samples}
+            self._changed = {key for server in self._servers.values() for key in server.samples}
         shown_ms, anew_ms = self._newest_ms, self._written.anew_ms
         oldest = self._add_up(answers)
-        if gone or oldest < shown_ms // self._grid_ms + (not self._coarse):
-            anew_ms = shown_ms  # what pages have is not so any more
-        told = [self._servers[name].told for name in answers]
-        head = merged(told, coarse=self._coarse, places=self._places)
+        if removed or oldest < shown_ms // self._grid_ms + (not self._coarse):
+            anew_ms = shown_ms  # the samples of pages are no longer right
+        latest = [self._servers[name].answer for name in answers]
+        head = merged(latest, coarse=self._coarse, places=self._places)
         del head["samples"], head["reset"]
         self._written = _Written(head, self._samples, anew_ms)
 
     def answer(self, since_ms: int) -> bytes:
-        """JSON for a page whose newest sample is of that time; 0: it has none."""
+        """JSON for a page whose newest sample has that time; 0: it has none."""
         return self._written.answer(since_ms, self._grid_ms)
 
     def _keep(self, name: str, answer: dict[str, Any]) -> None:
@@ -170,13 +170,15 @@ class MergedHistory:
         self._servers[name] = _Server({**answer, "samples": []}, samples)
 
     def _add_up(self, answered: Collection[str]) -> float:
-        """Add up the samples that changed, by the clock of a server that has just answered; the
-        time of the oldest, on the grid."""
+        """Sum the changed samples, by the clock of a server that has just answered.
+
+        Returns the time of the oldest, in steps of the grid.
+        """
         order = sorted(self._servers, key=lambda name: name not in answered)
         parts, oldest = [], math.inf
-        for one in map(self._servers.__getitem__, order):
-            changed = [one.samples[key] for key in self._changed & one.samples.keys()]
-            parts.append({**one.told, "samples": changed})
+        for server in map(self._servers.__getitem__, order):
+            changed = [server.samples[key] for key in self._changed & server.samples.keys()]
+            parts.append({**server.answer, "samples": changed})
         for sample in merged(parts, coarse=self._coarse, places=self._places)["samples"]:
             key = sample[0] // self._grid_ms
             self._samples[key] = _json(sample)
@@ -185,7 +187,8 @@ class MergedHistory:
             self._newest_ms = max(self._newest_ms, sample[0])
         self._samples = dict(sorted(self._samples.items())[-self._most :])
         kept = self._servers.values()
-        self._changed = {key for key in self._changed if any(key in one.samples for one in kept)}
+        self._changed = {key for key in self._changed if any(key in each.samples for each in kept)}
+
         return oldest
 
 

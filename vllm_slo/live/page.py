@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page and its data as HTTP answers, whatever server sends them.
+"""The live page and its data as HTTP answers, for any HTTP server.
 
-``GET /slo`` is one HTML file that asks ``GET /slo/data`` every two seconds. Both are as open as
-``/metrics`` is, which says the same. Nothing but the page's own script and style may run in it.
+``GET /slo`` is one HTML file that asks ``GET /slo/data`` every two seconds. Both need no key, like
+``/metrics``, which has the same data. Only the page's own script and style may run in it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from prometheus_client import Metric
 
 from vllm_slo.live.history import KEPT, MINUTE_S, STEP_S, History
 
-__all__ = ["DATA_PATH", "PAGE_PATH", "Answer", "Sampler", "page"]
-
 PAGE_PATH: Final = "/slo"
 DATA_PATH: Final = "/slo/data"
 MOST_TIME: Final = 0.005
-"""Share of a core that looking may take: beyond, samples are taken less often."""
+"""Largest share of a core for taking samples; above it they are taken less often."""
 _SHARED: Final = {
     "cache-control": "no-store",
     "referrer-policy": "no-referrer",
@@ -47,7 +45,7 @@ class Answer:
 
 @cache
 def page() -> Answer:
-    """The page. Its policy lets in the script and the style that it holds, by their digests."""
+    """The page. Its content policy allows only its own script and style, by their digests."""
     html = Path(__file__).with_name("page.html").read_bytes()
     script, style = (_digest(html, tag) for tag in (b"script", b"style"))
     policy = (
@@ -59,18 +57,18 @@ def page() -> Answer:
 
 
 def _digest(html: bytes, tag: bytes) -> str:
-    """What a policy calls the one element of this kind: the digest of its text."""
+    """The digest of the only element with this tag, as a content policy names it."""
     (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
 
 
 class Sampler:
-    """Looks at the series again and again, in a thread of its own, and says what it saw.
+    """Samples the series in a thread, and answers with the samples.
 
     Args:
-        collect: the series as they are now; called in the thread.
-        about: what else there is to say of the server, for JSON; called with each answer.
-        clock: seconds since 1970.
+        collect: returns the current series; called in the thread.
+        about: returns further data on the server, for JSON; called for each answer.
+        clock: epoch seconds.
     """
 
     def __init__(
@@ -87,20 +85,19 @@ class Sampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, unless it has begun."""
+        """Start the thread, unless it runs."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="slo-page", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """End the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def look(self) -> None:
-        """Take a sample now. Its time is on the grid of `STEP_S`, on which every process of a
-        server with several looks."""
+        """Take a sample now. Its time is on the grid of `STEP_S`, like those of other processes."""
         now_s = self._clock()
         self.history.add(now_s - now_s % STEP_S, self._collect())
 
@@ -108,8 +105,9 @@ class Sampler:
         """The answer to ``GET /slo/data``.
 
         Args:
-            query: of the URL. ``since``: the time of the last sample that the page has,
-                milliseconds; ``minutes=1``: those of a minute.
+            query: of the URL. ``since``: time of the page's last sample, milliseconds;
+                ``minutes=1``: samples of a minute.
+
         """
         asked = parse_qs(query.decode("latin-1"), max_num_fields=8) if len(query) < 256 else {}
         since = asked.get("since", ["0"])[0]

@@ -18,10 +18,10 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from vllm_slo.config.serve_args import Flags
 from vllm_slo.router.arguments import (
     API_KEY_ENV,
     AppArgs,
-    Flags,
     Resources,
     api_key_digest,
     api_keys_in,
@@ -33,8 +33,6 @@ from vllm_slo.router.replica_actor import REPLICA, Replica, ReplicaSpec
 if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.config import AutoscalingContext
-
-__all__ = ["build", "replicas_wanted"]
 
 
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

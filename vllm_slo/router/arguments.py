@@ -20,12 +20,11 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_slo.config.command_line import Flags, flag_of
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig
-from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, Flags, flag_of, tree_arguments
+from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, tree_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, pool_value
 from vllm_slo.errors import ConfigError
-
-__all__ = ["AppArgs", "Flags", "api_key_digest", "api_keys_in", "embedded_config", "resources"]
 
 API_KEY_ENV: Final = "VLLM_API_KEY"
 HEAD_NODE: Final = "node:__internal_head__"
@@ -222,7 +221,7 @@ class AppArgs(BaseModel):
                 f"--draft-servers {speculation.draft_servers}: cannot be combined with --replicas: "
                 "draft servers draft for one engine; remove one of the two"
             )
-        tree_arguments(speculation, flags.with_config_file().arguments(), spelled=flag_of)
+        tree_arguments(speculation, given_arguments(flags.with_config_file()), spelled=flag_of)
         _ = parsed.parallel_size
         return parsed
 

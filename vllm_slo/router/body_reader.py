@@ -41,8 +41,6 @@ from vllm_slo.slo.body import read_body
 from vllm_slo.slo.carriers import Policy, asked_by, carriers_of
 from vllm_slo.slo.model import SLO
 
-__all__ = ["Asked", "BodyReader", "UnreadError", "read"]
-
 LARGE_BYTES: Final = 256 * 1024
 """Largest body that is read in the event loop: 16 ms at worst, as measured above."""
 

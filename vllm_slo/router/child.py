@@ -19,8 +19,6 @@ from typing import IO, Any, Final
 
 from vllm_slo.router import guard
 
-__all__ = ["Child", "keep_group_until_exit"]
-
 LEFTOVER_PATIENCE_S: Final = 1.0
 """Time for processes that a dead child left behind (an engine, a resource tracker) to end."""
 _KEPT_LINES: Final = 200

@@ -14,8 +14,6 @@ from vllm_slo.core.routing.policy import DemandMeter, Route, RoutedRequest, rout
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
 from vllm_slo.slo.model import OnUnattainable
 
-__all__ = ["Choice", "Cluster", "Placement"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 

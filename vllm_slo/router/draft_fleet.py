@@ -27,8 +27,6 @@ from vllm_slo.router.child import Child, keep_group_until_exit
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
 from vllm_slo.wire.ports import free_port
 
-__all__ = ["asked_for", "beside", "run"]
-
 POLL_S: Final = 1.0
 MOST: Final = 1024
 PAUSES_S: Final = (0.0, 1.0, 5.0, 15.0)

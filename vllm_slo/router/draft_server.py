@@ -39,8 +39,6 @@ from vllm_slo.wire.draft_socket import (
     read_token,
 )
 
-__all__ = ["Drafter", "StopSignal", "add_arguments", "run", "serve"]
-
 logger = logging.getLogger("vllm_slo.draft_server")
 
 LOOK_S: Final = 0.2

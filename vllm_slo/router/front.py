@@ -57,7 +57,7 @@ def _read_stdin(loop: asyncio.AbstractEventLoop, front: Front) -> None:
 def _take_replicas(front: Front, line: bytes) -> None:
     try:
         given = json.loads(line)["replicas"]
-        specs = [ReplicaSpec.from_json(one) for one in given]
+        specs = [ReplicaSpec.from_json(entry) for entry in given]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         logger.error("a line on stdin cannot be read: %s", type(error).__name__)
         return

@@ -14,18 +14,6 @@ from aiohttp import web
 from vllm_slo.slo.verdicts import Declined
 from vllm_slo.wire.api_errors import error_body, is_anthropic
 
-__all__ = [
-    "ErrorResponse",
-    "busy_response",
-    "decline_response",
-    "error_response",
-    "json_response",
-    "not_found",
-    "retry_headers",
-    "stream_end",
-    "unauthorized",
-]
-
 SERVER_HEADER: Final = "vllm-slo"
 MAX_RETRY_AFTER_MS: Final = 86_400_000
 BUSY_RETRY_MS: Final = 1_000

@@ -32,14 +32,7 @@ _NOT_RETURNED: Final = HOP_BY_HOP | {"content-length"}
 
 def forwarded_headers(headers: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
     """A client's headers as a replica gets them."""
-    named = _connection_options(headers.get("Connection"))
-    kept = CIMultiDict(
-        (name, value)
-        for name, value in headers.items()
-        if (low := name.lower()) not in _NOT_SENT
-        and not low.startswith(OWN_PREFIX)
-        and low not in named
-    )
+    kept = _kept(headers, _NOT_SENT)
     kept[REQUEST_ID] = request_id
     return kept
 
@@ -48,22 +41,24 @@ def returned_headers(
     headers: Mapping[str, str], upstream: Upstream, request_id: str
 ) -> CIMultiDict[str]:
     """A replica's headers as the client gets them, without those that hold its private address."""
-    named = _connection_options(headers.get("Connection"))
     address = upstream.spec.url.rpartition("://")[2].lower()
-    kept = CIMultiDict(
-        (name, value)
-        for name, value in headers.items()
-        if (low := name.lower()) not in _NOT_RETURNED
-        and not low.startswith(OWN_PREFIX)
-        and low not in named
-        and address not in value.lower()
-    )
+    kept = _kept(headers, _NOT_RETURNED, without=address)
     kept[REPLICA_HEADER] = upstream.name
     kept[REQUEST_ID] = request_id
     return kept
 
 
-def _connection_options(value: str | None) -> frozenset[str] | set[str]:
-    """Names of further headers that are for one connection only."""
-
-    return {one.strip().lower() for one in value.split(",")} if value else frozenset()
+def _kept(
+    headers: Mapping[str, str], dropped: frozenset[str], *, without: str = ""
+) -> CIMultiDict[str]:
+    """All headers but ``dropped``, the front's own, those of one connection, and values that have
+    ``without``."""
+    options = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if (low := name.lower()) not in dropped
+        and not low.startswith(OWN_PREFIX)
+        and low not in options
+        and not (without and without in value.lower())
+    )

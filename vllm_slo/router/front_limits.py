@@ -19,8 +19,6 @@ from vllm_slo.router.front_errors import (
 )
 from vllm_slo.slo.body import MAX_BODY_BYTES
 
-__all__ = ["Body", "HeldBytes", "Refusal", "Server", "allow_files", "too_large"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 MAX_CONNECTIONS: Final = 16_384

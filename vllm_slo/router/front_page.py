@@ -25,8 +25,6 @@ from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.once import KEPT_S, Once
 from vllm_slo.router.upstream import Upstream
 
-__all__ = ["PATHS", "FrontPages"]
-
 PATHS: Final = (PAGE_PATH, DATA_PATH)
 PATIENCE_S: Final = 3.0
 """Time for a replica to answer; a slower one is left out. The page itself waits six seconds."""

@@ -25,8 +25,6 @@ from vllm_slo.router.protocol import TOKEN_HEADER
 from vllm_slo.router.relay import RETRIED, Wire
 from vllm_slo.router.upstream import Upstream
 
-__all__ = ["answer_quote"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 

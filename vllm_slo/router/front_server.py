@@ -47,8 +47,6 @@ from vllm_slo.router.upstream import Upstream
 from vllm_slo.slo.body import MAX_BODY_BYTES, is_json_type
 from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, slo_headers
 
-__all__ = ["Front"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 TICK_S: Final = 0.1
@@ -318,7 +316,7 @@ def _cached_tokens(
 ) -> dict[str, int]:
     """Replica -> prompt tokens that its prefix cache probably holds; without zeros."""
     each = ratio.chunk_tokens(prompt)
-    matched = ((one.name, one.prefixes.matched(prompt.chunks)) for one in upstreams)
+    matched = ((upstream.name, upstream.prefixes.matched(prompt.chunks)) for upstream in upstreams)
     return {name: int(count * each) for name, count in matched if count}
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Generic, TypeVar
 
-__all__ = ["KEPT_S", "Once"]
-
 KEPT_S: Final = 2.0
 """Largest age of an answer, seconds: the period of the live page and of servers' samples."""
 

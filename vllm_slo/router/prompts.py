@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
-__all__ = ["PrefixIndex", "Prompt", "TokenRatio", "read_max_tokens", "read_prompt"]
-
 CHUNK_BYTES: Final = 256
 CHUNK_IDS: Final = 64
 MAX_CHUNKS: Final = 256
@@ -151,8 +149,8 @@ def read_prompt(request: Mapping[str, Any]) -> Prompt:
         return Prompt()
     if isinstance(given[0], int):
         return Prompt(tokens=len(given), chunks=_chunks_of_ids(given, seed), is_ids=True)
-    tokens = sum(len(one) for one in given if isinstance(one, list))
-    texts = [_bytes_of(one) for one in given if isinstance(one, str)]
+    tokens = sum(len(part) for part in given if isinstance(part, list))
+    texts = [_bytes_of(part) for part in given if isinstance(part, str)]
     chunks = _chunks(texts[0], CHUNK_BYTES, seed) if texts else ()
     return Prompt(sum(map(len, texts)), tokens, chunks)
 
@@ -185,7 +183,7 @@ def _messages(given: Any) -> list[Any]:
         return [{"content": given}]
     if not isinstance(given, list):
         return []
-    listed = (one if isinstance(one, list) else [one] for one in given)
+    listed = (item if isinstance(item, list) else [item] for item in given)
     return [message for conversation in listed for message in conversation]
 
 

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from vllm_slo.errors import ConfigError
 
-__all__ = ["cluster", "hurried", "import_ray", "interruptible", "require", "signals"]
-
 CONNECT_S: Final = 10.0
 OBJECT_STORE_BYTES: Final = 128 * 1024**2
 """Size of Ray's object store: only small messages pass through Ray."""

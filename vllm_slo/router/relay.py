@@ -55,8 +55,6 @@ from vllm_slo.router.upstream import Upstream
 from vllm_slo.slo.verdicts import DECLINED_HEADER
 from vllm_slo.wire.api_errors import is_anthropic
 
-__all__ = ["Exchange", "Failed", "Refused", "Relay", "Wire"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 LARGE_BODY_BYTES: Final = 1024 * 1024
@@ -216,7 +214,7 @@ class Exchange:
         cluster = self._relay.cluster
         promised = result == "promised" or cluster.routing.policy != "slo"
         named = cluster.listed.get(route.target) if route.target else None
-        shadows = [one.virtual for one in ([named] if named else cluster.listed.values())]
+        shadows = [upstream.virtual for upstream in ([named] if named else cluster.listed.values())]
         work_s = next((shadow.work_s(self._routed) for shadow in shadows if shadow.state), None)
         if work_s is not None:
             final = replace(route, promised=promised)
@@ -357,9 +355,9 @@ class Exchange:
 
         if self._prompt is None or is_anthropic(self._wire.path):
             return
-        found = _PROMPT_TOKENS.search(body, max(body.rfind(b'"usage"'), 0))
-        if found:
-            self._relay.ratio.learn(self._prompt, int(found[1]))
+        count = _PROMPT_TOKENS.search(body, max(body.rfind(b'"usage"'), 0))
+        if count:
+            self._relay.ratio.learn(self._prompt, int(count[1]))
 
 
 def _retry_after_s(declined: str) -> float:

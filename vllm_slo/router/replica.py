@@ -36,9 +36,6 @@ from vllm_slo.errors import VllmSLOError
 from vllm_slo.router.state_feed import StateFeed
 from vllm_slo.router.token_guard import TokenGuard
 
-__all__ = ["main"]
-
-
 LOOK_S: Final = 0.1
 LAST_WORDS_S: Final = 0.7
 """Time for running requests to end with the engine's error after the engine has died."""

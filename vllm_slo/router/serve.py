@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from vllm_slo.config.serve_args import Flags
 from vllm_slo.config.speculation import SERVERS_KEY
 from vllm_slo.errors import ConfigError, VllmSLOError
 from vllm_slo.router import ray_session
-from vllm_slo.router.arguments import HEAD_NODE, AppArgs, Flags, embedded_config
-
-__all__ = ["add_arguments", "asked_for", "run"]
+from vllm_slo.router.arguments import HEAD_NODE, AppArgs, embedded_config
 
 DEFAULT_HOST: Final = "0.0.0.0"
 DEFAULT_PORT: Final = 8000

@@ -22,8 +22,6 @@ from vllm_slo.router.once import KEPT_S, Once
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER
 
-__all__ = ["ReplicaSpec", "Upstream"]
-
 logger = logging.getLogger("vllm_slo.front")
 
 CONNECT_S: Final = 2.0

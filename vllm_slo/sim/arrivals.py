@@ -21,8 +21,6 @@ from vllm_slo.bench import traces
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.sim.errors import SimulationError
 
-__all__ = ["ARRIVALS", "SQUARE_PERIOD", "SQUARE_RATIO", "Stretch", "Trace", "draw", "read_trace"]
-
 ARRIVALS: Final = ("azure-code", "azure-conv", "poisson", "square")
 TRACES: Final = ("azure-code", "azure-conv", "adaserve")
 SQUARE_PERIOD: Final = 120
@@ -180,16 +178,13 @@ def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) ->
             f"fit: thin: {count} jobs at {rate:g}/s take {window_s:.0f} s, {trace.source} lasts "
             f"{span_s:.0f} s; use fewer jobs, a higher rate, or rescale"
         )
-    starts = times[times <= times[-1] - window_s]
-    sizes = np.searchsorted(times, starts + window_s) - np.arange(len(starts))
-    fitting = np.flatnonzero(sizes >= count)
-    if not len(fitting):
+    drawn = traces.thin(times, window_s, count, rng)
+    if drawn is None:
         raise SimulationError(
             f"fit: thin: window too small: no {window_s:.0f} s of {trace.source} hold {count} "
             f"rows (it has {trace.native_rate:.2f}/s); use a lower rate, or rescale"
         )
-    first = int(rng.choice(fitting))
-    kept = first + np.sort(rng.choice(int(sizes[first]), count, replace=False))
+    first, kept = drawn
     at = np.minimum((times[kept] - times[first]) * rate, np.nextafter(float(count), 0.0))
     return Stretch(at, tuple(trace.rows[i] for i in kept))
 

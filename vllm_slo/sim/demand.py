@@ -78,7 +78,7 @@ def demand(jobs: Sequence[Job], hardware: Hardware) -> Demand:
                 held += stage.tokens
             context = held
     count = max(1, len(jobs))
-    tightest_s = min(one.tightest_tpot_s for job in jobs for one in job.rounds)
+    tightest_s = min(asked.tightest_tpot_s for job in jobs for asked in job.rounds)
     idle_s = min(1.0, model.predict_s(1) / max(tightest_s, 1e-9))
     return Demand(prefill_s / count, decode_s / count, kv_token_s / count, idle_s)
 

@@ -22,8 +22,6 @@ from vllm_slo.core.step_time.model import DEFAULT_MAX_TOKENS, StepTimeModel, chu
 from vllm_slo.errors import ProfileError
 from vllm_slo.sim.errors import SimulationError
 
-__all__ = ["CHUNK_TOKENS", "FRONTEND_S", "Draft", "Hardware", "built_in", "load_hardware"]
-
 CHUNK_TOKENS: Final = 8192
 """Tokens of one step of a lone long prompt: vLLM 0.32's default for a server on an H100."""
 FRONTEND_S: Final = 0.010
@@ -280,10 +278,12 @@ _Whole = Annotated[int, Field(ge=1)]
 _Line = Annotated[list[_Seconds], Field(min_length=3, max_length=3)]
 
 
-class _StepTime(BaseModel):
-    """The keys of ``step_time``; see ``core.step_time.model`` for the equation. Seconds."""
-
+class _Keys(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _StepTime(_Keys):
+    """The keys of ``step_time``; see ``core.step_time.model`` for the equation. Seconds."""
 
     terms: Annotated[list[_Line], Field(min_length=2, max_length=2)]
     kv_s: _Seconds = 0.0
@@ -291,20 +291,16 @@ class _StepTime(BaseModel):
     max_tokens: _Whole = DEFAULT_MAX_TOKENS
 
 
-class _Draft(BaseModel):
+class _Draft(_Keys):
     """The keys of ``draft``; ``Draft`` describes them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1)]
     token_s: _Seconds = 0.0
     kv_share: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = 1.0
 
 
-class _Profile(BaseModel):
+class _Profile(_Keys):
     """The keys of a profile file; ``Hardware`` describes them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1)]
     gpus: _Whole

@@ -47,15 +47,8 @@ from vllm_slo.slo.access import Seal
 from vllm_slo.slo.keys import QUOTE_KEY, TICKET_KEY
 from vllm_slo.slo.model import SLO
 
-__all__ = [
-    "STOP_TOKEN",
-    "AsyncScheduler",
-    "EngineShape",
-    "Outcome",
-    "Scheduler",
-    "StepTime",
-    "VirtualEngine",
-]
+# The rest of the simulator and the benchmarks take vLLM's and vllm-slo's scheduler from here.
+__all__ = ["AsyncScheduler", "EngineShape", "Outcome", "Scheduler", "VirtualEngine"]
 
 StepTime = Callable[[BatchShape], float]
 
@@ -368,16 +361,16 @@ class VirtualEngine:
         self.clock.advance(max(done_s - self.clock.now_s, 0.0))
         result = self._light_result(output) if self._light else self._result(output, sampling)
         for outputs in self._timed(self.scheduler.update_from_output, output, result).values():
-            for one in outputs.outputs:
-                seen = self.outcomes[one.request_id]
+            for request_output in outputs.outputs:
+                seen = self.outcomes[request_output.request_id]
                 if not self._light:
-                    seen.token_times_s += [self.clock.now_s] * len(one.new_token_ids)
-                    seen.token_ids += one.new_token_ids
-                if one.finish_reason is not None:
-                    self.finished.append(one.request_id)
-                    seen.finish_reason = str(one.finish_reason)
-                    seen.stop_reason = one.stop_reason
-                    seen.report = (one.kv_transfer_params or {}).get("vllm_slo")
+                    seen.token_times_s += [self.clock.now_s] * len(request_output.new_token_ids)
+                    seen.token_ids += request_output.new_token_ids
+                if request_output.finish_reason is not None:
+                    self.finished.append(request_output.request_id)
+                    seen.finish_reason = str(request_output.finish_reason)
+                    seen.stop_reason = request_output.stop_reason
+                    seen.report = (request_output.kv_transfer_params or {}).get("vllm_slo")
 
     def _result(self, output: SchedulerOutput, sampling: list[str]) -> ModelRunnerOutput:
         chosen = set(sampling)

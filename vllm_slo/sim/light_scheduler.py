@@ -173,9 +173,9 @@ class LightScheduler(AsyncScheduler):
                 caching and min(end, known) // size > cached.get(request_id, 0)
             ):
                 before = len(running)
-                found, index = self._allocate(step, request, new, index)
+                allocated, index = self._allocate(step, request, new, index)
                 intact = intact and before == len(running)
-                if not found:
+                if not allocated:
                     break
             tokens[request_id] = new
             add(request)
@@ -223,7 +223,7 @@ class LightScheduler(AsyncScheduler):
             if not queue or step.inputs <= slots:
                 return
             request = queue.peek_request()
-            found, computed, request.shared_prefix_boundary, _ = self._get_local_prefix_cache_hit(
+            cached, computed, request.shared_prefix_boundary, _ = self._get_local_prefix_cache_hit(
                 request
             )
             room = min(step.budget, step.inputs - slots)
@@ -239,7 +239,7 @@ class LightScheduler(AsyncScheduler):
                 request,
                 new,
                 num_new_computed_tokens=computed,
-                new_computed_blocks=found,
+                new_computed_blocks=cached,
                 num_lookahead_tokens=self.num_lookahead_tokens,
                 full_sequence_must_fit=self.scheduler_reserve_full_isl,
                 has_scheduled_reqs=bool(self.running),

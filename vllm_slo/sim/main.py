@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -138,73 +138,77 @@ def labelled(options: Options, setting: Setting, console: Console) -> list[tuple
     return tuned
 
 
-def run_rates(options: Options, console: Console) -> list[Row]:
-    """Every system at every rate, run to the end."""
-    rows = []
+def groups_of(options: Options, console: Console) -> Iterator[list[Row]]:
+    """A row without results for every system, in each setting on each number of replicas."""
     for setting in options.settings:
         systems = labelled(options, setting, console)
         for replicas in options.replicas:
             scaled = setting.with_replicas(replicas)
-            cases = [Case(scaled, system) for _, system in systems]
-            with bar(console, f"{setting.scenario}, {replicas} replicas") as progress:
-                points = sweep(
-                    cases,
-                    options.rates,
-                    options.seeds,
-                    with_load=options.out is not None,
-                    processes=options.processes,
-                    progress=progress,
-                )
-            rows += [
-                Row(label, scaled, system, tuple(measured))
-                for (label, system), measured in zip(systems, points, strict=True)
-            ]
+            yield [Row(label, scaled, system) for label, system in systems]
+
+
+def run_rates(options: Options, console: Console) -> list[Row]:
+    """Every system at every rate, run to the end."""
+    load = options.out is not None
+    rows: list[Row] = []
+    for group in groups_of(options, console):
+        title = f"{group[0].setting.scenario}, {group[0].replicas} replicas"
+        rows += add_points(group, options.rates, options, console, title, with_load=load)
     return rows
 
 
 def run_capacities(options: Options, console: Console) -> list[Row]:
     """The capacity of every system; with pictures, also the rates around it."""
-    rows = []
-    for setting in options.settings:
-        systems = labelled(options, setting, console)
-        questions = questions_of(options.targets, setting)
-        for replicas in options.replicas:
-            scaled = setting.with_replicas(replicas)
-            cases = [Case(scaled, system) for _, system in systems]
-            with bar(console, f"{setting.scenario}, {replicas} replicas: capacity") as progress:
-                found = find_capacities(
-                    cases,
-                    questions,
-                    options.seeds,
-                    precision=options.precision,
-                    processes=options.processes,
-                    progress=progress,
-                )
-            made = [
-                Row(label, scaled, system, (), capacities)
-                for (label, system), capacities in zip(systems, found, strict=True)
-            ]
-            if options.out is not None and replicas == options.replicas[0]:
-                made = add_curves(made, options, console)
-            rows += made
+    rows: list[Row] = []
+    for group in groups_of(options, console):
+        setting, replicas = group[0].setting, group[0].replicas
+        with bar(console, f"{setting.scenario}, {replicas} replicas: capacity") as progress:
+            searched = find_capacities(
+                [Case(row.setting, row.system) for row in group],
+                questions_of(options.targets, setting),
+                options.seeds,
+                precision=options.precision,
+                processes=options.processes,
+                progress=progress,
+            )
+        made = [
+            replace(row, capacities=capacities)
+            for row, capacities in zip(group, searched, strict=True)
+        ]
+        if options.out is not None and replicas == options.replicas[0]:
+            made = add_curves(made, options, console)
+        rows += made
     return rows
 
 
-def add_curves(rows: Sequence[Row], options: Options, console: Console) -> list[Row]:
+def add_curves(rows: list[Row], options: Options, console: Console) -> list[Row]:
     """Add points from below the lowest capacity to above the highest."""
     kept = [score for row in rows if (score := row.capacities[0].score) > 0]
     if not kept:
-        return list(rows)
+        return rows
     low, high = 0.6 * min(kept), 1.4 * max(kept)
     step = (high / low) ** (1 / (CURVE_POINTS - 1))
     rates = [low * step**place for place in range(CURVE_POINTS)]
-    cases = [Case(row.setting, row.system) for row in rows]
-    with bar(console, f"{rows[0].setting.scenario}: rates around the capacity") as progress:
+    title = f"{rows[0].setting.scenario}: rates around the capacity"
+    return add_points(rows, rates, options, console, title, with_load=True)
+
+
+def add_points(
+    rows: Sequence[Row],
+    rates: Sequence[float],
+    options: Options,
+    console: Console,
+    title: str,
+    *,
+    with_load: bool,
+) -> list[Row]:
+    """Run each row at each rate, under a progress bar with that title."""
+    with bar(console, title) as progress:
         points = sweep(
-            cases,
+            [Case(row.setting, row.system) for row in rows],
             rates,
             options.seeds,
-            with_load=True,
+            with_load=with_load,
             processes=options.processes,
             progress=progress,
         )

@@ -62,13 +62,13 @@ def stage_tpots_s(asked: Round, token_times_s: Sequence[float]) -> list[float | 
 
     Only tokens that came are measured, so an unfinished answer is measured up to its last token.
     """
-    found: list[float | None] = []
+    worst: list[float | None] = []
     start = 0
     for stage in asked.stages:
         end = start + stage.tokens
-        found.append(worst_window_tpot_s(token_times_s[max(start - 1, 0) : end]))
+        worst.append(worst_window_tpot_s(token_times_s[max(start - 1, 0) : end]))
         start = end
-    return found
+    return worst
 
 
 def round_kept(asked: Round, got: RoundResult) -> bool:
@@ -186,8 +186,8 @@ class Summary:
 
 
 def _percentile(values: Iterable[float], q: float) -> float | None:
-    found = list(values)
-    return float(np.percentile(found, q)) if found else None
+    known = list(values)
+    return float(np.percentile(known, q)) if known else None
 
 
 def _share(flags: Sequence[bool]) -> float:

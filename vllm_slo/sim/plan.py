@@ -225,14 +225,14 @@ def make_plan(
         return all(run_tasks(window_keeps, tasks, processes))
 
     least = math.ceil(rate / need.limit(hardware) / system.engines)
-    found = smallest(keeps, max_replicas, least)
-    shown = sorted({found or max_replicas, (found or max_replicas) - 1} - {0})
+    least_kept = smallest(keeps, max_replicas, least)
+    shown = sorted({least_kept or max_replicas, (least_kept or max_replicas) - 1} - {0})
     tasks = [(case(n), rate / case(n).gpus, seed) for n in shown for seed in seeds]
     windows = iter(run_tasks(measure_window, tasks, processes))
     points = {n: Point.of(rate / case(n).gpus, [next(windows) for _ in seeds]) for n in shown}
     shares = {n: _shares(need, rate / (n * system.engines), setting) for n in shown}
     return Plan(
-        setting, system, rate, question, found, max_replicas, jobs, points, shares
+        setting, system, rate, question, least_kept, max_replicas, jobs, points, shares
     )  # fmt: skip
 
 
@@ -283,8 +283,8 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console()
     if args.json:
         command = shlex.join(["vllm-slo", *sys.argv[1:]])
-        found = [plan.to_dict(command) for plan in plans]
-        text = json.dumps(found[0] if len(found) == 1 else found, indent=1, allow_nan=False)
+        reports = [plan.to_dict(command) for plan in plans]
+        text = json.dumps(reports[0] if len(reports) == 1 else reports, indent=1, allow_nan=False)
         sys.stdout.write(text + "\n")
     else:
         for plan in plans:

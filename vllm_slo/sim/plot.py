@@ -40,17 +40,17 @@ _TAIL: Final = 0.03
 
 def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Colour, marker and line width by label; vllm-slo's differ most, the others keep an order."""
-    found: dict[str, dict[str, Any]] = {}
+    looks: dict[str, dict[str, Any]] = {}
     others = [label for label in labels if label != "vllm-slo"]
     for place, label in enumerate(others):
-        found[label] = {
+        looks[label] = {
             "color": _OTHERS[place % len(_OTHERS)],
             "marker": _MARKERS[place % len(_MARKERS)],
             "linewidth": 1.6,
             "markersize": 5,
         }
     ours = {"color": _OURS, "marker": "o", "linewidth": 2.6, "markersize": 6, "zorder": 5}
-    return found | {"vllm-slo": ours}
+    return looks | {"vllm-slo": ours}
 
 
 def _family(row: Row) -> str:
@@ -68,17 +68,18 @@ def _panels(count: int, height: float, width: float = 4.6) -> tuple[Figure, list
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(lines, columns, squeeze=False)
-    axes = [one for line in grid for one in line]
-    for one in axes[count:]:
-        one.set_visible(False)
+    axes = [axis for line in grid for axis in line]
+    for axis in axes[count:]:
+        axis.set_visible(False)
     return figure, axes[:count]
 
 
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend below the panels, of all that they show."""
+def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
+    """Add a title, and below the panels one legend of all that they show."""
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     handles: dict[str, Any] = {}
-    for one in axes:
-        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     # The longest label decides how many labels fit into a row.
     widest = max((len(label) for label in handles), default=1)
@@ -127,23 +128,19 @@ def draw_attainment(report: Report, target: float) -> Figure | None:
         return None
     figure, axes = _panels(len(groups), 3.4)
     looks = _looks(list(dict.fromkeys(_family(row) for group in groups for row in group)))
-    for one, group in zip(axes, groups, strict=True):
-        _draw_curves(one, group, looks, target)
+    for panel, group in zip(axes, groups, strict=True):
+        _draw_curves(panel, group, looks, target)
     hardware = ", ".join(dict.fromkeys(g[0].setting.hardware.name for g in groups))
     shaded = len(report.seeds) > 1 and any(len(group) <= _SHADED for group in groups)
     shade = "; shaded: lowest to highest window" if shaded else ""
-    figure.suptitle(
-        f"SLO attainment by rate on {hardware}\n(further right is better{shade})",
-        fontsize=12, fontweight="bold", x=0.01, ha="left",
-    )  # fmt: skip
-    _legend(figure, axes)
+    _finish(figure, axes, f"SLO attainment by rate on {hardware}\n(further right is better{shade})")
     return figure
 
 
 def _draw_load(axes: Axes, group: Sequence[Row], looks: dict[str, Any]) -> None:
     lines: list[tuple[Sequence[float], list[float]]] = []
     for row in group:
-        load = max(row.points, key=lambda one: one.rate).load
+        load = max(row.points, key=lambda point: point.rate).load
         if load is None:
             continue
         look = {k: v for k, v in looks[_family(row)].items() if k in ("color", "linewidth")}
@@ -184,13 +181,9 @@ def draw_load(report: Report) -> Figure | None:
         return None
     figure, axes = _panels(len(groups), 3.4, 7.5 if len(groups) == 1 else 4.8)
     looks = _looks(list(dict.fromkeys(_family(row) for group in groups for row in group)))
-    for one, group in zip(axes, groups, strict=True):
-        _draw_load(one, group, looks)
-    figure.suptitle(
-        "Requests in the system over time (lower is better)",
-        fontsize=12, fontweight="bold", x=0.01, ha="left",
-    )  # fmt: skip
-    _legend(figure, axes)
+    for panel, group in zip(axes, groups, strict=True):
+        _draw_load(panel, group, looks)
+    _finish(figure, axes, "Requests in the system over time (lower is better)")
     return figure
 
 
@@ -200,12 +193,19 @@ def _draw_scaling(axes: Axes, rows: Sequence[Row], looks: dict[str, Any]) -> Non
     highest = 0.0
     for label in dict.fromkeys(_family(row) for row in rows):
         members = [row for row in rows if _family(row) == label]
-        found = [(row, row.capacities[0]) for row in members if row.capacities[0].rate]
-        if not found:
+        measured = [(row, row.capacities[0]) for row in members if row.capacities[0].rate]
+        if not measured:
             continue
-        gpus = [row.system.engines * row.setting.hardware.gpus * row.replicas for row, _ in found]
-        total = [(one.rate or 0.0) * n for (_, one), n in zip(found, gpus, strict=True)]
-        error = [(one.half_width or 0.0) * n for (_, one), n in zip(found, gpus, strict=True)]
+        gpus = [
+            row.system.engines * row.setting.hardware.gpus * row.replicas for row, _ in measured
+        ]
+        total = [
+            (capacity.rate or 0.0) * n for (_, capacity), n in zip(measured, gpus, strict=True)
+        ]
+        error = [
+            (capacity.half_width or 0.0) * n
+            for (_, capacity), n in zip(measured, gpus, strict=True)
+        ]
         axes.errorbar(gpus, total, error, label=label, capsize=3, elinewidth=1.2, **looks[label])
         end = total[0] / gpus[0] * max(gpus)
         axes.plot(
@@ -232,7 +232,7 @@ def draw_scaling(report: Report) -> Figure | None:
     for row in report.rows:
         if row.capacities:
             sizes.setdefault((row.setting.scenario, _family(row)), set()).add(row.replicas)
-    scaled = {key for key, found in sizes.items() if len(found) > 1}
+    scaled = {key for key, replicas in sizes.items() if len(replicas) > 1}
     rows = [
         row
         for row in report.rows
@@ -243,14 +243,12 @@ def draw_scaling(report: Report) -> Figure | None:
     scenarios = list(dict.fromkeys(row.setting.scenario for row in rows))
     figure, axes = _panels(len(scenarios), 3.4)
     looks = _looks(list(dict.fromkeys(_family(row) for row in rows)))
-    for one, scenario in zip(axes, scenarios, strict=True):
-        _draw_scaling(one, [row for row in rows if row.setting.scenario == scenario], looks)
+    for panel, scenario in zip(axes, scenarios, strict=True):
+        _draw_scaling(panel, [row for row in rows if row.setting.scenario == scenario], looks)
     share = rows[0].capacities[0].question.percent
-    figure.suptitle(
-        f"Capacity at {share} by number of GPUs\n(dotted: in proportion to the first)",
-        fontsize=12, fontweight="bold", x=0.01, ha="left",
-    )  # fmt: skip
-    _legend(figure, axes)
+    _finish(
+        figure, axes, f"Capacity at {share} by number of GPUs\n(dotted: in proportion to the first)"
+    )
     return figure
 
 

@@ -66,10 +66,10 @@ class Report:
 
     def groups(self) -> list[list[Row]]:
         """Rows of one scenario and number of replicas, in order."""
-        found: dict[tuple[str, int], list[Row]] = {}
+        groups: dict[tuple[str, int], list[Row]] = {}
         for row in self.rows:
-            found.setdefault((row.setting.scenario, row.replicas), []).append(row)
-        return list(found.values())
+            groups.setdefault((row.setting.scenario, row.replicas), []).append(row)
+        return list(groups.values())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form. Times in seconds, rates in jobs/s per GPU."""
@@ -107,8 +107,8 @@ def _row_dict(row: Row, base: Row | None) -> dict[str, Any]:
         "trace_file": str(setting.trace_file) if setting.trace_file else None,
         "points": [_point_dict(point) for point in row.points],
         "capacities": [
-            _capacity_dict(one, base.capacities[place] if base else None)
-            for place, one in enumerate(row.capacities)
+            _capacity_dict(capacity, base.capacities[place] if base else None)
+            for place, capacity in enumerate(row.capacities)
         ],
     }
 
@@ -123,26 +123,26 @@ def _point_dict(point: Point) -> dict[str, Any]:
     }
 
 
-def _capacity_dict(one: Capacity, base: Capacity | None) -> dict[str, Any]:
-    times = ratio(one, base) if base else None
+def _capacity_dict(capacity: Capacity, base: Capacity | None) -> dict[str, Any]:
+    times = ratio(capacity, base) if base else None
     return {
-        "attainment": one.question.target,
-        "every": one.question.every,
-        "rate_per_gpu": one.rate,
-        "half_width": one.half_width,
-        "text": one.text,
-        "windows": [{**asdict(w), "censored": w.censored} for w in one.windows],
+        "attainment": capacity.question.target,
+        "every": capacity.question.every,
+        "rate_per_gpu": capacity.rate,
+        "half_width": capacity.half_width,
+        "text": capacity.text,
+        "windows": [{**asdict(w), "censored": w.censored} for w in capacity.windows],
         "times_first_stock_system": list(times) if times else None,
     }
 
 
 def hardware_dict(hardware: Hardware) -> dict[str, Any]:
     """JSON form of a hardware profile."""
-    found = asdict(hardware)
-    found["step_time"] = {
-        name: found["step_time"][name] for name in ("terms", "kv_s", "pair_s", "max_tokens")
+    data = asdict(hardware)
+    data["step_time"] = {
+        name: data["step_time"][name] for name in ("terms", "kv_s", "pair_s", "max_tokens")
     }
-    return found
+    return data
 
 
 def versions() -> dict[str, str | None]:
@@ -217,20 +217,20 @@ def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType
     )
     for row in group:
         point = row.points[place]
-        found = point.summary
+        summary = point.summary
         width = "" if point.half_width is None else f" +- {100 * point.half_width:.1f}"
-        late = found.missed_latency_p99_s
+        late = summary.missed_latency_p99_s
         made.add_row(
             escape(row.label),
-            percent(found.attainment) + width,
-            *(percent(found.by_application[name]) for name in shown),
-            percent(found.token_attainment),
-            f"{milliseconds(found.ttft_p50_s)} / {milliseconds(found.ttft_p99_s)}",
-            f"{milliseconds(found.tpot_p50_s)} / {milliseconds(found.tpot_p99_s)}",
+            percent(summary.attainment) + width,
+            *(percent(summary.by_application[name]) for name in shown),
+            percent(summary.token_attainment),
+            f"{milliseconds(summary.ttft_p50_s)} / {milliseconds(summary.ttft_p99_s)}",
+            f"{milliseconds(summary.tpot_p50_s)} / {milliseconds(summary.tpot_p99_s)}",
             "-" if late is None else f"{late:.1f}",
-            "-" if found.promised is None else f"{found.promised_missed} of {found.promised}",
-            str(found.unfinished),
-            f"{point.rate * found.attainment:.3g}",
+            "-" if summary.promised is None else f"{summary.promised_missed} of {summary.promised}",
+            str(summary.unfinished),
+            f"{point.rate * summary.attainment:.3g}",
         )
     return made
 
@@ -240,27 +240,27 @@ def _capacity_table(group: Sequence[Row], seeds: int) -> RenderableType:
 
     base = base_of(group)
     headings = []
-    for one in group[0].capacities:
-        share = one.question.percent.replace(" of every", "\nof every")
+    for capacity in group[0].capacities:
+        share = capacity.question.percent.replace(" of every", "\nof every")
         headings.append(f"jobs/s per GPU\nat {share}")
         if base:
             headings.append(f"times\n{escape(base.label)}")
     made = table(f"{_title(group[0], seeds)}: capacity", "system", headings)
     for row in group:
         cells = []
-        for place, one in enumerate(row.capacities):
-            cells.append(one.text)
+        for place, capacity in enumerate(row.capacities):
+            cells.append(capacity.text)
             if base:
-                cells.append("1" if row is base else _times(one, base.capacities[place]))
+                cells.append("1" if row is base else _times(capacity, base.capacities[place]))
         made.add_row(escape(row.label), *cells)
     return made
 
 
-def _times(one: Capacity, base: Capacity) -> str:
-    found = ratio(one, base)
-    if found is None:
+def _times(capacity: Capacity, base: Capacity) -> str:
+    times = ratio(capacity, base)
+    if times is None:
         return "-"
-    mean, low, high = found
+    mean, low, high = times
     top = f"{high:.2f}" if high < 100 else f"{high:.0f}"
     return f"{mean:.2f}" if low == high else f"{mean:.2f} ({low:.2f} to {top})"
 

@@ -64,8 +64,8 @@ def find_speedup(question: Mapping[str, Any]) -> float:
         ]
         return sum(kept) >= question["attainment"] * len(kept)
 
-    found = find_threshold(keeps, 1.0, precision=PRECISION)
-    return found.kept or found.lowest
+    threshold = find_threshold(keeps, 1.0, precision=PRECISION)
+    return threshold.kept or threshold.lowest
 
 
 def jobs(window: Sequence[Mapping[str, Any]], speedup: float) -> list[Job]:

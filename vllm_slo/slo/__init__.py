@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks for, how it says so, and what it is told."""
+"""What a request asks for, the carriers that say so, and the answers that it gets."""

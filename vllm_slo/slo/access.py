@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask for what: API keys, what they are granted, and the seal on what was checked.
+"""Which API key may ask for which objectives, and the seal on what was checked.
 
-The process that takes a request in checks it and seals its flat keys with a secret that the
-server's processes share. The scheduler believes no other internal key, and where access is checked
-no other SLO key at all.
+The process that receives a request checks it and seals its flat keys with a secret that the
+server's processes share. The scheduler accepts internal keys only with a seal. Where access is
+checked it accepts no SLO key without one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vllm_slo.slo.model import SLO
 __all__ = ["SEAL_VARIABLE", "Access", "Seal", "bearer_of", "check_internal"]
 
 SEAL_VARIABLE: Final = "VLLMSLO_SEAL"
-"""Environment variable with the secret of the seal; the first process of a server makes it up and
-its children inherit it. Where engines run on machines of their own, the operator sets it on all."""
+"""Environment variable with the secret of the seal. The first process of a server makes it up, and
+its children inherit it. Where engines run on other machines, the operator sets it on all."""
 
 _NO_OBJECTIVES: Final = frozenset(
     {
@@ -42,15 +42,15 @@ _NO_OBJECTIVES: Final = frozenset(
         "slo_class",
     }
 )
-"""Fields of an SLO that set no objective. What is not known here counts as an objective."""
+"""Fields of an SLO that set no objective. Every other field counts as one."""
 _PACE: Final = ("session_e2e_ms", "session_rounds", "expected_output_tokens")
-"""Fields from which the pace of a session's rounds follows: objectives in all but name."""
+"""Fields that determine how fast a session's rounds must be: they act like objectives."""
 _NOTHING: Final = GrantConfig(classes=[], tiers=["best_effort"], objectives=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Grant:
-    """What one key may ask for; `tenant` None: requests have none."""
+    """What one key may ask for, and the tenant of its requests; None: they have none."""
 
     may: GrantConfig
     tenant: str | None
@@ -59,11 +59,11 @@ class _Grant:
 class Seal:
     """A keyed digest over the flat SLO keys of one request.
 
-    It proves that they were checked, and to be what they are now. Who sees a seal can only repeat
-    what it seals.
+    It proves that the keys were checked and have not changed since. A seal that is copied is valid
+    for the same keys and values only.
 
     Args:
-        secret: shared by who seals and who checks.
+        secret: shared by the processes that seal and that check.
     """
 
     def __init__(self, secret: str) -> None:
@@ -71,16 +71,17 @@ class Seal:
 
     @classmethod
     def from_environment(cls) -> Seal | None:
-        """The seal of this server; None where nobody has made up its secret."""
+        """The seal of this server; None where the environment holds no secret."""
         secret = os.environ.get(SEAL_VARIABLE)
         return cls(secret) if secret else None
 
     @classmethod
     def of_checked(cls) -> Seal:
-        """The seal where requests are checked.
+        """The seal, where access is checked.
 
         Raises:
-            ConfigError: there is none, so what comes cannot be told from what was not checked.
+            ConfigError: the environment holds no secret, so no request can prove that it was
+                checked.
         """
         seal = cls.from_environment()
         if seal is None:
@@ -102,10 +103,10 @@ class Seal:
         return hmac.new(self._secret, sealed, hashlib.sha256).hexdigest()
 
     def check(self, extra: Mapping[str, Any] | None) -> None:
-        """Nothing, if `extra` has no SLO keys or they are sealed.
+        """Refuse SLO keys without a valid seal.
 
         Raises:
-            InvalidSLOError: they came past the check.
+            InvalidSLOError: `extra` has SLO keys, and they are not sealed.
         """
         if extra is None or not any(map(_is_sealed, extra)):
             return
@@ -126,13 +127,17 @@ class Seal:
 
 
 def check_internal(extra: Mapping[str, Any] | None, seal: Seal | None) -> None:
-    """Nothing, if `extra` has no internal keys or they are sealed.
+    """Refuse internal keys without a valid seal.
+
+    Args:
+        extra: the flat keys of a request.
+        seal: of this server; None: it has none, so no internal key is valid.
 
     Raises:
-        InvalidSLOError: somebody else wrote them, or nobody here could have.
+        InvalidSLOError: `extra` has internal keys, and they are not sealed.
     """
-    found = next((key for key in INTERNAL_KEYS if extra and key in extra), None)
-    if found is None:
+    internal = next((key for key in INTERNAL_KEYS if extra and key in extra), None)
+    if internal is None:
         return
     try:
         if seal is not None:
@@ -141,7 +146,7 @@ def check_internal(extra: Mapping[str, Any] | None, seal: Seal | None) -> None:
     except InvalidSLOError:
         pass
     fix = f"leave it out; several machines of one server need the same {SEAL_VARIABLE}"
-    raise InvalidSLOError(found, "is not a field of an SLO", fix)
+    raise InvalidSLOError(internal, "is not a field of an SLO", fix)
 
 
 def _is_sealed(key: object) -> bool:
@@ -149,23 +154,23 @@ def _is_sealed(key: object) -> bool:
 
 
 def _written(value: object) -> str:
-    """A value as it is sealed: 1 and 1.0 are one, since not every encoding tells them apart."""
+    """A value as it is sealed. 1 and 1.0 are equal, since not every encoding keeps the type."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):
-        return f"{value:x}"  # of any length, which decimal digits are not
+        return f"{value:x}"  # Python limits the length of decimal digits
     return repr(value) if isinstance(value, str | float) else type(value).__name__
 
 
 class Access:
-    """The keys of one server.
+    """The API keys of one server and their grants.
 
     Args:
         config: section ``access``.
-        environ: where keys named by a variable are found.
+        environ: environment variables, which may hold keys.
 
     Raises:
-        ConfigError: a key cannot be had, or two names have the same one; one line without the key.
+        ConfigError: a key cannot be read, or two names have the same key; one line without the key.
     """
 
     def __init__(self, config: AccessConfig, environ: Mapping[str, str] = os.environ) -> None:
@@ -186,17 +191,17 @@ class Access:
         *,
         own: bool,
     ) -> SLO:
-        """What a request may have of what it asks for, its tenant set.
+        """The SLO that a request may have, with its tenant.
 
         Args:
             slo: of the request, its class applied.
             raw_headers: ASGI headers, with the key.
             classes: configured classes by name.
-            own: whether the request asks for it itself; if not, it is the default class, and who
-                may not have that is served best effort.
+            own: whether the request states the SLO itself. If not, it is of the default class; a
+                key that may not have that class is served best effort.
 
         Raises:
-            ForbiddenSLOError: its key may not ask for that; names the field.
+            ForbiddenSLOError: the key may not ask for that; names the field.
         """
         grant = self._grant(bearer_of(raw_headers))
         try:
@@ -208,14 +213,14 @@ class Access:
         return replace(slo, tenant=grant.tenant)
 
     def _grant(self, key: bytes | None) -> _Grant:
-        """What this key is granted; all are compared: the time must not tell which one it was."""
-        found = self._others
+        """The grant of a key. All are compared, so the time does not tell which one matched."""
+        granted = self._others
         if key is not None:
             given = hashlib.sha256(key).digest()
             for digest, grant in self._grants.items():
                 if hmac.compare_digest(given, digest):
-                    found = grant
-        return found
+                    granted = grant
+        return granted
 
 
 def bearer_of(raw_headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -243,7 +248,11 @@ def _digest_of(name: str, key: KeyConfig, environ: Mapping[str, str]) -> bytes:
 
 
 def _check(slo: SLO, grant: _Grant, classes: Mapping[str, SLO]) -> None:
-    """Whether the grant covers what is asked for; what its class says it always may have."""
+    """Refuse what the grant does not cover. Values that the class of the SLO sets are allowed.
+
+    Raises:
+        ForbiddenSLOError: names the field.
+    """
     may = grant.may
     if slo.tenant is not None and slo.tenant != grant.tenant:
         raise _forbidden("tenant", slo.tenant, f"leave it out, or say {grant.tenant or 'nothing'}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections `access` and `quotas` of the configuration: who may ask for what, and how much."""
+"""The sections `access` and `quotas` of the configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_tenant(name: str | None) -> str | None:
 
 
 class GrantConfig(BaseModel):
-    """What those who hold a key may ask for."""
+    """What requests with a key may ask for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

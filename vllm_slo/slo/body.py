@@ -36,7 +36,7 @@ _Large = msgspec.Raw | msgspec.UnsetType
 
 
 class _Fields(msgspec.Struct, gc=False):
-    """Fields of a body that are looked at. Prompts are skipped over, not built."""
+    """The fields of a body that matter here. Prompts are skipped over, not built."""
 
     slo: Any = _UNSET
     vllm_xargs: Any = _UNSET
@@ -56,22 +56,22 @@ _NAMES: Final = _Fields.__struct_fields__
 
 
 def peek(body: bytes) -> dict[str, Any] | None:
-    """As `read_body`, but with the fields only that matter here, and much faster.
+    """As `read_body`, but only the fields of `_Fields`, and much faster.
 
     Prompts (``prompt``, ``prompt_embeds``, ``messages``) may be `msgspec.Raw`: decode them where
-    they are needed. What the fast reader does not take, vLLM's may, so it is read by that then.
+    they are needed. A body that the fast reader refuses is read as vLLM reads it.
     """
     try:
         fields = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        given = read_body(body)
-        return given and {name: given[name] for name in _NAMES if name in given}
+        request = read_body(body)
+        return request and {name: request[name] for name in _NAMES if name in request}
     values = ((name, getattr(fields, name)) for name in _NAMES)
     return {name: value for name, value in values if value is not _UNSET}
 
 
 def prompts_in(request: Mapping[str, Any]) -> int:
-    """For how many prompts a peeked request asks; a list of token ids is one."""
+    """The number of prompts in a peeked request; a list of token ids is one prompt."""
     listed = [_decoded(request.get(key)) for key in ("prompt", "prompt_embeds", "messages")]
     several = [
         len(prompts)
@@ -82,7 +82,7 @@ def prompts_in(request: Mapping[str, Any]) -> int:
 
 
 def _decoded(value: object) -> object:
-    """A prompt as vLLM reads it; None if it does not."""
+    """A prompt as vLLM reads it; None if it is not JSON."""
     if not isinstance(value, msgspec.Raw):
         return value
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SLO of one HTTP request: where its carriers are, and the configuration it is read with.
+"""The SLO of one HTTP request: its carriers, and the configuration with which they are read.
 
-Shared by those who see requests as HTTP: the middleware of one server and the front of several.
+Shared by the middleware of one server and the front of several.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ ROUTES: Final = frozenset(
         "/v1/messages",
     }
 )
-"""Routes below /v1 that generate from a JSON body, each in the words of its own API."""
+"""Routes below /v1 that generate from a JSON body."""
 QUOTE_ROUTE: Final = "/v1/slo/quote"
 FORWARDED: Final = "vllm_slo.forwarded"
-"""Key of the ASGI scope that holds what a trusted front says of the request it sends."""
+"""Key of the ASGI scope that holds the `Forwarded` of a request that a trusted front sends."""
 
 
 class Forwarded(TypedDict):
-    """What the front of several replicas says of one request.
+    """What the front of several replicas adds to one request.
 
     Attributes:
-        age_ms: for how long the front has had it already.
-        ticket: its mark at this replica, from 1.
-        on_unattainable: what to do if it cannot be promised, whatever it says itself: refuse it
-            (the front goes on elsewhere) or serve it; None: as it says.
+        age_ms: for how long the front has had the request.
+        ticket: the front's mark of the request at this replica, from 1.
+        on_unattainable: what to do if the request cannot be promised, in place of its own
+            `on_unattainable`: refuse it (the front tries another replica) or serve it; None: its
+            own counts.
     """
 
     age_ms: float
@@ -61,13 +62,13 @@ class Forwarded(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The part of the configuration that requests are read with.
+    """The part of the configuration with which requests are read.
 
     Attributes:
         classes: configured classes by name.
         service_tiers: service tier -> class name.
         default: SLO of the requests that carry none; None when no default class is configured.
-        thinking: whether the server tells thinking from the answer.
+        thinking: whether the server tells the model's thinking from its answer.
         priorities: vLLM's or Dynamo's priority -> class name.
         reads_session_id: whether vLLM's session id names the session.
         decline_status: HTTP status of a declined request.
@@ -84,16 +85,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Carriers:
-    """Where one request says what it asks for; `empty` when nowhere.
+    """The carriers of one request's SLO, unchecked.
 
     Attributes:
-        body: its field ``slo``, or None.
-        in_body: whether it has that field at all.
-        xargs: its field ``vllm_xargs``, whatever that is.
-        in_xargs: whether one of their keys is the SLO's.
+        body: the body field ``slo``, or None.
+        in_body: whether the body has that field.
+        xargs: the body field ``vllm_xargs``, of any type.
+        in_xargs: whether one of its keys is the SLO's.
         headers: the SLO headers, names in lower case.
-        service_tier: OpenAI's field, or None.
-        hints: what gateways, vLLM and Dynamo say in words of their own; unchecked.
+        service_tier: OpenAI's body field, or None.
+        hints: see `vllm_slo.slo.hints`.
     """
 
     body: Any
@@ -106,29 +107,31 @@ class Carriers:
 
     @property
     def explicit(self) -> bool:
-        """Whether the request says something that has no meaning but an SLO's."""
+        """Whether a carrier is there that has no other meaning than an SLO."""
         return self.in_body or self.in_xargs or any(name in HEADER_FIELDS for name in self.headers)
 
     @property
     def empty(self) -> bool:
+        """Whether no carrier is there."""
         return not (self.explicit or self.service_tier is not None or self.hints)
 
     def with_xargs(self, xargs: Mapping[str, Any]) -> Carriers:
-        """The same with other ``vllm_xargs``."""
+        """These carriers with other ``vllm_xargs``."""
         return replace(self, xargs=xargs, in_xargs=has_slo_key(xargs))
 
     def without_hints(self, names: Collection[str]) -> Carriers:
-        """The same without these hints."""
+        """These carriers without some hints."""
         left = {name: value for name, value in self.hints.items() if name not in names}
         return replace(self, hints=left)
 
     def without_hints_of(self, field: str) -> Carriers | None:
-        """The same without the hints that may have set this field of the SLO; None: it has none."""
+        """These carriers without the hints that may have set a field of the SLO; None: no hint has
+        set it."""
         names = HINTS_OF.get(field, frozenset()) & self.hints.keys()
         return self.without_hints(names) if names else None
 
     def resolve(self, policy: Policy, arrival_s: float) -> SLO | None:
-        """What the carriers ask for together; None when they ask for nothing.
+        """The SLO that the carriers state together; None if they state none.
 
         Raises:
             InvalidSLOError: a carrier holds a mistake, or two carriers disagree.
@@ -173,9 +176,9 @@ def carriers_of(request: Mapping[str, Any], headers: Mapping[str, str]) -> Carri
 def asked_by(
     request: Mapping[str, Any], carriers: Carriers, policy: Policy, arrival_s: float
 ) -> tuple[SLO | None, bool]:
-    """The SLO of a request, and whether it asks for it itself; if not, it is the default class.
+    """(SLO of a request, whether the request states it itself). Otherwise it is the default SLO.
 
-    A beam search has none: it is many small requests of the engine.
+    A beam search has no SLO: it is many small requests of the engine.
 
     Raises:
         InvalidSLOError: a carrier holds a mistake, or two carriers disagree.

@@ -56,17 +56,26 @@ _DECIMAL: Final = re.compile(r"[+-]?(\d{1,32}(\.\d{0,32})?|\.\d{1,32})([eE][+-]?
 
 @dataclass(slots=True)
 class Claims:
-    """Fields said so far by the explicit carriers: attribute -> (value, carrier)."""
+    """What the carriers that were read so far state.
 
-    said: dict[str, tuple[object, str]] = field(default_factory=dict)
+    Attributes:
+        by_name: attribute of the SLO -> (value, carrier).
+    """
+
+    by_name: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     def values(self) -> dict[str, object]:
-        return {name: value for name, (value, _) in self.said.items()}
+        """Attribute -> value."""
+        return {name: value for name, (value, _) in self.by_name.items()}
 
     def add(self, name: str, value: object, carrier: str) -> None:
-        """Record a validated value; a carrier that disagrees with an earlier one is an error."""
+        """Record a value.
+
+        Raises:
+            InvalidSLOError: it is not valid, or an earlier carrier states another.
+        """
         value = validate(name, value)
-        before = self.said.setdefault(name, (value, carrier))
+        before = self.by_name.setdefault(name, (value, carrier))
         if not _same(before[0], value):
             raise InvalidSLOError(
                 PUBLIC_OF[name],
@@ -75,6 +84,7 @@ class Claims:
             )
 
     def add_body(self, body: object) -> None:
+        """Read the body field ``slo``."""
         if not isinstance(body, Mapping):
             fix = 'give an object, for example {"ttft_ms": 500, "tpot_ms": 50} or {"class": "chat"}'
             raise InvalidSLOError("slo", f"{echo(body)} is not an object", fix)
@@ -88,6 +98,13 @@ class Claims:
     def add_xargs(
         self, xargs: object, arrival_s: float | None, internal: tuple[str, ...] = ()
     ) -> None:
+        """Read the flat keys of ``vllm_xargs`` or ``extra_args``.
+
+        Args:
+            xargs: the keys and values; other keys than the SLO's are ignored.
+            arrival_s: arrival of the request, epoch seconds; needed for `DDL_KEY` only.
+            internal: keys that are ignored, too.
+        """
         if xargs is None:
             return
         if not isinstance(xargs, Mapping):
@@ -112,12 +129,15 @@ class Claims:
                 self.add(name, value, f"vllm_xargs {key}")
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
-        """Times in headers follow llm-d: its own names win over the older ones, 0 and less has
-        expired, too large a value is the largest, and an empty one says nothing."""
-        low = {header.lower(): text.strip() for header, text in headers.items()}
-        known = [(header, low[header]) for header in HEADER_FIELDS if low.get(header)]
+        """Read the headers in `HEADER_FIELDS`.
+
+        Times follow llm-d: its own names win over the older ones, 0 and less has expired, too large
+        a value is the largest, and an empty header is ignored.
+        """
+        texts = {header.lower(): text.strip() for header, text in headers.items()}
+        given = [(header, texts[header]) for header in HEADER_FIELDS if texts.get(header)]
         timed: set[str] = set()
-        for header, text in known:
+        for header, text in given:
             name = HEADER_FIELDS[header]
             if name in MOST_MS:
                 if name not in timed:
@@ -128,22 +148,22 @@ class Claims:
 
 
 def _time_of(name: str, text: str) -> object:
-    """Milliseconds in a header; what is not a number is left to the validator to refuse."""
+    """Milliseconds in a header. The validator refuses what is not a number."""
     if not _DECIMAL.fullmatch(text):
         return text
     return min(max(float(text), SHORTEST_MS), MOST_MS[name])
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-9)
-    return one == other
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-9)
+    return first == second
 
 
 def _unknown_key(key: object) -> InvalidSLOError:
-    known = ", ".join(PUBLIC)
+    fields = ", ".join(PUBLIC)
     near = difflib.get_close_matches(str(key)[:64], PUBLIC, n=1) if isinstance(key, str) else []
-    fix = f"did you mean {near[0]}? known: {known}" if near else f"known: {known}"
+    fix = f"did you mean {near[0]}? known: {fields}" if near else f"known: {fields}"
     shown = key if isinstance(key, str) and NAME.fullmatch(key) else echo(key)
     return InvalidSLOError(str(shown), "is not a field of an SLO", fix)
 
@@ -161,6 +181,6 @@ def _ttft_of_deadline(value: object, arrival_s: float | None) -> float:
         ttft_ms = math.inf
     if not math.isfinite(ttft_ms):
         raise InvalidSLOError(DDL_KEY, f"{echo(value)} is not a finite number", fix)
-    if abs(ttft_ms) > MAX_TTFT_MS:  # long past: a duration, taken for an instant
+    if abs(ttft_ms) > MAX_TTFT_MS:  # far in the past it is a duration, mistaken for an instant
         raise InvalidSLOError(DDL_KEY, f"{echo(value)} is out of range", fix)
     return max(ttft_ms, EXPIRED_TTFT_MS)

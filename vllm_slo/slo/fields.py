@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of an SLO: one validator each, so one mistake has one text wherever it was made."""
+"""The fields of an SLO, with one validator each: a mistake has the same text in every carrier."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def echo(value: object) -> str:
     brief.maxstring = brief.maxother = brief.maxlong = MAX_ECHO_CHARS
     try:
         text = brief.repr(value)
-    except Exception:  # noqa: BLE001 - a foreign __repr__ may raise anything; the type name will do
+    except Exception:  # noqa: BLE001 - a foreign __repr__ may raise anything
         text = f"<{type(value).__name__}>"
     return text if len(text) <= MAX_ECHO_CHARS else text[: MAX_ECHO_CHARS - 3] + "..."
 
@@ -113,13 +113,12 @@ def stages_of(name: str, value: object) -> tuple[Stage, ...]:
         raise InvalidSLOError(name, f"{echo(value)} is not a list of stages", fix)
     if len(value) > MAX_STAGES:
         raise InvalidSLOError(name, f"{len(value)} stages are too many", f"give up to {MAX_STAGES}")
-    stages = tuple(_stage(f"{name}[{i}]", one, fix) for i, one in enumerate(value))
+    stages = tuple(_stage(f"{name}[{i}]", stage, fix) for i, stage in enumerate(value))
     for i, stage in enumerate(stages):
         if (stage.until is None) != (i == len(stages) - 1):
-            problem = "nothing ends it" if stage.until is None else "is the last stage"
-            raise InvalidSLOError(
-                f"{name}[{i}].until", problem, "every stage but the last needs until, and it none"
-            )
+            problem = "nothing ends the stage" if stage.until is None else "ends the last stage"
+            fix = "give every stage but the last one until"
+            raise InvalidSLOError(f"{name}[{i}].until", problem, fix)
     if all(stage.tpot_ms is None for stage in stages):
         raise InvalidSLOError(name, "no stage has an objective", "give one of them tpot_ms")
     return stages
@@ -148,7 +147,7 @@ def _is_mark(value: object) -> bool:
     """Whether this is a text that an answer can hold."""
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_MARK_CHARS:
         return False
-    return not any("\ud800" <= char <= "\udfff" for char in value)  # halves of a pair
+    return not any("\ud800" <= char <= "\udfff" for char in value)  # lone surrogates
 
 
 def _ms_of(name: str, value: object, high: float, example: str) -> float:
@@ -184,6 +183,6 @@ def validate(name: str, value: object) -> object:
     """``value`` as the attribute ``name`` of an SLO holds it.
 
     Raises:
-        InvalidSLOError: it is no such thing.
+        InvalidSLOError: it is not valid there.
     """
     return VALIDATORS[name](PUBLIC_OF[name], value)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gateways, vLLM and Dynamo say of a request in words of their own.
+"""Hints: what gateways, vLLM and Dynamo state about a request in fields of their own.
 
-These words were not made for us. A hint that is not valid, or not configured, is ignored; none is
-ever an error.
+These fields were not made for SLOs. A hint that is not valid, or not configured, is ignored; it is
+never an error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ HINT_HEADERS: Final[Mapping[str, str]] = {
     "x-vllm-priority": "priority",
     "x-session-id": "session_id",
 }
-"""Header of a gateway, or of vLLM -> what it hints at. None of them is ever an error."""
+"""Header of a gateway, or of vLLM -> name of the hint."""
 HINTS_OF: Final[Mapping[str, frozenset[str]]] = {
     "class": frozenset({"slo_class", "priority"}),
     "tier": frozenset({"slo_class", "priority", "ttft_ms"}),
     "ttft_ms": frozenset({"ttft_ms"}),
     "expected_output_tokens": frozenset({"osl"}),
 }
-"""Field that a key may not have -> the hints that may have set it."""
+"""Field of an SLO, as errors name it -> the hints that may have set it."""
 
 _GO_DURATION: Final = re.compile(r"(?:\d{1,12}(?:\.\d{0,9})?(?:ns|us|µs|ms|s|m|h))+")
 _GO_PART: Final = re.compile(r"([\d.]+)(ns|us|µs|ms|s|m|h)")
@@ -45,7 +45,7 @@ _GO_UNITS_MS: Final[Mapping[str, float]] = {
 
 
 def hints_of(request: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """What is hinted at; of several words for one thing, the one that vLLM would take."""
+    """Name of a hint -> its value. Where fields differ, the one that vLLM would take counts."""
     hints: dict[str, Any] = {}
     xargs = request.get("vllm_xargs")
     if isinstance(xargs, Mapping) and xargs.get("session_id") is not None:
@@ -78,12 +78,12 @@ def fields_of_hints(
         reads_session_id: whether vLLM's session id names the session.
     """
     fields: dict[str, object] = {}
-    named = hints.get("slo_class")
-    if named not in classes:
+    slo_class = hints.get("slo_class")
+    if slo_class not in classes:
         priority = _whole(hints.get("priority"))
-        named = None if priority is None else priorities.get(priority)
-    if named is not None:
-        fields["slo_class"] = named
+        slo_class = None if priority is None else priorities.get(priority)
+    if slo_class is not None:
+        fields["slo_class"] = slo_class
     if _is_name(hints.get("tenant")):
         fields["tenant"] = hints["tenant"]
     if reads_session_id and _is_name(hints.get("session_id")):
@@ -101,15 +101,17 @@ def _is_name(value: object) -> bool:
 
 
 def _whole(value: object) -> int | None:
-    """`value` as a whole number, also of a header; None if it is none."""
+    """`value` as a whole number, also from a header's text; None if it is not one."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _duration_ms(text: object) -> float | None:
-    """Milliseconds of a duration as Go writes it, such as ``1500ms`` or ``1m30s``; None if it is
-    none, or 0 (which is llm-d's word for no limit)."""
+    """Milliseconds of a duration as Go writes it, such as ``1500ms`` or ``1m30s``.
+
+    None if it is not such a text, or 0, which means no limit to llm-d.
+    """
     if not isinstance(text, str) or not _GO_DURATION.fullmatch(text):
         return None
     parts = ((part.rstrip("."), unit) for part, unit in _GO_PART.findall(text))

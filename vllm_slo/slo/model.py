@@ -35,26 +35,26 @@ class SLO:
             parser tells; `tpot_ms` is then for what follows.
         stages: up to 8 stages, each with a TPOT of its own, in place of both; mappings and JSON are
             taken, too. The text that ends a stage is looked for in the answer.
-        session_id: requests of one id (and tenant) are the rounds of one job, such as a tool loop;
-            a name as `tenant`.
+        session_id: requests of one id (and tenant) are the rounds of one job, such as a tool loop.
+            The same characters as in `tenant`.
         session_e2e_ms: the whole job, milliseconds from the arrival of its first round to the last
             token of its last one, tools included; at most 86,400,000.
         session_rounds: how many rounds the job is expected to have, 1 to 10,000.
-        session_last: whether this is its last round; None: nobody knows.
+        session_last: whether this is its last round; None: not known.
         value: weight of the request when not all can be promised; 1e-6 <= value <= 1e6.
         tier: None means `guaranteed` when an objective is set, else `best_effort`.
         on_unattainable: what happens when no promise can be made: served `best_effort`, or
             `decline` (HTTP 429; in Python an output whose stop_reason says so).
         expected_output_tokens: how long the client expects the output to be, 1 to 10,000,000.
-        tenant: who is asking; 1 to 64 characters of ``[A-Za-z0-9_.:@/-]``.
-        speculation: ``off``: nothing is drafted for the request. None, or ``auto``: as it pays.
+        tenant: the customer or team that asks; 1 to 64 characters of ``[A-Za-z0-9_.:@/-]``.
+        speculation: ``off``: no tokens are drafted for the request. None, or ``auto``: as it pays.
         slo_class: a class of the server's configuration (key ``class`` in JSON). Fields that this
             object leaves at their defaults are taken from the class where the class is known.
 
     Raises:
         InvalidSLOError: a field is out of its range, `tier` is ``guaranteed`` with neither an
-            objective nor a class, `stages` stand beside another TPOT, or something is said of a
-            session that has no id.
+            objective nor a class, `stages` stand beside another TPOT, or a field of a session is
+            set without a session id.
     """
 
     ttft_ms: float | None = None
@@ -86,10 +86,10 @@ class SLO:
 
     @property
     def has_objective(self) -> bool:
-        """Whether a TTFT or a TPOT is asked for, or a time for the whole answer or session."""
+        """Whether a TTFT, a TPOT, or a time for the whole answer or session is set."""
         asked = (self.ttft_ms, self.tpot_ms, self.thinking_tpot_ms, self.e2e_ms)
         alone = (self.stages, self.session_e2e_ms)
-        return any(one is not None for one in (*asked, *alone))
+        return any(value is not None for value in (*asked, *alone))
 
     @property
     def answer_stages(self) -> tuple[Stage, ...]:
@@ -101,7 +101,7 @@ class SLO:
 
     @property
     def tightest_tpot_ms(self) -> float | None:
-        """What stands for all stages in admission (SLOs-Serve, section 3.2.1, "Multi-Decode
+        """The TPOT by which admission judges all stages (SLOs-Serve, section 3.2.1, "Multi-Decode
         SLOs")."""
         asked = [s.tpot_ms for s in self.answer_stages if s.tpot_ms is not None]
         return min(asked, default=None)
@@ -146,8 +146,8 @@ class SLO:
         and `slo_tpot` (seconds per token).
 
         Args:
-            extra: `SamplingParams.extra_args`; keys that are not the SLO's are left alone, and
-                `INTERNAL_KEYS` say nothing about the SLO.
+            extra: `SamplingParams.extra_args`; keys that are not the SLO's, and `INTERNAL_KEYS`,
+                are ignored.
             classes: the configured classes; None leaves a named class unapplied.
             arrival_s: when the request arrived, epoch seconds; needed for `prefill_ddl` only.
 
@@ -190,44 +190,59 @@ def slo_of_fields(
     weak: Mapping[str, object],
     classes: Mapping[str, SLO] | None,
 ) -> SLO | None:
-    """The SLO of `explicit` fields, completed by their class and then by the `weak` ones."""
+    """The SLO of `explicit` fields, completed by their class and then by the `weak` ones.
+
+    Args:
+        explicit: attribute -> value, as the request states them.
+        weak: values for what neither the request nor its class states.
+        classes: configured classes; None leaves a named class unapplied.
+
+    Returns:
+        None if there are no fields.
+
+    Raises:
+        InvalidSLOError: a bad value, an unknown class, or fields that do not go together.
+    """
     if not explicit and not weak:
         return None
-    said = dict(explicit)
-    if "slo_class" in said:
-        _fill_from_class(said, classes)
-    said = {**weak, **said}
+    values = dict(explicit)
+    if "slo_class" in values:
+        _fill_from_class(values, classes)
+    values = {**weak, **values}
     if "slo_class" in weak and "slo_class" not in explicit:
-        _fill_from_class(said, classes)
-    slo = SLO(**cast("dict[str, Any]", said))
+        _fill_from_class(values, classes)
+    slo = SLO(**cast("dict[str, Any]", values))
     if classes is not None:
         _check_guarantee(slo)
     return slo
 
 
-def _fill_from_class(said: dict[str, object], classes: Mapping[str, SLO] | None) -> None:
-    """Add to `said`, in place, the fields that only the class sets."""
+def _fill_from_class(values: dict[str, object], classes: Mapping[str, SLO] | None) -> None:
+    """Add to `values`, in place, the fields that only the class sets."""
     if classes is None:
         return
-    name = str(said["slo_class"])
-    others = _instead_of(said)
+    name = str(values["slo_class"])
+    replaced = _replaced_by(values)
     if name not in classes:
-        known = ", ".join(sorted(classes)[:16]) or "none"
-        raise InvalidSLOError("class", f"{echo(name)} is unknown", f"configured classes: {known}")
+        configured = ", ".join(sorted(classes)[:16]) or "none"
+        fix = f"configured classes: {configured}"
+        raise InvalidSLOError("class", f"{echo(name)} is unknown", fix)
     for spec in fields(SLO):
         given = getattr(classes[name], spec.name)
-        if given != spec.default and spec.name not in others:
-            said.setdefault(spec.name, given)
+        if given != spec.default and spec.name not in replaced:
+            values.setdefault(spec.name, given)
 
 
-def _instead_of(said: Mapping[str, object]) -> tuple[str, ...]:
-    """Fields of a class that a request replaces by saying the same in another way; of a class of
-    sessions, what it says of them is nothing to a request that is in none."""
+def _replaced_by(values: Mapping[str, object]) -> tuple[str, ...]:
+    """Fields of its class that do not apply to a request.
+
+    The request states them in another form, or they are a session's and the request is in none.
+    """
     replaced: tuple[str, ...] = ()
-    if "stages" in said:
+    if "stages" in values:
         replaced += ("tpot_ms", "thinking_tpot_ms")
-    elif "tpot_ms" in said or "thinking_tpot_ms" in said:
+    elif "tpot_ms" in values or "thinking_tpot_ms" in values:
         replaced += ("stages",)
-    if "session_id" not in said:
+    if "session_id" not in values:
         replaced += ("session_e2e_ms", "session_rounds")
     return replaced

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unites everything that one request says of its SLO."""
+"""Unites the carriers of one request into its SLO."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def resolve_slo(
         xargs: the body field ``vllm_xargs``; keys that are not the SLO's are ignored.
         headers: request headers, any case; only those in `HEADER_FIELDS` are read.
         service_tier: OpenAI's ``service_tier``, as sent.
-        hints: valid SLO fields that gateways say in words of their own. They fill what nobody else
-            has said. Without a class or an objective among them, they ask for nothing.
+        hints: valid SLO fields that gateways state in words of their own. They fill fields that
+            are still open. Without a class or an objective among them, they ask for nothing.
         classes: configured classes by name.
         service_tiers: service tier -> class name.
         arrival_s: arrival, epoch seconds; needed for ``prefill_ddl`` only.
@@ -72,10 +72,14 @@ def _of_service_tier(
 
 
 def check_thinking(slo: SLO, *, told: bool) -> None:
-    """Refuse an objective for thinking where it is not ``told`` apart from the answer.
+    """Refuse an objective for thinking where the server cannot tell thinking from the answer.
+
+    Args:
+        slo: of a request.
+        told: whether the server tells them apart.
 
     Raises:
-        InvalidSLOError: there is one.
+        InvalidSLOError: the SLO has such an objective, and the server does not.
     """
     if slo.thinking_tpot_ms is not None and not told:
         raise InvalidSLOError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler says of a request, packed into fields that vLLM carries to the API server.
+"""What the scheduler tells the API server about a request, packed into fields that vLLM carries.
 
 A report travels in ``kv_transfer_params`` of a finished output, under `REPORT_KEY`; that of one of
 several choices also in its ``stop_reason``. A request that is not served ends as aborted, and its
@@ -29,8 +29,8 @@ __all__ = [
 
 REPORT_KEY: Final = "vllm_slo"
 DECLINED_HEADER: Final = "x-vllm-slo-declined"
-"""Header by which a server tells the front ahead of it, whatever the status, that it declined. The
-value: after how many milliseconds a retry is worth it. Clients do not get it."""
+"""Header by which a server tells the front, whatever the status, that it declined. The value: the
+milliseconds after which to retry. Clients do not get it."""
 
 _REPORTED: Final = "slo_report:"
 _DECLINED: Final = "slo_declined:"
@@ -40,11 +40,11 @@ _QUOTE: Final = "slo_quote:"
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """The request cannot be promised what it asks, and asked to be refused then.
+    """The objectives cannot be promised, and the request asked to be refused then.
 
     Attributes:
-        retry_after_ms: when a new attempt is worth it.
-        reason: one of the reasons that reports have.
+        retry_after_ms: milliseconds after which to retry.
+        reason: as in reports.
     """
 
     retry_after_ms: int
@@ -52,7 +52,7 @@ class Declined:
 
     @property
     def text(self) -> str:
-        """What the client is told, one line."""
+        """The error message, one line."""
         return (
             f"the SLO cannot be kept now ({self.reason}); retry after {self.retry_after_ms} ms, or "
             "drop on_unattainable"
@@ -76,7 +76,7 @@ class Invalid:
 
 @dataclass(frozen=True, slots=True)
 class Quoted:
-    """The answer to a request that only asked what it would be promised."""
+    """The answer to a request for a quote: what it would be promised."""
 
     quote: Mapping[str, Any]
 
@@ -85,7 +85,7 @@ Verdict: TypeAlias = Declined | Invalid | Quoted
 
 
 def pack_quote(quote: Mapping[str, Any]) -> str:
-    """The stop reason by which a request is told what it would be promised."""
+    """The stop reason that carries a quote."""
     return _QUOTE + json.dumps(quote, separators=(",", ":"))
 
 
@@ -127,5 +127,5 @@ def unpack_report(
     try:
         report, inner = json.loads(stop_reason.removeprefix(_REPORTED))
     except (ValueError, TypeError, RecursionError):
-        return None, stop_reason  # a stop string of the client's own that looks like ours
+        return None, stop_reason  # a stop string of the client that looks like a report
     return (report if isinstance(report, Mapping) else None), inner

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast this CPU multiplies matrices: ``python -m vllm_slo.tiny.speed`` prints it as JSON.
+"""Measures how fast this CPU multiplies matrices; ``python -m vllm_slo.tiny.speed`` prints JSON.
 
-The demo chooses the size of its model by it. Two seconds.
+The demo chooses the size of its model by it. It takes two seconds.
 """
 
 import json
@@ -12,13 +12,13 @@ import time
 import torch
 
 TOKENS = 128
-"""Rows of the product, as a chunk of a prompt has."""
+"""Rows of the product, as many as a chunk of a prompt has."""
 HIDDEN = 1024
 REPEATS = 15
 
 
 def product_s(dtype: torch.dtype, repeats: int = REPEATS) -> float:
-    """Seconds of one product of ``TOKENS`` rows with a matrix of an MLP: the median."""
+    """Median seconds of a product of ``TOKENS`` rows with a matrix of an MLP."""
     rows = torch.ones(TOKENS, HIDDEN, dtype=dtype)
     weights = torch.ones(4 * HIDDEN, HIDDEN, dtype=dtype)
     times = []
@@ -30,13 +30,13 @@ def product_s(dtype: torch.dtype, repeats: int = REPEATS) -> float:
 
 
 def measure() -> dict[str, float | str]:
-    """The faster type of number, and with it floating-point operations a second.
+    """The faster number type, and its floating-point operations per second.
 
-    As many threads as vLLM's engine has, which leaves a core to the server.
+    It uses as many threads as vLLM's engine, which leaves a core to the server.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     torch.set_num_threads(max(1, cores - 1))
-    # A CPU without instructions for bfloat16 takes some fifty times as long: look once.
+    # A CPU without bfloat16 instructions takes about fifty times as long, so one try is enough.
     slow = product_s(torch.bfloat16, 1) > 3 * product_s(torch.float32, 3)
     dtype = torch.float32 if slow else torch.bfloat16
     name = str(dtype).removeprefix("torch.")
@@ -44,7 +44,8 @@ def measure() -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Print it."""
+    """Print the speed."""
+
     sys.stdout.write(json.dumps(measure()) + "\n")
 
 

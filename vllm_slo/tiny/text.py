@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text that the tiny models know: the library sources of the running Python."""
+"""The training text of the tiny models: the library sources of the running Python."""
 
 import hashlib
 import sysconfig
 from pathlib import Path, PurePath
 
-# Not library text: tests, other people's packages, and the tables of character encodings.
+# Not library text: tests, installed packages, and the tables of character encodings.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"}
 HELD_OUT_ONE_IN = 16
 
 
 def is_held_out(relative: PurePath) -> bool:
-    """Whether the file at this path under the standard library is kept from training.
+    """Whether the file at this path under the standard library is not used for training.
 
-    The rule hashes the path, not the content, so that a module stays on one side of the split
-    in every version of Python.
+    The rule hashes the path, not the content, so a module is on the same side of the split in
+    every version of Python.
     """
+
     digest = hashlib.sha256(relative.as_posix().encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with the same outputs as a small one, at a chosen cost.
 
-``python -m vllm_slo.tiny.twin target OUT --parameters 300e6`` writes a 300-million-parameter
-twin of the shipped target, which then says what the target says in the time and memory of a
-model of that size.
+``python -m vllm_slo.tiny.twin target OUT --parameters 300e6`` writes a twin of the shipped target
+with 300 million parameters. It gives the target's answers in the time and memory of a model of
+that size.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NOISE = 0.02  # Standard deviation of the weights that no output depends on.
 
 
 class TwinError(VllmSLOError, ValueError):
-    """The twin asked for cannot be written; the message says what to change."""
+    """The twin cannot be written; the message says what to change."""
 
 
 def write_costlier_twin(
@@ -40,12 +40,12 @@ def write_costlier_twin(
     num_key_value_heads: int | None = None,
     dtype: str = "bfloat16",
 ) -> Path:
-    """Write into ``out`` a Llama that computes what the one in ``source`` does, and returns it.
+    """Write into ``out`` a Llama that computes the same as the one in ``source``; returns ``out``.
 
-    Give either ``parameters``, about how many the twin shall have, or any of the sizes; a size
-    not given stays the source's.  All matrices are dense and of full size, so time and memory
-    are those of any model of these sizes.  Outputs are the same but for the order of summation:
-    no weight of the source is scaled, so nothing is lost in bfloat16 either.  The algebra:
+    Give either ``parameters``, about how many the twin has, or some of the sizes; other sizes are
+    the source's. All matrices are dense and of full size, so time and memory are those of any
+    model of these sizes. Outputs differ only by the order of summation: no weight of the source is
+    scaled, so nothing is lost in bfloat16 either. The algebra:
 
     * Deeper: in an added layer o_proj and down_proj are zero, so it adds nothing to the residual
       stream.
@@ -62,9 +62,9 @@ def write_costlier_twin(
 
     Weights that meet only zeros are noise, the same on every call.
 
-    Raises TwinError (a ValueError), naming the argument, for sizes that cannot hold the source,
-    for a source that is not a Llama without biases in one model.safetensors, and where ``out``
-    is the source.
+    Raises TwinError (a ValueError), which names the argument, if a size is too small for the
+    source, if the source is not a Llama without biases in one model.safetensors, or if ``out`` is
+    the source.
     """
     source, out = Path(source), Path(out)
     config = _read_config(source)
@@ -101,8 +101,8 @@ def write_costlier_twin(
 def sizes_for(config: dict[str, Any], parameters: float) -> dict[str, int]:
     """Sizes of a twin with about so many parameters, in the source's proportions.
 
-    The width grows as the cube root of the parameters and the depth makes up the rest, as models
-    are commonly built.  Raises TwinError where that is fewer than the source has.
+    The width grows as the cube root of the parameters and the depth gives the rest, as in common
+    models. Raises TwinError if that is fewer than the source has.
     """
     h, layers = config["hidden_size"], config["num_hidden_layers"]
     fits = []
@@ -161,7 +161,7 @@ def _group(config: dict[str, Any]) -> int:
 
 
 def _check(config: dict[str, Any], twin: dict[str, Any]) -> None:
-    """Raise TwinError, naming the argument, where the twin cannot hold the source."""
+    """Raise TwinError, which names the argument, if the twin is too small for the source."""
     if twin["num_hidden_layers"] < config["num_hidden_layers"]:
         raise TwinError("extra_layers is negative: a twin can only be deeper, give 0 or more")
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
@@ -193,7 +193,8 @@ def _check(config: dict[str, Any], twin: dict[str, Any]) -> None:
 def _widen(
     weights: dict[str, Tensor], config: dict[str, Any], twin: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The twin's weights, by name; see write_costlier_twin for why they do the same."""
+    """The twin's weights by name; write_costlier_twin explains them."""
+
     h, hidden = config["hidden_size"], twin["hidden_size"]
     copies, d = hidden // h, config["head_dim"]
     kv, group = config["num_key_value_heads"], _group(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error bodies in the shape of the API that was called. Shared by servers and by the front."""
+"""Error bodies in the shape of the API that was called, for servers and for the front."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a verifier and its draft servers say to each other: the wire format, version 1.
+"""The wire format between a verifier and its draft servers, version 1.
 
-Small models draft on other machines for one verifier (GoodSpeed, section III-A): it sends what was
-accepted and how much to draft next, they send tokens and the probabilities they drew them with.
+Small models draft on other machines for one verifier (GoodSpeed, section III-A). The verifier sends
+the accepted tokens and how many to draft next; the drafters send tokens and the probabilities with
+which they drew them.
 
 A message is one ZMQ frame between the verifier's ROUTER and a drafter's DEALER (see
 `vllm_slo.wire.draft_socket`): a msgpack map with the name of the message under ``type``. Unknown
@@ -25,8 +26,8 @@ pickled.
 1. A drafter says hello once per connection: the version of this format (``wire``), a ``name`` that
    no other has, its model, the number of tokens in its vocabulary and `vocabulary_digest` of them
    ("" where not known), how long a prefix with its draft may be, and how many sessions it holds. It
-   is welcomed, or refused with a reason of one line and may try again after `RETRY_S`. Who comes
-   later with the same name takes the earlier one's place.
+   is welcomed, or refused with a reason of one line and may try again after `RETRY_S`. A later
+   drafter with the same name replaces the earlier one.
 2. ``epoch`` is a new random number with each welcome. Both drop messages of another epoch, and a
    drafter then says hello again.
 3. Sessions are numbers, never used twice in an epoch. An ask changes what the drafter holds of its
@@ -39,8 +40,8 @@ pickled.
    sessions without tokens may be absent. ``at`` is the length of the prefix that an answer goes on
    from, ``draft_s`` the time spent. ``lost`` are sessions that it does not hold, or had no room
    for: their next ask has all tokens and a new number. A ``draft`` without asks is not answered.
-5. ``probabilities`` are those that the drafter drew its tokens with; of greedy ones, the model's.
-6. A ``ping`` is answered at once with a ``pong``; a drafter that was given up is found again so.
+5. ``probabilities`` are those with which the drafter drew its tokens; of greedy ones, the model's.
+6. A ``ping`` is answered at once with a ``pong``. So a suspended drafter is found to work again.
 
 A later version may change everything but ``type`` and ``wire`` of ``hello``, and ``refused``.
 """
@@ -92,15 +93,15 @@ MAX_GRANT: Final = 64
 MAX_SESSIONS: Final = 1024
 """Sessions of one drafter, and asks or answers of one message."""
 MAX_ASKED_TOKENS: Final = 1 << 20
-"""Tokens in the asks of one message; what is beyond has to wait for the next round."""
+"""Tokens in the asks of one message; further ones wait for the next round."""
 MAX_DRAFT_BYTES: Final = 8 << 20
-"""Size of a message to a drafter; all that keep the other bounds are smaller."""
+"""Size of a message to a drafter; messages within the other bounds are smaller."""
 MAX_ANSWER_BYTES: Final = 1 << 20
-"""Size of a message to the verifier; all that keep the other bounds are smaller."""
+"""Size of a message to the verifier; messages within the other bounds are smaller."""
 MAX_NAME: Final = 128
 """Characters of a drafter's name."""
 NAME_PATTERN: Final = r"^[A-Za-z0-9._:@/-]+\Z"
-"""A drafter's name is a label of metrics."""
+"""A drafter's name becomes a label of metrics."""
 RETRY_S: Final = 10.0
 """Seconds after which a drafter that was refused may say hello again."""
 _MAX_TEXT: Final = 1024
@@ -114,7 +115,7 @@ Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern
 
 
 class WireError(VllmSLOError, ValueError):
-    """Bytes that are no message of this format."""
+    """Bytes that are not a message of this format."""
 
 
 class WireVersionError(WireError):
@@ -146,7 +147,7 @@ class Hello(_Message, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The draft of one session. That its numbers make sense is for the verifier to see."""
+    """The draft of one session. The verifier checks its numbers."""
 
     session: int
     at: int
@@ -169,13 +170,13 @@ class Pong(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The verifier takes a drafter in; whatever it held before is void."""
+    """The verifier admits a drafter, which forgets all earlier sessions."""
 
     epoch: Count
 
 
 class Refused(_Message, frozen=True):
-    """The verifier does not want this drafter."""
+    """The verifier does not admit this drafter."""
 
     reason: str
 
@@ -205,7 +206,7 @@ class Ping(_Message, frozen=True):
 
 
 class _Greeting(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
-    """What every version's hello has."""
+    """The part that the hello of every version has."""
 
     wire: int
 
@@ -217,7 +218,7 @@ _encoder = msgspec.msgpack.Encoder()
 _of_drafter: msgspec.msgpack.Decoder[FromDrafter] = msgspec.msgpack.Decoder(FromDrafter)
 _of_verifier: msgspec.msgpack.Decoder[FromVerifier] = msgspec.msgpack.Decoder(FromVerifier)
 _of_anybody = msgspec.msgpack.Decoder(_Greeting)
-# Besides its own errors msgspec lets those of text that is not UTF-8 and of deep nesting through.
+# msgspec raises other errors than its own for text that is not UTF-8 and for deep nesting.
 _BROKEN: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -231,7 +232,7 @@ def from_drafter(data: bytes) -> FromDrafter:
 
     Raises:
         WireVersionError: it is a hello of another version.
-        WireError: it is no message, one of the verifier's, or out of bounds.
+        WireError: it is not a message, one of the verifier's, or out of bounds.
     """
     try:
         message = _of_drafter.decode(data)
@@ -247,7 +248,7 @@ def from_verifier(data: bytes) -> FromVerifier:
     """The message that a verifier sent.
 
     Raises:
-        WireError: it is no message, one of a drafter's, or out of bounds.
+        WireError: it is not a message, one of a drafter's, or out of bounds.
     """
     try:
         return _of_verifier.decode(data)
@@ -269,13 +270,13 @@ def _one_line(error: Exception) -> str:
 
 
 def vocabulary_digest(token_ids: Mapping[str, int]) -> str:
-    """Says whether two vocabularies are one: a digest of every token and its id.
+    """A digest of every token and its id: equal vocabularies have equal digests.
 
     Args:
         token_ids: id of each token; empty: not known.
 
     Returns:
-        64 hexadecimal digits; "" where nothing is known.
+        64 hexadecimal digits; "" where the ids are not known.
     """
     if not token_ids:
         return ""

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sockets between a verifier and its draft servers: who may speak, how much, how long.
+"""The sockets between a verifier and its draft servers: authentication, limits and timeouts.
 
-All of a cluster share one secret, its token. From it both ends derive the same two CURVE key pairs,
-the verifier's and the drafters'. The verifier admits that drafter key alone, and a drafter can talk
-to no one without that verifier key, so each proves to the other that it knows the token, and the
-link is encrypted. CURVE makes new keys for every connection: one that was recorded cannot be
-replayed. Who knows the token may be a drafter or a verifier; it tells drafters not apart.
+All processes of a cluster share one secret, its token. From it both ends derive the same two CURVE
+key pairs, the verifier's and the drafters'. The verifier admits that drafter key only, and a
+drafter connects to that verifier key only. So each end proves that it knows the token, and the link
+is encrypted. CURVE makes new keys for every connection, so a recorded connection cannot be
+replayed. The token does not tell drafters apart: a process that knows it may be a drafter or a
+verifier.
 
-Heartbeats end connections to machines that vanished. They are ZMQ's own, so a process that is busy
-keeps them up, and one that is stopped does not.
+Heartbeats end connections to machines that have vanished. They are ZMQ's own: a busy process
+answers them, a stopped one does not.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ __all__ = [
 ]
 
 TOKEN_VARIABLE: Final = "VLLMSLO_DRAFT_TOKEN"
-"""Environment variable with the token; a file is given instead by a flag."""
+"""Environment variable with the token; a flag may name a file instead."""
 TOKEN_FILE_FLAG: Final = "--draft-token-file"
-"""By which a verifier is given the file; a draft server has ``--token-file``."""
+"""Flag that names the file to a verifier; a draft server has ``--token-file``."""
 MIN_TOKEN: Final = 16
-"""Characters of a token at least."""
+"""Fewest characters of a token."""
 HEARTBEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
-"""A connection without an answer to heartbeats for so long is over."""
+"""Without an answer to heartbeats for so long a connection is closed."""
 HANDSHAKE_S: Final = 5.0
 RECONNECT_S: Final = (0.1, 2.0)
-"""A drafter tries to connect again after the first, at most after the second."""
+"""A drafter reconnects after the first time, later after up to the second."""
 WAITING_MESSAGES: Final = 64
-"""Messages that wait for each peer, in each direction; what is more is not sent."""
+"""Messages that wait for each peer, in each direction; further ones are not sent."""
 ZAP_DOMAIN: Final = "draft"
-"""Under which `zmq.auth` is asked about connections to a verifier."""
+"""Domain under which a verifier asks `zmq.auth` about connections."""
 LINGER_MS: Final = 200
-"""What was sent last has so long to leave after the socket is closed."""
+"""Time for the last messages to leave after the socket is closed."""
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 Socket: TypeAlias = zmq.Socket[bytes]
 _ADDRESS: Final = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]+|\*)|ipc://[^\s\0]+")
@@ -84,7 +85,7 @@ class LinkKeys:
 
 
 def derive_keys(token: str) -> LinkKeys:
-    """The key pairs of a token: scrypt, as a token may be guessable, then HMAC under a label each.
+    """The key pairs of a token: scrypt, as a token may be guessable, then HMAC with a label each.
 
     Raises:
         ConfigError: the token is short, or ZMQ was built without CURVE.
@@ -111,14 +112,14 @@ def _key_pair(seed: bytes, role: bytes) -> KeyPair:
 
 
 def read_token(file: str | Path | None, flag: str = "--token-file") -> str:
-    """The token in a file, or without one that in the environment; space around it is cut off.
+    """The token in a file, or in the environment where no file is given; without spaces around it.
 
     Args:
-        file: its name.
-        flag: by which the user gives it.
+        file: name of the file.
+        flag: flag by which the user names the file, for errors.
 
     Raises:
-        ConfigError: there is none, or the file cannot be read.
+        ConfigError: there is no token, or the file cannot be read.
     """
     if file is None:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -136,32 +137,33 @@ def read_token(file: str | Path | None, flag: str = "--token-file") -> str:
 
 
 def check_address(address: str, flag: str, *, connects: bool = False) -> None:
-    """Refuse what is no address of a link.
+    """Refuse an address that cannot be used for a link.
 
     Args:
         address: as the user wrote it.
-        flag: by which the user gave it.
-        connects: whether it is that of somebody else; else a free port may be left open with ``*``.
+        flag: flag by which the user gave it, for errors.
+        connects: whether to connect there. An address to listen on may have the port ``*``: any
+            free one.
 
     Raises:
         ConfigError: it is not ``tcp://HOST:PORT`` or ``ipc://PATH``.
     """
-    found = _ADDRESS.fullmatch(address)
-    port = found and found[2]
-    good = bool(found) and (not port or port == "*" or int(port) < 1 << 16)
-    if good and connects:
-        good = port not in ("*", "0") and found is not None and found[1] != "*"
-    if not good:
+    match = _ADDRESS.fullmatch(address)
+    port = match and match[2]
+    usable = bool(match) and (not port or port == "*" or int(port) < 1 << 16)
+    if usable and connects:
+        usable = port not in ("*", "0") and match is not None and match[1] != "*"
+    if not usable:
         raise ConfigError(f"{flag} {address}: not an address; write tcp://HOST:PORT or ipc://PATH")
 
 
 def check_verifier(address: str, token_file: str | None, flag: str = "--draft-servers") -> None:
-    """Refuse, before a model is loaded, what a verifier cannot listen with.
+    """Refuse, before a model is loaded, an address or a token that a verifier cannot use.
 
     Args:
-        address: where its draft servers are to connect.
-        token_file: holds the token; None: the environment does.
-        flag: by which the user gave the address.
+        address: where its draft servers connect.
+        token_file: file with the token; None: it is in the environment.
+        flag: flag by which the user gave the address, for errors.
 
     Raises:
         ConfigError: the address or the token cannot be used; one line.
@@ -171,9 +173,10 @@ def check_verifier(address: str, token_file: str | None, flag: str = "--draft-se
 
 
 def verifier_socket(context: Context, keys: LinkKeys, address: str) -> Socket:
-    """A ROUTER for this address that takes CURVE connections alone, not bound yet.
+    """A ROUTER for this address that accepts CURVE connections only. It is not bound yet.
 
-    Without a ZAP handler in ``context`` (`zmq.auth`) it admits whoever knows its public key.
+    Without a ZAP handler in ``context`` (`zmq.auth`) it admits every peer that knows its public
+    key.
     """
     socket = _socket(context, zmq.ROUTER, address, MAX_ANSWER_BYTES)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -184,9 +187,9 @@ def verifier_socket(context: Context, keys: LinkKeys, address: str) -> Socket:
 
 
 def drafter_socket(context: Context, keys: LinkKeys, address: str) -> Socket:
-    """A DEALER that talks to the verifier at this address alone, not connected yet.
+    """A DEALER for the verifier at this address. It is not connected yet.
 
-    It reconnects for ever, and queues nothing while there is no connection.
+    It reconnects for ever, and queues no messages while there is no connection.
     """
     socket = _socket(context, zmq.DEALER, address, MAX_DRAFT_BYTES)
     socket.setsockopt(zmq.IMMEDIATE, 1)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Linux: from which ports outgoing connections take theirs."""
+"""Linux: the range of ports for outgoing connections."""
 FIRST: Final = 20_000
 """Ray's workers listen on 10,002 to 19,999."""
 USUAL: Final = 32_768
-"""Where the range of outgoing connections begins if nobody changed it."""
+"""Linux's default for the first port of that range."""
 TRIES: Final = 100
 
 
@@ -25,8 +25,8 @@ def free_port() -> int:
     connect to itself.
     """
     for port in random.sample(range(FIRST, max(FIRST + TRIES, _first_ephemeral())), TRIES):
-        if found := _bound(port):
-            return found
+        if bound := _bound(port):
+            return bound
     return _bound(0)
 
 
@@ -38,7 +38,7 @@ def _first_ephemeral() -> int:
 
 
 def _bound(port: int) -> int:
-    """The port that could be bound; 0: that one is taken."""
+    """The port that was bound; 0: it is taken."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))

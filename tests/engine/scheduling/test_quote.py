@@ -34,7 +34,7 @@ from vllm_slo.core.admission.quote import PRECISION, Competition, quote
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.http import quote as http_quote
-from vllm_slo.engine.http.quote import MOST
+from vllm_slo.engine.http.quote import MAX_QUOTES
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.access import SEAL_VARIABLE, Seal
@@ -504,23 +504,23 @@ def test_quotes_beyond_what_the_engine_may_have_are_refused(prompt: dict[str, An
             return await client.post(QUOTE, headers=headers, **body)
 
         # Who has not said yet what it asks keeps nobody out.
-        reading = [asyncio.ensure_future(ask(content=trickled())) for _ in range(2 * MOST)]
+        reading = [asyncio.ensure_future(ask(content=trickled())) for _ in range(2 * MAX_QUOTES)]
         await asyncio.sleep(0)
-        asking = [asyncio.ensure_future(ask(json=prompt)) for _ in range(MOST)]
-        while len(calls) < MOST:
+        asking = [asyncio.ensure_future(ask(json=prompt)) for _ in range(MAX_QUOTES)]
+        while len(calls) < MAX_QUOTES:
             await asyncio.sleep(0)
         refusal = await ask(json=prompt)
         asking[0].cancel()  # a client that leaves makes room
         await asyncio.wait(asking[:1])
         last = asyncio.ensure_future(ask(json=prompt))
-        while len(calls) == MOST:
+        while len(calls) == MAX_QUOTES:
             await asyncio.sleep(0)
         may.set()
         await asyncio.gather(*reading)
         return [*await asyncio.gather(*asking[1:]), await last], refusal
 
     answers, refusal = server.run(lambda client: asyncio.wait_for(run(client), patience(30)))
-    assert [answer.status_code for answer in answers] == [200] * MOST
+    assert [answer.status_code for answer in answers] == [200] * MAX_QUOTES
     assert refusal.headers["retry-after"] == "1"
     assert refusal.headers["retry-after-ms"] == "1000"
     assert refusal.headers["x-slo-reason"] == "too_many_quotes"
@@ -535,7 +535,7 @@ async def broken(call: Call) -> AsyncIterator[RequestOutput]:
 
 def test_quotes_that_come_to_nothing_leave_room() -> None:
     server, failing = Server(QUOTING), Server(broken)
-    for _ in range(MOST + 1):
+    for _ in range(MAX_QUOTES + 1):
         refused(server.post(QUOTE, json={"prompt": "x", "slo": {"ttft": 5}}), "ttft")
         with pytest.raises(RuntimeError, match="engine died"):
             failing.post(QUOTE, json={"prompt": "x"})

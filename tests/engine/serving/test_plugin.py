@@ -85,7 +85,7 @@ def test_a_log_that_somebody_has_set_up_is_used() -> None:
     ],
 )
 def test_only_a_server_with_our_scheduler_is_ours(argv: list[str], expected: bool) -> None:
-    assert plugin._asks_for_us(argv) is expected
+    assert plugin._serves_with_our_scheduler(argv) is expected
 
 
 def test_what_the_config_file_says_counts_as_said(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_the_config_file_says_counts_as_said(tmp_path: Path) -> None:
         assert said[: len(SERVE) + len(given)] == [*SERVE, *given]
         assert f"--scheduler-cls={SCHEDULER}" in said
         assert "--port=8001" in said
-        assert plugin._asks_for_us(said)
+        assert plugin._serves_with_our_scheduler(said)
         assert plugin._additional_config(said) == {"slo_config": {"margin_quantile": 0.9}}
 
 

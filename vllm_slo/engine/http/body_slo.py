@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the body field ``slo`` where no HTTP middleware does.
+"""Reads the body field ``slo`` where there is no HTTP middleware.
 
 ``vllm run-batch``, Ray Serve LLM and other programs parse bodies with vLLM's own request classes,
 which keep fields that they do not know. `install` wraps the step from such a request to sampling
 parameters: the field becomes ``slo_*`` keys of ``extra_args``, which the scheduler checks. Behind
-the middleware it does nothing.
+the middleware the field is left to the middleware.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _slo_of(request: Any) -> Any:
 
 
 def _flat(slo: Any) -> dict[str, Any]:
-    """The field as flat keys; what is no object becomes a key that the scheduler refuses."""
+    """The field as flat keys. If it is not an object, the scheduler refuses the key it becomes."""
     if not isinstance(slo, Mapping):
         return {"slo_slo": slo}
     return {f"slo_{key}": value for key, value in slo.items() if value is not None}

@@ -35,15 +35,15 @@ class Exchange:
     """A request and its response; `receive` and `send` are what the application is given, and the
     gate to the engine calls the rest.
 
-    Nothing happens before the application asks for the body, which it does only after it has let
-    the client in. On the routes that are known to generate, a mistake is answered then; on any
-    other route, when the engine is asked to generate.
+    Nothing happens before the application asks for the body, which it does only after it has
+    admitted the client. On the routes that always generate, a mistake is answered then; on any
+    other route, when the engine is called.
 
     Invariant: after `refused` is set the client has its whole answer; nothing more is sent to it,
     and the application is told that the client has left.
 
     Args:
-        rules: how the request is read; called when that is needed.
+        rules: returns how the request is read; called when needed.
         scope, receive, send: the client's.
         eager: whether mistakes are answered before the application reads the body.
         arrival_s: epoch seconds.
@@ -71,7 +71,7 @@ class Exchange:
         self._flat: Mapping[str, Any] | None = None
         self._numbers = 0
         self._response = Response(send, eager=eager)
-        self._gone: asyncio.Event | None = None
+        self._answered: asyncio.Event | None = None
 
     async def run(self, app: ASGIApp) -> None:
         """Let the application serve the request."""
@@ -89,7 +89,7 @@ class Exchange:
 
     @property
     def _asked(self) -> Asked | None:
-        """What is asked for; None: it was not read yet."""
+        """What the request asks for; None: it was not read yet."""
         return self._response.asked
 
     # --- the request ------------------------------------------------------------------------------
@@ -104,20 +104,20 @@ class Exchange:
         if not self._is_json():
             return await self._receive()
         chunks: list[bytes] = []
-        more = True
-        while more:
+        is_whole = False
+        while not is_whole:
             message = await self._receive()
             if message["type"] != "http.request":
                 return message
             chunks.append(message.get("body", b""))
-            more = message.get("more_body", False)
+            is_whole = not message.get("more_body", False)
         self._body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if self._eager and not await self._is_accepted():
             return dict(_DISCONNECT)
         return {"type": "http.request", "body": self._body, "more_body": False}
 
     async def _is_accepted(self) -> bool:
-        """Whether the application is to have the request; its client has been answered if not."""
+        """Whether the application gets the request. If not, its client has been answered."""
         try:
             self._read(None)
             await self._check()
@@ -126,29 +126,32 @@ class Exchange:
         return not self.refused
 
     def _is_plain(self) -> bool:
-        """Whether it is certain that the request is served as vLLM would."""
+        """Whether the request was read and has no SLO, so vLLM serves it unchanged."""
         return self._eager and self._asked is not None and self._asked.slo is None
 
     async def _client(self) -> Message:
-        """What the client does next, or that it has left because it has its answer."""
-        if self._gone is None:
-            self._gone = asyncio.Event()
+        """The client's next message, or a disconnect once it has its answer."""
+        if self._answered is None:
+            self._answered = asyncio.Event()
         client = asyncio.ensure_future(self._receive())
-        gone = asyncio.ensure_future(self._gone.wait())
+        answered = asyncio.ensure_future(self._answered.wait())
         try:
-            await asyncio.wait((client, gone), return_when=asyncio.FIRST_COMPLETED)
-            return client.result() if client.done() and not gone.done() else dict(_DISCONNECT)
+            await asyncio.wait((client, answered), return_when=asyncio.FIRST_COMPLETED)
+            return client.result() if client.done() and not answered.done() else dict(_DISCONNECT)
         finally:
             client.cancel()
-            gone.cancel()
+            answered.cancel()
 
     def _is_json(self) -> bool:
-        """Whether the body is JSON by its header: of several the first, which is vLLM's."""
+        """Whether the body is JSON by its Content-Type; of several headers vLLM reads the first."""
         headers = dict(reversed(self._scope["headers"]))
         return is_json_type(headers.get(b"content-type", b"").decode("latin-1"))
 
     def _read(self, xargs: Mapping[str, Any] | None) -> None:
-        """Read what is asked for.
+        """Read the SLO.
+
+        Args:
+            xargs: the SLO's keys that reached the engine; None: those of the body.
 
         Raises:
             InvalidSLOError, ConfigError: the request is to be refused.
@@ -162,26 +165,26 @@ class Exchange:
         self._response.asked = asked
 
     async def _check(self) -> None:
-        """Nothing; what requests of another kind look at beside the SLO."""
+        """Check more than the SLO; for subclasses."""
 
     # --- what the gate calls ----------------------------------------------------------------------
 
     def admit(self, extra_args: Mapping[str, Any] | None, n: int) -> Mapping[str, Any] | None:
         """As `gate.Caller`."""
-        said = slo_keys_of(extra_args)
+        given = slo_keys_of(extra_args)
         if self._asked is None:
             self._read(None)
         xargs = self._request.get("vllm_xargs")
-        if said and said != (slo_keys_of(xargs) if isinstance(xargs, Mapping) else {}):
-            # A route with a place of its own for them, such as a form.
-            self._read(said)
+        if given and given != (slo_keys_of(xargs) if isinstance(xargs, Mapping) else {}):
+            # They came in another part of the body, such as a form.
+            self._read(given)
             self._flat = None
         if self._flat is None:
             self._flat = self._keys(n)
         return self._flat or None
 
     def _keys(self, n: int) -> dict[str, Any]:
-        """Keys for the scheduler; empty: none.
+        """Keys for the scheduler; empty: the request passes unchanged.
 
         Args:
             n: choices of each prompt.
@@ -225,7 +228,7 @@ class Exchange:
         """As `gate.Caller`.
 
         Raises:
-            asyncio.CancelledError: the request ran in the background, where nobody ends it.
+            asyncio.CancelledError: the request runs in the background, where nothing else ends it.
         """
         if not self.refused and self._response.started:
             if not fail_stored_response(self._scope.get("app"), self._response.stored_id):
@@ -251,7 +254,7 @@ class Exchange:
     # --- the response -----------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """As the client's; nothing of the application follows a refusal."""
+        """One message of the application's response; after a refusal it is dropped."""
         if not self.refused:
             await self._response.forward(message)
 
@@ -296,5 +299,5 @@ class Exchange:
         self._response.discard()
         for message in messages:
             await self._send(message)
-        if self._gone is not None:
-            self._gone.set()
+        if self._answered is not None:
+            self._answered.set()

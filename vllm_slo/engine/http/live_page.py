@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live page on vLLM's server: ``GET /slo`` and ``GET /slo/data``.
 
-vLLM's plugin group for endpoints is closed unless ``VLLM_PLUGINS`` names the plugin, and warns of
-one that it leaves out. The page should need no setting, so the SLO middleware serves it, before
-anything of vLLM's: as open as ``/metrics``, which asks for no API key either.
+vLLM loads plugins for endpoints only if ``VLLM_PLUGINS`` names them, and warns of others. The page
+should need no setting, so the SLO middleware serves it, before vLLM's own middleware. Like
+``/metrics`` it needs no API key.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _THEIRS: Final = tuple(name for name in KEPT if not name.startswith(_OURS))
 
 
 class LivePage:
-    """Answers for the two paths, and looks at the series of this server from its start on."""
+    """Answers the two paths, and samples the series of this server from its start on."""
 
     def __init__(self) -> None:
         folder = os.environ.get(FOLDER_VARIABLE)
@@ -44,7 +44,7 @@ class LivePage:
         self._sampler = Sampler(self._collect, self._about)
 
     async def answered(self, scope: Scope, send: Send) -> bool:
-        """Whether this connection was for the page, and has its answer."""
+        """Answer a connection to the page. Whether it was one."""
         if scope["type"] == "lifespan":
             self._begin(scope)
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
@@ -61,7 +61,7 @@ class LivePage:
         return True
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._sampler.stop()
 
     def _begin(self, scope: Scope) -> None:
@@ -85,7 +85,7 @@ class LivePage:
         }
 
     def _silent_s(self) -> float | None:
-        """Seconds since a scheduler wrote its series; None: none has yet."""
+        """Seconds since a scheduler wrote its series; None: none has written yet."""
         times = []
         for path in self._folder.glob("*.prom") if self._folder is not None else ():
             try:
@@ -96,25 +96,23 @@ class LivePage:
 
 
 def vllm_series() -> Iterable[Metric]:
-    """vLLM's own series of `KEPT`, or where there are several API servers all of theirs.
+    """vLLM's own series of `KEPT`; with several API servers all of their series.
 
-    Never a scheduler's: where values are shared among processes its own are among them, and they
-    are in its file already.
+    A scheduler's series are left out: they are in its file already, and shared among processes.
     """
     if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         from prometheus_client import CollectorRegistry, multiprocess
 
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)
-        return (one for one in registry.collect() if not one.name.startswith(_OURS))
+        return (family for family in registry.collect() if not family.name.startswith(_OURS))
     from prometheus_client import REGISTRY
 
     return REGISTRY.restricted_registry(_THEIRS).collect()
 
 
 def _objectives(additional_config: object) -> dict[str, Any]:
-    """Class -> its TTFT and TPOT in milliseconds, None without; nothing if they cannot be read,
-    which requests are told."""
+    """Class -> [TTFT, TPOT], milliseconds or None; empty if the configuration cannot be used."""
     try:
         classes = SLOConfig.from_additional_config(additional_config).slo_classes()
     except ConfigError:

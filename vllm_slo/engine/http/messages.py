@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of our own as ASGI messages."""
+"""Whole answers as ASGI messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def json_messages(
-    status: int, said: Mapping[str, Any], headers: Headers = ()
+    status: int, content: Mapping[str, Any], headers: Headers = ()
 ) -> tuple[Message, Message]:
     """A whole JSON response as ASGI messages."""
-    body = json.dumps(said).encode()
+    body = json.dumps(content).encode()
     base = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     return (
         {"type": "http.response.start", "status": status, "headers": [*base, *headers]},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware: reads what an HTTP request asks for, and shows what became of it.
+"""ASGI middleware: reads the SLO of an HTTP request, and puts the report into the response.
 
 `vllm serve ... --middleware vllm_slo.engine.http.SLOMiddleware`
 
@@ -42,15 +42,15 @@ class SLOMiddleware:
     Request: the body field ``slo``, the ``slo_*`` keys of ``vllm_xargs``, the SLO headers and
     ``service_tier`` are united into one SLO, which the gate (`vllm_slo.engine.gate`) hands to the
     engine with every request that the route makes of it. The body passes byte for byte. A mistake
-    is answered with 400 in the error shape of the API before the engine sees the request, and what
-    its API key may not ask for (section ``access`` of the configuration) with 403.
+    is answered with 400 in the error shape of the API before the engine sees the request. An SLO
+    that the API key may not ask for (section ``access`` of the configuration) is answered with 403.
 
     Response: the scheduler's report becomes the field ``slo``; if the request named a
     ``service_tier``, the tier served stands there, too (rule: `served_service_tier`). A declined
     request becomes ``decline_status`` with ``Retry-After`` and ``x-slo-reason``, on every route.
 
-    Behind a front the scope holds `FORWARDED`, and whoever puts it there keeps clients from doing
-    so. The scheduler is then told of it for every request that has an SLO, its own or the default.
+    Behind a front the scope holds `FORWARDED`; the process that sets it keeps clients from setting
+    it. It then reaches the scheduler with every request that has an SLO, its own or the default.
 
     Args:
         app: the application behind this middleware.
@@ -63,7 +63,7 @@ class SLOMiddleware:
         self._rules: Rules | None = None
         self._page = LivePage()
         if (engine := sys.modules.get("vllm.v1.engine.async_llm")) is not None:
-            gate.install(engine)  # where the plugin could not
+            gate.install(engine)  # it was imported before the plugin could wrap it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -92,10 +92,10 @@ class SLOMiddleware:
             await exchange.run(self.app)
 
     def rules(self, scope: Scope) -> Rules:
-        """What the server's requests are read with; its configuration is read at the first call.
+        """How the server's requests are read. The configuration is read at the first call.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the configuration cannot be used.
         """
         if self._rules is None:
             vllm_config = vllm_config_of(scope.get("app"))

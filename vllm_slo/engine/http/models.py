@@ -23,7 +23,7 @@ MODELS_ROUTE: Final = "/v1/models"
 
 
 def with_classes(send: Send, policy: Callable[[], Policy]) -> Send:
-    """A `send` that adds the classes to the list of models; without any it changes nothing."""
+    """A `send` that adds the classes, if there are any, to the list of models."""
     held: list[Message] = []
 
     async def forward(message: Message) -> None:
@@ -52,12 +52,12 @@ def _listed(body: bytes, policy: Policy) -> bytes:
 
 
 def _shown(name: str, slo: SLO) -> dict[str, Any]:
-    """A class as a client may read it: what differs from a request that asks for nothing."""
-    said = {
+    """A class as clients read it: the fields that differ from an empty SLO."""
+    shown = {
         PUBLIC_OF[spec.name]: getattr(slo, spec.name)
         for spec in fields(SLO)
         if spec.name != "slo_class" and getattr(slo, spec.name) != spec.default
     }
     if slo.stages is not None:
-        said["stages"] = [stage._asdict() for stage in slo.stages]
-    return {"name": name, **said}
+        shown["stages"] = [stage._asdict() for stage in slo.stages]
+    return {"name": name, **shown}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a request's report in the response that vLLM writes. Pure functions of bytes.
+"""Puts a request's report into the response that vLLM writes. Pure functions of bytes.
 
 A whole JSON response gets the field ``slo``. In a stream the event that ends a choice gets it:
 the last chunk of a choice (completions, chat), ``response.completed`` inside its ``response``
@@ -25,7 +25,7 @@ Reports = Mapping[int, Mapping[str, Any]]
 _ENDS: Final = re.compile(
     rb'"finish_reason": ?"|"type": ?"(?:message_delta|response\.(?:completed|incomplete|failed))"'
 )
-"""In every event that ends a choice."""
+"""Matches every event that ends a choice."""
 _ENDED: Final = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -34,8 +34,8 @@ class Asked:
     """What one request asked for.
 
     Attributes:
-        slo: None: nothing.
-        service_tier: as sent; None: it named none.
+        slo: its SLO; None: it has none.
+        service_tier: as sent; None: not sent.
     """
 
     slo: SLO | None = None
@@ -51,8 +51,8 @@ def served_service_tier(asked: Asked, report: Mapping[str, Any] | None) -> str:
     """OpenAI `service_tier` of the response: the tier that was served, not the one asked for.
 
     - A promise was made: ``priority`` if that was asked for, else ``default``.
-    - No promise although the request has an SLO (it is best effort by its own wish, or its
-      objectives could not be promised): ``flex``.
+    - No promise although the request has an SLO (it asked for best effort, or its objectives could
+      not be promised): ``flex``.
     - No SLO, or no report because another scheduler runs: ``flex`` if asked for, else ``default``.
     """
     if report is not None and report.get("promised") is True:
@@ -68,7 +68,7 @@ def rewrite_json(body: bytes, asked: Asked, report: Mapping[str, Any] | None) ->
     Args:
         body: the response of status 200 as vLLM wrote it.
         asked: what the request asked for.
-        report: of its first choice; None where there is none.
+        report: of its first choice; None: there is no report.
     """
     if report is None and asked.service_tier is None:
         return body
@@ -88,7 +88,7 @@ def rewrite_event(chunk: bytes, asked: Asked, reports: Reports) -> bytes:
     Args:
         chunk: one chunk of an SSE body. vLLM sends whole events; a part of one is left as it is.
         asked: what the request asked for.
-        reports: those known so far.
+        reports: choice -> report, as far as they are there.
     """
     if not _ENDS.search(chunk):
         return chunk
@@ -111,12 +111,12 @@ def _rewrite_line(line: bytes, asked: Asked, reports: Reports) -> bytes:
 
 
 def _ended(event: Any) -> tuple[dict[str, Any] | None, int]:
-    """(what gets the report, which choice ends); (None, 0): none does."""
+    """(object that gets the report, choice that ends); (None, 0): no choice ends."""
     if not isinstance(event, dict):
         return None, 0
     choices = event.get("choices")
     if isinstance(choices, list):
-        ended = [one for one in choices if isinstance(one, dict) and one.get("finish_reason")]
+        ended = [c for c in choices if isinstance(c, dict) and c.get("finish_reason")]
         index = ended[0].get("index") if ended else None
         return (event if ended else None), (index if isinstance(index, int) else 0)
     response = event.get("response")

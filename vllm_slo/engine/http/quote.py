@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``POST /v1/slo/quote``: what a request would be promised if it was sent now.
 
-The body is that of a completion or of a chat. It goes to vLLM's own route of that kind, so it is
-authenticated, checked and cut into tokens as if it was to be served; marked with `QUOTE_KEY`, it
-comes back from the scheduler with the answer instead of a text.
+The body is that of a completion or of a chat. It goes to vLLM's own route of that kind, which
+authenticates, checks and tokenises it as if it was to be served. Marked with `QUOTE_KEY`, it comes
+back from the scheduler with the quote instead of a text.
 
-The engine works a quote out between two steps, so those that ask hold up those that are served. No
-more than `MOST` are with the engine at once, and the others are refused rather than made to wait.
+The engine works out quotes between two steps, so they delay the requests that are served. At most
+`MAX_QUOTES` are in the engine at once; others are refused rather than made to wait.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["answer_quote"]
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
-MOST: Final = 8
-"""Quotes of one API server that the engine has at once, so about the most it answers in a step."""
+MAX_QUOTES: Final = 8
+"""Quotes of one API server in the engine at once, about as many as it answers in a step."""
 RETRY_MS: Final = 1_000
 
 
@@ -43,13 +43,13 @@ async def answer_quote(
 ) -> None:
     """Serve one request for a quote.
 
-    vLLM lets clients in by the path and the headers, and the body is not read before it asks for
-    it; only then it is known which route has to read it.
+    vLLM admits clients by the path and the headers, and asks for the body only then. The body says
+    which of its routes has to read it.
     """
-    asking = _Asking(rules, scope, COMPLETIONS, receive, send, arrival_s)
-    await asking.run(app)
-    if asking.of_chat is not None:
-        body, is_read = asking.of_chat, False
+    quote = _QuoteExchange(rules, scope, COMPLETIONS, receive, send, arrival_s)
+    await quote.run(app)
+    if quote.chat_body is not None:
+        body, is_read = quote.chat_body, False
 
         async def again() -> Message:
             nonlocal is_read
@@ -58,16 +58,16 @@ async def answer_quote(
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        asking = _Asking(rules, scope, CHAT, again, send, arrival_s)
-        await asking.run(app)
-    await asking.finish()
+        quote = _QuoteExchange(rules, scope, CHAT, again, send, arrival_s)
+        await quote.run(app)
+    await quote.finish()
 
 
-class _Asking(Exchange):
+class _QuoteExchange(Exchange):
     """A request for a quote, as it is sent to one route of vLLM.
 
-    Invariant: it is among `_asking` from when vLLM has let the client in and has the whole body, so
-    slow bodies keep nobody out, until vLLM has answered.
+    Invariant: it is in `_in_engine` from when vLLM has admitted the client and has the whole body,
+    so that slow bodies take no place, until vLLM has answered.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class _Asking(Exchange):
         root = scope.get("root_path", "").rstrip("/")
         prefix = root if scope["path"].startswith(f"{root}/") else ""
         path = f"{prefix}{route}"
-        self.of_chat: bytes | None = None
+        self.chat_body: bytes | None = None
         self._route = route
         self._sent: list[Message] = []
         inner = {**scope, "path": path, "raw_path": path.encode()}
@@ -93,27 +93,29 @@ class _Asking(Exchange):
         try:
             await super().run(app)
         finally:
-            _asking.discard(self)
+            _in_engine.discard(self)
 
     async def _check(self) -> None:
-        """Whether the engine is to be asked."""
+        """Refuse the request, or let the engine have it."""
         body = self._body or b""
         if "messages" in self._request and self._route != CHAT:
-            self.of_chat, self.refused = body, True  # for the other route to read
+            self.chat_body, self.refused = body, True  # for the other route to read
             return
         if not self._request:
             await self._refuse(400, "BadRequestError", "the body is not a JSON object", None)
         elif len(body) > MAX_BODY_BYTES:
             text = f"the body is longer than {MAX_BODY_BYTES} bytes"
             await self._refuse(413, "BadRequestError", text, None)
-        elif len(_asking) >= MOST:
-            await self._refuse_one_too_many()
+        elif len(_in_engine) >= MAX_QUOTES:
+            await self._refuse_too_many()
         else:
             _check_single(self._request)
-            _asking.add(self)
+            _in_engine.add(self)
 
-    async def _refuse_one_too_many(self) -> None:
-        text = f"{MOST} quotes are being worked out; ask one after another, or in {RETRY_MS} ms"
+    async def _refuse_too_many(self) -> None:
+        text = (
+            f"{MAX_QUOTES} quotes are being worked out; ask one after another, or in {RETRY_MS} ms"
+        )
         headers = [
             (b"retry-after", b"%d" % -(-RETRY_MS // 1000)),
             (b"retry-after-ms", b"%d" % RETRY_MS),
@@ -127,12 +129,12 @@ class _Asking(Exchange):
         return sealed({**flat, QUOTE_KEY: 1}, self._rules())
 
     async def send(self, message: Message) -> None:
-        """Keep what the application answers; the quote itself does not come this way."""
+        """Keep the application's answer; the quote itself does not come this way."""
         if not self.refused:
             self._sent.append(message)
 
     async def finish(self) -> None:
-        """vLLM has answered without a quote: pass its error on."""
+        """Pass on the error of vLLM if it has answered without a quote."""
         if self.refused:
             return
         if self._sent and self._sent[0].get("status") != 200:
@@ -143,12 +145,12 @@ class _Asking(Exchange):
         await self._answer(error_messages(path, 501, "NotImplementedError", text, None))
 
 
-_asking: Final[set[_Asking]] = set()
-"""Those whose body vLLM has, in this process: one API server."""
+_in_engine: Final[set[_QuoteExchange]] = set()
+"""The requests for a quote whose body vLLM has, of this API server."""
 
 
 def _check_single(asked: Mapping[str, Any]) -> None:
-    """Refuse what the engine would serve as several requests, or what is none."""
+    """Refuse a body with several prompts, or with none."""
     if (prompts := prompts_in(asked)) > 1:
         raise InvalidSLOError("prompt", f"{prompts} prompts", "ask for one at a time")
     if not any(asked.get(key) is not None for key in ("messages", "prompt", "prompt_embeds")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what one HTTP request asks for, as far as its API key may have it."""
+"""Reads the SLO of one HTTP request, as far as its API key may have it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Rules", "read_request", "sealed"]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the requests of one server are read with.
+    """How the requests of one server are read.
 
     Attributes:
         policy: classes, service tiers and the default.
-        access: what a key may ask for; None: anything.
-        seal: proves to the scheduler who wrote the keys; None: nobody made up its secret.
+        access: what each API key may ask for; None: anything.
+        seal: proves to the scheduler that this server wrote the keys; None: there is no secret.
     """
 
     policy: Policy
@@ -45,9 +45,9 @@ def read_request(
     Args:
         request: the fields of its body.
         raw_headers: ASGI headers, names in lower case.
-        rules: how it is read.
+        rules: how the request is read.
         arrival_s: arrival here, epoch seconds.
-        forwarded: what the front says of it, if it came through one.
+        forwarded: what a front has added; None: it did not come through one.
         xargs: the SLO's keys that reached the engine; None: those of the body.
 
     Raises:
@@ -57,7 +57,7 @@ def read_request(
     carriers = carriers_of(request, slo_headers(raw_headers))
     if xargs is not None:
         carriers = carriers.with_xargs(xargs)
-    if rules.access is not None:  # the key says who is asking
+    if rules.access is not None:  # the tenant is the key's
         carriers = carriers.without_hints({"tenant"})
     before_s = 0.0 if forwarded is None else forwarded["age_ms"] / 1e3
     slo = _allowed(request, carriers, raw_headers, rules, arrival_s - before_s)
@@ -73,8 +73,13 @@ def _allowed(
     rules: Rules,
     arrival_s: float,
 ) -> SLO | None:
-    """The SLO of a request, as far as its key may have it. A hint that it may not have is ignored,
-    as any hint is that means nothing here."""
+    """The SLO of a request, as far as its API key may have it.
+
+    A hint that the key may not have is ignored, like a hint that is not valid.
+
+    Raises:
+        ForbiddenSLOError: the key may not have what the request states itself.
+    """
     slo, own = asked_by(request, carriers, rules.policy, arrival_s)
     if rules.access is None or slo is None:
         return slo
@@ -88,15 +93,14 @@ def _allowed(
 
 
 def _as_forwarded(slo: SLO, wish: OnUnattainable | None) -> SLO:
-    """`slo` with what the front wants if no promise can be made."""
+    """`slo` with the front's wish for the case that no promise can be made."""
     if wish is None or slo.effective_tier != "guaranteed":
         return slo
     return replace(slo, on_unattainable=wish)
 
 
 def sealed(flat: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    """`flat` with its seal; where nobody made up its secret, without internal keys, which the
-    scheduler would not believe."""
+    """`flat` with its seal. Without a secret internal keys are left out: they would be refused."""
     if rules.seal is not None:
         return rules.seal.sealed(flat)
     return {key: value for key, value in flat.items() if key not in INTERNAL_KEYS}

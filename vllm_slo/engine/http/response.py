@@ -61,7 +61,7 @@ class Response:
             await self._pass(message)
 
     def _must_hold(self, start: Message) -> bool:
-        """Whether the response has to be held before it goes out."""
+        """Whether the response is held before it goes out."""
         if start["status"] != 200:
             return False
         kinds = [v for name, v in start.get("headers", ()) if name.lower() == b"content-type"]
@@ -69,7 +69,7 @@ class Response:
         self._streams = kind.startswith(b"text/event-stream")
         asked = self.asked
         if asked is None:
-            # A stream may begin before its route asks the engine, which is when it is read.
+            # A stream may begin before its route calls the engine, which is when it is read.
             return self._streams and not self._eager
         if asked.slo is None and asked.service_tier is None:
             return False
@@ -80,20 +80,20 @@ class Response:
     async def _hold(self, message: Message) -> None:
         """Keep a message until the response may go out.
 
-        A stream may once there is output of the engine, so nothing stands before a refusal; a
-        comment that keeps the connection alive opens it, too.
+        A stream goes out once the engine has output, so that a refusal can still be the whole
+        answer. A comment that keeps the connection alive opens it, too.
         """
         assert self._held is not None
         self._held.append(message)
         if message["type"] != "http.response.body":
             await self._release()
             return
-        body, more = message.get("body", b""), message.get("more_body", False)
+        body, is_last = message.get("body", b""), not message.get("more_body", False)
         if self._streams:
             decided = self.has_output or self.asked is None or not self.asked.may_be_declined
-            if decided or not more or body.startswith(b":"):
+            if decided or is_last or body.startswith(b":"):
                 await self._release()
-        elif not more:
+        elif is_last:
             self._rewrite()
             await self._release()
         elif sum(len(held.get("body", b"")) for held in self._held) > MAX_HELD_BYTES:
@@ -113,7 +113,7 @@ class Response:
         ]
 
     async def _release(self) -> None:
-        """Send what is held, in order; from here on everything passes."""
+        """Send the held messages, in order; all later ones pass."""
         held, self._held = self._held or [], None
         for message in held:
             await self._pass(message)

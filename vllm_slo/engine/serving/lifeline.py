@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's process ends with the server that started it, however that came about.
+"""Ends an engine's processes with the server that started them, also when it was killed.
 
-vLLM's engine core outlives a server that was killed: it waits for ever for requests that nobody can
-send. A server may therefore hold the only write end of a named pipe; every process of its engine
-that finds the pipe in its environment ends when that end is closed.
+vLLM's engine core outlives a server that was killed: it waits for ever for requests that cannot
+come. A server may therefore hold the only write end of a named pipe. Every process of its engine
+that has the pipe's name in its environment ends when that end is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hold(folder: Path) -> None:
     global _held
     path = folder / "lifeline"
     os.mkfifo(path, 0o600)
-    # Opened for reading too, since nobody reads yet; a write end alone would have to wait.
+    # Opened for reading too: opening the write end alone waits for a reader.
     _held = os.open(path, os.O_RDWR)
     os.environ[VARIABLE] = str(path)
 
@@ -52,7 +52,7 @@ def watch() -> None:
 def _await_end(path: Path) -> None:
     with suppress(FileNotFoundError):  # it was removed already
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        if _has_writer(pipe):  # poll is silent about one that left before we came
+        if _has_writer(pipe):  # poll does not report a writer that has left before
             poll = select.poll()
             poll.register(pipe, select.POLLHUP)
             poll.poll()
@@ -68,7 +68,7 @@ def _has_writer(pipe: int) -> bool:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a server left: the folder of its pipe, and that of its metrics."""
+    """Remove the folders of a server that has ended: of its pipe, and of its metrics."""
     # Not above: prometheus_client settles at its import whether processes share their values.
     from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, remove_folder
 

@@ -33,8 +33,8 @@ class LLM(vllm.LLM):
     Args:
         model: as for ``vllm.LLM``; ``"tiny"`` is the built-in model.
         draft_model: name or folder of a small model of the same vocabulary that drafts token trees,
-            which ``model`` verifies; ``"tiny"`` is the built-in one. Answers stay what they are. Of
-            a list of them, the smallest first, the fastest chain is chosen all the time.
+            which ``model`` verifies; ``"tiny"`` is the built-in one. Answers do not change. Of a
+            list of models, the smallest first, the fastest chain is chosen all the time.
             Sets ``worker_cls`` and ``speculative_config``, and on CPU ``block_size``, on CUDA
             ``attention_backend`` and ``compilation_config`` where these are not given.
         draft_servers: in place of ``draft_model`` the address where draft servers may connect
@@ -46,14 +46,13 @@ class LLM(vllm.LLM):
         kwargs: everything ``vllm.LLM`` takes.
 
     Raises:
-        ConfigError: the configuration cannot be used, another ``scheduler_cls`` is asked for, or
-            the draft model cannot be used, as far as its folder tells; what else is wrong with it
-            the engine finds out, as with a profile. Or the address or the token for draft servers
-            cannot be used.
+        ConfigError: the configuration, the address or the token for draft servers cannot be used,
+            another ``scheduler_cls`` is given, or the folder of the draft model shows that it
+            cannot be used. Other faults of a draft model appear in the engine, see ProfileError.
         IncompatibleVLLMError: the installed vLLM is not supported.
-        ProfileError: the configured step-time profile is missing or broken. One of another model
-            is found out by the engine: the same error where it runs in this process, else vLLM's
-            RuntimeError with ours in the log.
+        ProfileError: the configured step-time profile is missing or broken. That it is of another
+            model appears in the engine: as this error where the engine runs in this process, else
+            as vLLM's RuntimeError with this error in the log.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class LLM(vllm.LLM):
         if speculation.draft_servers is not None:
             check_verifier(speculation.draft_servers, speculation.draft_token_file, "draft_servers")
         if config.profile is not None:
-            profiles.load(config.profile)  # whether it is of this engine is known there alone
+            profiles.load(config.profile)  # only the engine knows whether the profile is its own
         self._slo_classes = config.slo_classes()
         self._seal = Seal.prepare()
         name = str(tiny.path("target")) if model == TINY else model
@@ -134,7 +133,7 @@ class LLM(vllm.LLM):
         *,
         slo: SLOs = None,
     ) -> list[dict[str, Any]]:
-        """What each prompt would be promised if it came now; nothing is generated or changed.
+        """What each prompt would be promised if it came now. Nothing is generated or changed.
 
         Returns:
             One answer for each prompt, as ``POST /v1/slo/quote`` gives it; times in milliseconds.
@@ -144,19 +143,19 @@ class LLM(vllm.LLM):
         """
         count = _count(prompts)
         params = self._with_slo(count, sampling_params, slo)
-        listed = list(params) if isinstance(params, Sequence) else [params] * count
-        asking = [self._carry(one, None) for one in listed]
-        for one in asking:
-            one.n = 1
-            one.extra_args = self._seal.sealed({**(one.extra_args or {}), QUOTE_KEY: 1})
+        each = list(params) if isinstance(params, Sequence) else [params] * count
+        asking = [self._with_keys(sampling, None) for sampling in each]
+        for sampling in asking:
+            sampling.n = 1
+            sampling.extra_args = self._seal.sealed({**(sampling.extra_args or {}), QUOTE_KEY: 1})
         outputs = super().generate(prompts, asking, use_tqdm=False)
         return [_quote_of(output) for output in outputs]
 
     def _with_slo(self, count: int, params: Any, slo: SLOs) -> Any:
-        """Sampling parameters that carry the SLOs, one per prompt; as given where none is set."""
+        """Sampling parameters that carry the SLOs, one per prompt; as given without any SLO."""
         given = list(params) if isinstance(params, Sequence) else [params] * count
-        for one in given:
-            SLO.from_extra_args(one and one.extra_args, classes=self._slo_classes)
+        for sampling in given:
+            SLO.from_extra_args(sampling and sampling.extra_args, classes=self._slo_classes)
         if slo is None:
             return params
         slos = [slo] * count if isinstance(slo, SLO) else list(slo)
@@ -166,9 +165,10 @@ class LLM(vllm.LLM):
                 f"{len(slos)} SLOs and {len(given)} sampling parameters for {count} prompts",
                 "give one for all prompts or one for each",
             )
-        return [self._carry(one, wanted) for one, wanted in zip(given, slos, strict=True)]
+        return list(map(self._with_keys, given, slos))
 
-    def _carry(self, params: SamplingParams | None, slo: SLO | None) -> SamplingParams:
+    def _with_keys(self, params: SamplingParams | None, slo: SLO | None) -> SamplingParams:
+        """A copy of the sampling parameters with the keys of an SLO."""
         params = self.get_default_sampling_params() if params is None else params.clone()
         if slo is not None:
             flat = slo.to_extra_args()
@@ -178,7 +178,7 @@ class LLM(vllm.LLM):
 
 
 def _count(prompts: Any) -> int:
-    """How many prompts these are; a list of ints is one."""
+    """The number of prompts; a list of ints is one prompt."""
     several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
     if several and prompts and isinstance(prompts[0], int):
         several = False
@@ -186,13 +186,13 @@ def _count(prompts: Any) -> int:
 
 
 def _quote_of(output: RequestOutput) -> dict[str, Any]:
-    said = unpack_quote(output.outputs[0].stop_reason)
-    assert said is not None, output
-    return said
+    quote = unpack_quote(output.outputs[0].stop_reason)
+    assert quote is not None, output
+    return quote
 
 
 def _given(kwargs: Mapping[str, Any]) -> set[str]:
-    """Names of the engine's arguments that are given; vLLM's defaults are not."""
+    """Names of the engine's arguments that are given. One at vLLM's default counts as not given."""
     given = {name for name, value in kwargs.items() if value not in (None, "auto")}
     attention = kwargs.get("attention_config")
     if isinstance(attention, Mapping):
@@ -203,8 +203,8 @@ def _given(kwargs: Mapping[str, Any]) -> set[str]:
 
 
 def report_of(output: RequestOutput) -> dict[str, Any] | None:
-    """What became of a finished prompt's SLO: tier, promised or the reason why
-    not at first, TTFT and TPOT in ms, attained."""
+    """The report on a finished prompt's SLO: tier, promised or the reason why not at first, TTFT
+    and TPOT in milliseconds, attained."""
     carrier = output.kv_transfer_params or {}
     report = carrier.get(REPORT_KEY)
     return dict(report) if report is not None else None

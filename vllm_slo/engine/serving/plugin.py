@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of vLLM's ``vllm.general_plugins`` group: runs in every vLLM process.
 
-In the first process of a server it prepares what ``vllm serve MODEL --scheduler-cls
-vllm_slo.Scheduler`` leaves unsaid: the check of vLLM's version and of the configuration, the HTTP
-middleware that reads the SLO carriers, and the metrics on ``/metrics``. Without that flag it does
-nothing of this.
+In the first process of a server that is started with ``--scheduler-cls vllm_slo.Scheduler`` it
+checks the version of vLLM and the configuration, adds the HTTP middleware that reads SLOs, and
+shows the metrics on ``/metrics``. Without that flag it does none of this.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def register() -> None:
     if multiprocessing.parent_process() is not None:
         lifeline.watch()
         return
-    said = with_config_file(sys.argv)
-    if _asks_for_us(said):
-        _check_or_exit(said)
+    argv = with_config_file(sys.argv)
+    if _serves_with_our_scheduler(argv):
+        _check_or_exit(argv)
         from prometheus_client import REGISTRY
 
         from vllm_slo.engine.telemetry import exposition
@@ -46,22 +45,25 @@ def register() -> None:
         folder = exposition.choose_folder()
         atexit.register(_leave, folder, os.getpid())
         REGISTRY.register(exposition.FolderCollector(folder))
-        if not any(MIDDLEWARE in argument for argument in said):
+        if not any(MIDDLEWARE in argument for argument in argv):
             sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]
 
 
 def wrap_engine() -> None:
-    """Put the gate before the engine of API servers, and read bodies where no middleware does, as
-    soon as vLLM imports what is wrapped: processes without an API server never do."""
+    """Install the gate, and the reader of bodies without middleware, once vLLM imports what they
+    wrap. Processes without an API server never import that."""
     wrapt.register_post_import_hook("vllm_slo.engine.gate:install", "vllm.v1.engine.async_llm")
     for module in REQUEST_CLASSES:
         wrapt.register_post_import_hook("vllm_slo.engine.http.body_slo:install", module)
 
 
 def _check_or_exit(argv: list[str]) -> None:
-    """End the server before it loads anything if it could not serve, with one clear line.
+    """End the server with one clear line, before it loads a model, if it cannot serve.
 
-    The secret of the seal is in the environment from here on, for where access is checked.
+    From here on the secret of the seal is in the environment.
+
+    Raises:
+        SystemExit: the version of vLLM or the configuration cannot be used.
     """
     from vllm_slo.config import profiles
     from vllm_slo.config.model import SLOConfig
@@ -74,13 +76,13 @@ def _check_or_exit(argv: list[str]) -> None:
         if config.access is not None:
             Access(config.access)
         if config.profile is not None:
-            profiles.load(config.profile)  # whether it is of this engine is known there alone
+            profiles.load(config.profile)  # only the engine knows whether the profile is its own
     except VllmSLOError as error:
         raise SystemExit(f"vllm-slo: error: {error}") from None
 
 
 def _additional_config(argv: list[str]) -> object:
-    """The value of ``--additional-config``; malformed JSON is left to vLLM to refuse."""
+    """The value of ``--additional-config``; None without one. vLLM refuses malformed JSON."""
     for flag, value in zip(argv, [*argv[1:], ""], strict=True):
         name, _, inline = flag.partition("=")
         if name.replace("_", "-") == "--additional-config":
@@ -92,12 +94,14 @@ def _additional_config(argv: list[str]) -> object:
 
 
 def share_log() -> None:
-    """Write what this package logs where vLLM writes its own, and as vLLM is told to, also later:
-    it sets up its own logger only. Where the process has a log of its own, that one is used."""
+    """Send this package's log messages to vLLM's log, with its level, also if that changes later.
+
+    vLLM sets up its own logger only. Where the root logger has handlers, they are used instead.
+    """
     ours = logging.getLogger("vllm_slo")
     if not logging.getLogger().handlers:
         ours.parent = logging.getLogger("vllm")
-        ours.setLevel(ours.level)  # forgets what was found to be enabled so far
+        ours.setLevel(ours.level)  # clears the cache of enabled levels
 
 
 def _leave(folder: Path, owner: int) -> None:
@@ -107,7 +111,7 @@ def _leave(folder: Path, owner: int) -> None:
         remove_folder(folder)
 
 
-def _asks_for_us(argv: list[str]) -> bool:
+def _serves_with_our_scheduler(argv: list[str]) -> bool:
     """Whether this command line, its ``--config`` file included, starts a server with our class."""
     if "serve" not in argv[1:2] and Path(argv[0]).name != "api_server.py":
         return False
@@ -118,16 +122,16 @@ def _asks_for_us(argv: list[str]) -> bool:
 def with_config_file(argv: list[str]) -> list[str]:
     """The command line followed by what its ``--config`` file says, as flags.
 
-    vLLM lets the command line win over the file; a file that it cannot read it refuses itself.
+    The command line wins over the file. A file that cannot be read is ignored: vLLM refuses it.
     """
     for flag, value in zip(argv, [*argv[1:], ""], strict=True):
         name, _, inline = flag.partition("=")
         if name == "--config":
             try:
-                said = yaml.safe_load(Path(inline or value).read_text(encoding="utf-8"))
+                content = yaml.safe_load(Path(inline or value).read_text(encoding="utf-8"))
             except (OSError, ValueError, yaml.YAMLError):
                 return argv
-            items = said.items() if isinstance(said, dict) else ()
+            items = content.items() if isinstance(content, dict) else ()
             return [*argv, *(f"--{key}={_flag_value(given)}" for key, given in items)]
     return argv
 

@@ -19,7 +19,7 @@ from vllm_slo.engine.serving.profile_report import draw, table
 from vllm_slo.errors import ProfileError, VllmSLOError
 
 WORST_R2 = 0.5
-"""A worse fit does not enter the cache: a server that learns from nothing does better."""
+"""Below it a profile is not stored: a server that learns its step times online does better."""
 
 
 def profile(
@@ -32,9 +32,14 @@ def profile(
 ) -> ProfileReport:
     """Load ``model`` into an engine in this process, measure it, fit, and unload it.
 
-    engine_args: anything ``vllm.LLM`` takes; give the ones the server will run with.  Prefix
-    caching and asynchronous scheduling are off while measuring (see RecordingScheduler).
-    time_limit_s: of the measuring itself, 25 s if quick, else 300 s.
+    Prefix caching and asynchronous scheduling are off meanwhile (see RecordingScheduler).
+
+    Args:
+        model: name or folder.
+        quick: a coarser grid.
+        time_limit_s: for the measuring itself; None: 25 s if quick, else 300 s.
+        on_progress: is told the scenarios done and their number.
+        engine_args: arguments of ``vllm.LLM``, those with which the server will run.
     """
     if time_limit_s is None:
         time_limit_s = 25.0 if quick else 300.0
@@ -75,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, store, show.  Returns the exit status; errors of ours become one line."""
+    """Measure, store, show.  Returns the exit status; an error of ours is printed as one line."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 

@@ -35,7 +35,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine can hold: requests, tokens per step, tokens per request, KV tokens."""
+    """The limits of the engine: requests, tokens per step, tokens per request, KV tokens."""
 
     requests: int
     step_tokens: int
@@ -57,8 +57,12 @@ class Limits:
 def scenarios(limits: Limits, *, fill_tokens: int, quick: bool = False) -> list[Scenario]:
     """The grid: prefill chunks, decode batches and both at once, at short to long contexts.
 
-    fill_tokens: the most that one scenario may spend on preparing its decodes.  Cheapest first,
-    so that a run that is cut short still covers all kinds.
+    The cheapest come first, so that a run that is cut short still covers all kinds.
+
+    Args:
+        limits: of the engine.
+        fill_tokens: tokens that one scenario may compute to prepare its decodes.
+        quick: a coarser grid.
     """
     factor = 4 if quick else 2
     contexts = [16, *_powers(256, limits.request_tokens, factor)]

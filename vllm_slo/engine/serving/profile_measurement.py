@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 
 
 class _Driver:
-    """Runs scenarios on an in-process engine; the scheduler notes shapes and times."""
+    """Runs scenarios on an in-process engine, whose scheduler records shapes and times."""
 
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
@@ -67,7 +67,7 @@ class _Driver:
         self.engine.abort_request([prompt], internal=True)
 
     def tokens_per_s(self) -> float:
-        """Prefill speed, from a few steps that also warm the engine up and are forgotten."""
+        """Prefill speed, from a few steps that also warm the engine up and do not count."""
         most = min(self.limits.step_tokens, self.limits.request_tokens // 4, 1024)
         for _ in range(2):
             self.run(Scenario((2, 1), 16, (most // 4 or 1, most // 2 or 1)))

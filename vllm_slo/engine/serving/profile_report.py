@@ -15,7 +15,8 @@ from vllm_slo.errors import ProfileError
 def draw(report: ProfileReport, path: Path) -> Path:
     """Draw measured against predicted step times as a PNG.
 
-    Raises ProfileError where matplotlib is missing.
+    Raises:
+        ProfileError: matplotlib is missing.
     """
     try:
         figures = importlib.import_module("matplotlib.figure")
@@ -54,7 +55,7 @@ def draw(report: ProfileReport, path: Path) -> Path:
 
 
 def table(report: ProfileReport) -> Any:
-    """The fit as a ``rich`` table: this model, and what leaving attention terms out would cost."""
+    """The fit as a ``rich`` table, beside fits without the terms for attention."""
     from rich.table import Table
 
     low, high = report.model.terms
@@ -66,10 +67,10 @@ def table(report: ProfileReport) -> Any:
         "tokens, context": fit(report.samples, pair_term=False),
         "tokens only": fit(report.samples, kv_term=False, pair_term=False),
     }
-    for name, one in fits.items():
+    for name, result in fits.items():
         shown.add_row(
-            name, f"{one.r2:.4f}", f"{1e3 * one.worst_residual_s:.2f} ms",
-            f"{100 * one.worst_residual_ratio:.1f} %",
+            name, f"{result.r2:.4f}", f"{1e3 * result.worst_residual_s:.2f} ms",
+            f"{100 * result.worst_residual_ratio:.1f} %",
         )  # fmt: skip
     shown.caption = (
         f"step = max({1e3 * low[2]:.3f} ms + {1e6 * low[0]:.2f} us/token, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo serve``: ``vllm serve`` with every flag of ours set."""
+"""``vllm-slo serve``: ``vllm serve`` with all flags for this package set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_verifier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Our own flags; all others are vLLM's."""
+    """The flags of this command; all others are vLLM's."""
     parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
     # vLLM takes underscores for dashes in its flags, so ours do too.
     parser.add_argument(
@@ -32,32 +32,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft_model",
         action="append",
         help="name or folder of a small model that drafts token trees; 'tiny' is the built-in one. "
-        "Given several times, the smallest first: the fastest chain of them is chosen all the time",
+        "Given several times, the smallest first, the fastest chain of them is chosen all the time",
     )
     parser.add_argument(
         "--draft-servers",
         "--draft_servers",
         metavar="ADDRESS|N",
-        help="where draft servers may connect ('vllm-slo draft-server --connect'), such as "
-        "tcp://0.0.0.0:5700, in place of --draft-model; or how many to start on this machine with "
-        "--draft-model (vllm-slo[ray])",
+        help="the address to which draft servers connect ('vllm-slo draft-server --connect'), such "
+        "as tcp://0.0.0.0:5700, in place of --draft-model; or how many to start on this machine "
+        "with --draft-model (vllm-slo[ray])",
     )
     parser.add_argument(
         "--draft-token-file",
         "--draft_token_file",
         metavar="FILE",
-        help=f"holds the secret that they share with this server; without it ${TOKEN_VARIABLE}",
+        help=f"file with the secret of draft servers; without it ${TOKEN_VARIABLE} holds it",
     )
     parser.add_argument(
         "--additional-config",
         "--additional_config",
         default="{}",
-        help="JSON, as for 'vllm serve'; merged with ours",
+        help="JSON, as for 'vllm serve'; what the flags above set is added",
     )
 
 
 def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """The ``vllm`` command that serves what was asked for.
+    """The ``vllm`` command for these arguments.
 
     Raises:
         ConfigError: the configuration, ``--additional-config``, the draft model or the address and
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Serve until stopped.
 
     Raises:
-        VllmSLOError: the version of vLLM or the configuration does not do.
+        VllmSLOError: the version of vLLM or the configuration cannot be used.
     """
     check_vllm()
     sys.argv = command_line(args, rest)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What token trees cannot be served with: refused before any weights are loaded, one line each.
+"""Refuses engines and models that token trees do not work with, before any weights are loaded.
 
-Where tree verification would be wrong the answers would be, too, and nobody would be told; so
-everything that it was not made for is refused by name.
+Where tree verification is wrong, answers are silently wrong, too. So every feature that it does not
+support is refused by name, with one line.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from vllm_slo.config.class_names import (
     TREE_WORKER,
     TREE_WORKER_NAMES,
 )
-from vllm_slo.config.serve_args import (
-    check_draft_folder,
-    check_vocabulary,
-    flag_of,
-    proposer_of,
-)
+from vllm_slo.config.command_line import flag_of
+from vllm_slo.config.draft_folder import check_draft_folder, check_vocabulary
+from vllm_slo.config.serve_args import proposer_of
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.engine.speculation.draft_config import draft_model_config
@@ -47,12 +44,12 @@ _TOKENIZER_FILES: Final = (
 
 
 def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
-    """Refuse an engine, or a draft model, with which trees would fail or be wrong.
+    """Refuse an engine, or a draft model, with which trees fail or are wrong.
 
-    One of several draft models that cannot be reached or read is not refused: it will not be
-    loaded. Draft servers are judged when they say hello. Needs no weights; reads the configuration
-    and the tokenizer of each draft model. Data parallelism (without draft servers), tensor
-    parallelism, LoRA and structured output are fine.
+    If only some of several draft models cannot be read, they are left out instead. Draft servers
+    are checked when they connect. Needs no weights; reads the configuration and the tokenizer of
+    each draft model. Data parallelism (without draft servers), tensor parallelism, LoRA and
+    structured output are supported.
 
     Args:
         vllm_config: of the engine, complete.
@@ -83,17 +80,17 @@ def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
 
 
 class _UnreadDraftError(ConfigError):
-    """A draft model of which nothing can be known: beside others it is left out."""
+    """A draft model whose configuration cannot be read: beside others it is left out."""
 
 
 # --- flags ---------------------------------------------------------------------------------------
 
 
 def check_flags(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
-    """Refuse an engine that was told only a part of what trees need.
+    """Refuse an engine that lacks some of the flags that trees need.
 
     Raises:
-        ConfigError: names the flag that is missing or of another value, and its value.
+        ConfigError: names the flag that is missing or has another value, and the value it needs.
     """
     if config.source is None:
         raise ConfigError(f"{_FIELD}: not set; name one with --draft-model or in the YAML file")
@@ -153,7 +150,7 @@ def _check_engine(vllm_config: VllmConfig) -> None:
 
 
 def _check_single(vllm_config: VllmConfig) -> None:
-    """Draft servers have one address to connect to, which one engine listens on."""
+    """Refuse several engines: draft servers have one address to connect to."""
     engines = vllm_config.parallel_config.data_parallel_size
     if engines > 1:
         raise ConfigError(
@@ -169,9 +166,9 @@ def _check_platform(vllm_config: VllmConfig) -> None:
         raise ConfigError(f"{_FIELD}: trees run on CPU and CUDA alone; {_WITHOUT}")
     backend = vllm_config.attention_config.backend
     if backend is None or backend.name != "TRITON_ATTN":
-        said = "not set" if backend is None else backend.name
+        name = "not set" if backend is None else backend.name
         raise ConfigError(
-            f"--attention-backend: is {said}; on CUDA a draft model needs TRITON_ATTN"
+            f"--attention-backend: is {name}; on CUDA a draft model needs TRITON_ATTN"
         )
 
 
@@ -191,8 +188,8 @@ def _slides(model: ModelConfig) -> bool:
 
 
 def _has_other_layers(model: ModelConfig) -> bool:
-    known = (*_FULL_ATTENTION, "sliding_attention")
-    return any(kind not in known for kind in _layer_types(model))
+    checked = (*_FULL_ATTENTION, "sliding_attention")
+    return any(kind not in checked for kind in _layer_types(model))
 
 
 def _layer_types(model: ModelConfig) -> tuple[str, ...]:
@@ -226,10 +223,10 @@ def _read_draft(vllm_config: VllmConfig, name: str) -> ModelConfig:
 
 
 def _one_line(error: Exception) -> str:
-    """The sentence with the reason; pydantic's has lines before it, vLLM's a list after it."""
+    """The sentence with the reason: pydantic puts lines before it, vLLM a list after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("Value error, ")]
-    text = (told or lines or [type(error).__name__])[0].removeprefix("Value error, ")
+    reasons = [line for line in lines if line.startswith("Value error, ")]
+    text = (reasons or lines or [type(error).__name__])[0].removeprefix("Value error, ")
     return text.partition(" [type=")[0].partition(". ")[0]
 
 
@@ -237,7 +234,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
-    """Sizes, and ids of tokens where the draft brings a tokenizer of its own."""
+    """Compare sizes, and the ids of tokens where the draft has a tokenizer of its own."""
     check_vocabulary(
         draft.model,
         draft.get_vocab_size(),
@@ -248,7 +245,7 @@ def _check_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
 
 
 def token_ids(target: ModelConfig, name: str) -> dict[str, int]:
-    """Ids of a tokenizer's tokens; empty where there is no tokenizer to be had.
+    """Ids of a tokenizer's tokens; empty where there is no tokenizer that can be loaded.
 
     Args:
         target: the served model, which says how tokenizers are loaded.
@@ -264,5 +261,5 @@ def token_ids(target: ModelConfig, name: str) -> dict[str, int]:
             trust_remote_code=target.trust_remote_code,
         )
         return dict(tokenizer.get_vocab())
-    except Exception:  # noqa: BLE001 - sizes were compared; a draft need not have a tokenizer
+    except Exception:  # noqa: BLE001 - sizes were compared; a draft may have no tokenizer
         return {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft server's model, on a vLLM engine of its own in this process.
 
-Each ask of a round is a request whose prompt is the session's prefix: prefix caching finds what
-earlier rounds computed of it, and sessions are drafted for in one batch. Requests end with the
-round; what one cannot finish in time is handed over as far as it came.
+Each ask of a round is a request whose prompt is the session's prefix. Prefix caching finds what
+earlier rounds computed of it, and all sessions are drafted for in one batch. Requests end with the
+round. A draft that is not finished in time is returned as far as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from vllm_slo import tiny
-from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, Flags, runs_on_cpu, tiny_arguments
+from vllm_slo.config.command_line import Flags
+from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, runs_on_cpu, tiny_arguments
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.engine.compat.version import check_vllm
@@ -35,8 +36,8 @@ from vllm_slo.wire.draft_messages import vocabulary_digest
 __all__ = ["DraftEngine", "engine_arguments"]
 
 _CPU_BLOCK: Final = 32
-"""Tokens of a KV block where the user says nothing. Only whole blocks are found again, and vLLM's
-128 on CPU are more than a round adds."""
+"""Tokens of a KV block if the user sets no flag. Prefix caching finds whole blocks only, and vLLM's
+default of 128 on CPU is more than a round adds."""
 
 
 class DraftEngine:
@@ -44,13 +45,13 @@ class DraftEngine:
 
     Args:
         model: its name or folder; ``tiny`` and ``tiny-middle`` are the built-in ones.
-        flags: of vLLM's engine, as on its command line.
-        max_sessions: drafted for at a time, if ``--max-num-seqs`` is not among the flags.
+        flags: flags of vLLM's engine.
+        max_sessions: sessions drafted for at a time, if ``--max-num-seqs`` is not given.
         clock: for deadlines; None: the machine's.
 
     Attributes:
         vocab_size: tokens of the model's vocabulary.
-        vocabulary: its `draft_wire.vocabulary_digest`; "" without a tokenizer.
+        vocabulary: its `vocabulary_digest`; "" without a tokenizer.
         max_model_len: tokens of a prefix and its draft.
 
     Raises:
@@ -62,7 +63,7 @@ class DraftEngine:
         self, model: str, flags: Sequence[str], *, max_sessions: int, clock: Clock | None = None
     ) -> None:
         check_vllm()
-        # On CPU vLLM would else put the model into a process of its own, milliseconds away.
+        # Otherwise vLLM puts the model into another process on CPU, which costs milliseconds.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         arguments = engine_arguments(model, flags, max_sessions=max_sessions)
         try:
@@ -77,7 +78,7 @@ class DraftEngine:
         self.vocabulary = vocabulary_digest(dict(tokenizer.get_vocab()) if tokenizer else {})
         self._rounds = 0
         self._step_s = 0.0  # of the last step that added to drafts alone
-        # vLLM compiles what takes the probabilities when it first needs them: seconds.
+        # At its first use vLLM compiles the code that takes probabilities, which takes seconds.
         self.draft([DraftAsk([0], 2), DraftAsk([0], 2, 1.0)], math.inf, lambda: False)
 
     def draft(
@@ -85,13 +86,13 @@ class DraftEngine:
     ) -> list[DraftTokens]:
         """A draft for each ask, as long as granted, or as time allows, or up to the end of text.
 
-        At least one step is made, however short the time; none is begun that would likely end
+        At least one step is made, however short the time. No step is begun that would likely end
         too late.
 
         Args:
-            asks: what to go on from. One that the model cannot take gets an empty draft.
+            asks: the prefixes and grants. An ask that the model cannot take gets an empty draft.
             deadline_s: seconds from now.
-            interrupted: asked between steps; when true, what there is by then is returned.
+            interrupted: is called between steps; when true, the drafts so far are returned.
         """
         end_s = self._clock.monotonic_s() + deadline_s
         self._rounds += 1
@@ -134,25 +135,25 @@ class DraftEngine:
 
 
 def _probability(token: int, logprobs: Any) -> float:
-    """That a token was drawn with; rounding may put its logarithm above zero."""
+    """The probability of a drawn token; rounding may put its logarithm above zero."""
     return min(math.exp(logprobs[token].logprob), 1.0)
 
 
 def _one_line(error: Exception) -> str:
-    """The first line of what vLLM says; pydantic's has lines before it."""
+    """The first line of vLLM's message; pydantic puts lines before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("Value error, ")]
-    return (told or lines or [type(error).__name__])[0].removeprefix("Value error, ")
+    reasons = [line for line in lines if line.startswith("Value error, ")]
+    return (reasons or lines or [type(error).__name__])[0].removeprefix("Value error, ")
 
 
 def engine_arguments(model: str, flags: Sequence[str], *, max_sessions: int) -> argparse.Namespace:
-    """What a draft server's engine is told: what suits it, then the user's own flags.
+    """The arguments of a draft server's engine: defaults that suit it, then the user's own flags.
 
-    Probabilities are taken after the temperature, as drafts are drawn; steps are not overlapped, as
-    that would add one to every round.
+    Probabilities are taken after the temperature, as drafts are drawn. Steps are not overlapped:
+    that would add a step to every round.
 
     Raises:
-        ConfigError: a flag is not one of vLLM's engine, or its value is none, or there is no such
+        ConfigError: a flag is not one of vLLM's engine, its value is not valid, or there is no such
             folder.
     """
     if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
@@ -169,7 +170,7 @@ def engine_arguments(model: str, flags: Sequence[str], *, max_sessions: int) -> 
     )
     if model in BUILT_IN_DRAFTS:
         folder = str(tiny.path(BUILT_IN_DRAFTS[model]))
-        parser.set_defaults(model=folder, **tiny_arguments(Flags(flags).arguments()))
+        parser.set_defaults(model=folder, **tiny_arguments(given_arguments(Flags(flags))))
     args, unknown = parser.parse_known_args(list(flags))
     if unknown:
         raise ConfigError(
@@ -179,7 +180,7 @@ def engine_arguments(model: str, flags: Sequence[str], *, max_sessions: int) -> 
 
 
 class _Parser(FlexibleArgumentParser):
-    """vLLM's, with errors of ours."""
+    """vLLM's parser, which raises instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output over trees: the grammar walks every branch and comes back."""
+"""Structured output over trees: the grammar follows every branch and is rolled back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _descend(
     parents: Sequence[int],
     visit: Callable[[int], None],
 ) -> None:
-    """Call ``visit`` at each node that the grammar allows, the grammar standing behind it."""
+    """Call ``visit`` at each node that the grammar allows, with the grammar's state after it."""
     grammar = grammar_of(request)
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -47,9 +47,9 @@ def _descend(
 
 def allowed(request: Request, tokens: Sequence[int], parents: Sequence[int]) -> set[int]:
     """The nodes that the request's grammar allows, their paths included."""
-    found: set[int] = set()
-    _descend(request, tokens, parents, found.add)
-    return found
+    nodes: set[int] = set()
+    _descend(request, tokens, parents, nodes.add)
+    return nodes
 
 
 def masks(

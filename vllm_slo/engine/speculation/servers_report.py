@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worker tells the scheduler of draft servers, with each step. Needs no vLLM."""
+"""The worker's report to the scheduler on draft servers, sent with each step. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Fault(StrEnum):
     LATE = "late"
     """A deadline passed without its answer, or it could not be sent to."""
     STALE_ROUND = "stale_round"
-    """An answer that came after its deadline; neither this nor ``LATE`` is to blame for."""
+    """An answer that came after its deadline; like ``LATE`` it is not held against the drafter."""
     REPLAYED = "replayed"
-    """An answer that nobody waits for: of another epoch, never asked for, or given already."""
+    """An answer that is not expected: of another epoch, never asked for, or given already."""
     WRONG_SESSION = "wrong_session"
     """A draft for a session that was not asked for, a second one, or one after another prefix."""
     OUT_OF_RANGE = "out_of_range"
-    """Token ids that the verifier's vocabulary lacks."""
+    """Token ids beyond the verifier's vocabulary."""
     TOO_MANY_TOKENS = "too_many_tokens"
     """More tokens than granted."""
     BAD_PROBABILITY = "bad_probability"
-    """A probability that is none, or not one for each token."""
+    """A number that is not a probability, or not one for each token."""
     MALFORMED = "malformed"
-    """Not a message of the wire format."""
+    """Bytes that are not a message of the wire format."""
     UNKNOWN_SENDER = "unknown_sender"
     """A message before a hello, or after another took the name."""
     FLOOD = "flood"
-    """More messages than anybody asked for."""
+    """More messages than were asked for."""
     REFUSED_HELLO = "refused_hello"
-    """A drafter of another vocabulary or wire version, or one too many."""
+    """A hello of another vocabulary or wire version, or with too many drafters already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class DrafterRound(NamedTuple):
 
     Attributes:
         drafter: its name.
-        wait_s: from when all were asked until its answer was there, or the deadline.
-        draft_s: of these, what it spent drafting; None: its answer was not there in time.
-        tokens: of its longest draft, or without an answer of the longest that was asked for.
+        wait_s: from the end of asking until its answer, or the deadline.
+        draft_s: the part of that spent drafting; None: its answer was late.
+        tokens: of its longest draft; without an answer, of the longest that was asked for.
     """
 
     drafter: str
@@ -90,10 +90,10 @@ class ServersReport:
     """What the draft servers of an engine did in a step.
 
     Attributes:
-        drafters: those that said hello.
+        drafters: all that were welcomed.
         rounds: of those that were asked.
-        dropped: (drafter, reason, times): what was dropped since the last report; "" as the name of
-            those that were never welcomed.
+        dropped: (drafter, reason, times) since the last report; the drafter of a sender that was
+            never welcomed is "".
         send_s, receive_s: spent on sending to them, and on waiting for them.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stock scheduler that notes what each engine step ran and how long it took."""
+"""vLLM's scheduler with a record of the shape and the time of each engine step."""
 
 import time
 from typing import Any
@@ -14,8 +14,8 @@ from vllm_slo.core.step_time.model import BatchShape
 def shape_of(output: SchedulerOutput) -> BatchShape:
     """The shape of a scheduled batch, for the step-time model.
 
-    Context tokens are each request's computed tokens before this step.  #SpecStep is the
-    longest draft that was scheduled.
+    Context tokens are each request's computed tokens before this step. #SpecStep (SLOs-Serve) is
+    the longest scheduled draft.
     """
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     contexts = cached.num_computed_tokens
@@ -34,11 +34,10 @@ def shape_of(output: SchedulerOutput) -> BatchShape:
 class RecordingScheduler(Scheduler):
     """vLLM's synchronous scheduler; every step with tokens lands in :attr:`steps`.
 
-    The time of a step runs from the entry of ``schedule`` to the exit of
-    ``update_from_output``: scheduling, execution and sampling, everything an engine core does
-    in a step.  Asynchronous scheduling is off (it would overlap the first part of one step with
-    the execution of the one before), so a server with it on is a little faster than this, which
-    the online correction finds out.
+    The time of a step runs from the entry of ``schedule`` to the exit of ``update_from_output``:
+    scheduling, execution and sampling. Asynchronous scheduling is off, since it overlaps the first
+    part of a step with the execution of the one before. A server that has it on is a little faster,
+    which the online correction learns.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

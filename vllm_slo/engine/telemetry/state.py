@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler says of itself to whoever plans with it: `ReplicaState`, often, one way.
+"""Sends the scheduler's state (`ReplicaState`) to the front that plans with it, often and one way.
 
-The scheduler lives in the engine's process and must not wait for anybody: it sends datagrams to a
-Unix socket that somebody else has bound, and what cannot be sent at once is dropped. Two processes
-of one machine share the monotonic clock, so a message says when its state was taken.
+The scheduler lives in the engine's process and must never wait. So it sends datagrams to a Unix
+socket that another process has bound, and drops what cannot be sent at once. Two processes of one
+machine share the monotonic clock, so a message holds the time when its state was taken.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 class StatePublisher:
     """Sends states to the socket at ``path``, and never waits.
 
-    What nobody is there to read, or cannot be read fast enough, is dropped; of the latter the last
-    one is sent a little later, since an engine without work makes no newer one.
+    A state is dropped if no process has bound the socket, or if its reader is too slow. In the
+    second case the last state is sent a little later, since an idle engine makes no newer one.
     """
 
     def __init__(self, path: str) -> None:
@@ -47,16 +47,21 @@ class StatePublisher:
 
     @classmethod
     def from_environment(cls) -> StatePublisher | None:
-        """The publisher that the environment asks for; None when it asks for none."""
+        """The publisher to the socket that the environment names; None if it names none."""
         path = os.environ.get(SOCKET_VARIABLE)
         return cls(path) if path else None
 
     def due(self, now_s: float) -> bool:
-        """Whether the last one is `INTERVAL_S` old."""
+        """Whether the last state is `INTERVAL_S` old."""
         return now_s >= self._next_s
 
     def publish(self, state: ReplicaState, now_s: float) -> None:
-        """Send a state that was taken just now; ``now_s`` is the time for `due`."""
+        """Send a state that was taken just now.
+
+        Args:
+            state: the state.
+            now_s: the time for `due`.
+        """
         self._next_s = now_s + INTERVAL_S
         message = pack(state)
         with self._lock:
@@ -66,13 +71,13 @@ class StatePublisher:
                 self._try_later()
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Close the socket; the unsent state is dropped."""
         with self._lock:
             self._unsent = None
             self._socket.close()
 
     def _sent(self, message: bytes) -> bool:
-        """Whether it is done with: sent, or nobody listens, or it can never be sent."""
+        """Whether a message needs no retry: it was sent, has no reader, or can never be sent."""
         try:
             self._socket.sendto(message, self._path)
         except BlockingIOError:
@@ -109,7 +114,7 @@ def unpack(message: bytes) -> tuple[bytes, float]:
     """(JSON of the state, when it was taken on the monotonic clock).
 
     Raises:
-        ValueError: this is not such a message.
+        ValueError: this is not a message of `pack`.
     """
     taken_s, line_feed, state = message.partition(b"\n")
     if not line_feed:

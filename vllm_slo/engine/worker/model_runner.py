@@ -2,9 +2,10 @@
 """vLLM's model runner with token trees: verify, sample at every node, walk, compact, draft.
 
 A tree's tokens are scheduled and laid out as vLLM lays out a chain of draft tokens: root and nodes
-in consecutive slots. What differs is where a token stands (root plus depth) and what it sees (its
-ancestors). Sampling once at every node with the stock sampler and walking to the child that equals
-the sampled token draws from the model's own distribution, whatever the sampling parameters.
+in consecutive slots. Two things differ: a token's position (the root's plus its depth) and the
+tokens that it sees (its ancestors). vLLM's sampler samples once at every node, and the walk goes to
+the child that equals the sampled token. So the output has the model's own distribution, whatever
+the sampling parameters.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class TreeRunner(GPUModelRunner):
         return metadata, common
 
     def _attach_masks(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
-        """Tell a backend that takes masks who sees whom."""
+        """Attach masks of the tokens that each tree node sees, for a backend that takes masks."""
         plan = plan_masks(self._slots, common.num_actual_tokens, common.num_reqs)
         if plan is None:
             return
@@ -114,7 +115,7 @@ class TreeRunner(GPUModelRunner):
                 setattr(metadata[name], MASKS, masks)
 
     def _attach_rows(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
-        """Lay the batch out as rows of a causal kernel."""
+        """Lay the batch out as rows for a backend with a causal kernel only."""
         plan = plan_rows(
             self._slots,
             self._batch.query_start[: common.num_reqs + 1],
@@ -134,13 +135,13 @@ class TreeRunner(GPUModelRunner):
             metadata.update(dict.fromkeys(group.layer_names, built))
 
     def _loose_tokens(self) -> Tensor:
-        """Tokens that compaction may have to move: the nodes beyond each leading chain."""
+        """Tokens that compaction may move: the nodes beyond each tree's leading chain, [tokens]."""
         loose = [
             slot.first + 1 + node
             for slot in self._slots
             for node in range(token_tree.leading_chain(slot.parents), len(slot.parents))
         ]
-        self._kept = {token: place for place, token in enumerate(loose)}
+        self._kept = {token: row for row, token in enumerate(loose)}
         return torch.tensor(loose, dtype=torch.int64, device=self.device)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
@@ -162,7 +163,7 @@ class TreeRunner(GPUModelRunner):
         return output
 
     def _root_rows(self) -> dict[str, int]:
-        """Where among a step's logits those are of each request's last token."""
+        """Request id -> the row of its root among the step's logits."""
         nodes = {slot.index: len(slot.parents) for slot in self._slots}
         names = self._batch.request_ids
         sizes = [1 + nodes.get(i, 0) for i in range(len(names))]
@@ -170,14 +171,14 @@ class TreeRunner(GPUModelRunner):
         return dict(zip(names, starts, strict=True))
 
     def _compact(self, accepted: list[list[int]]) -> None:
-        """Give the accepted nodes the slots in which a plain decode would have put them."""
+        """Move the accepted nodes' KV to the slots in which a plain decode would have put it."""
         if isinstance(self._verify, MaskRows):
             self._move_tokens(self._verify, accepted)
         elif self._verify is not None:
             self._take_over_paths(self._verify, accepted)
 
     def _take_over_paths(self, rows: VerifyRows, accepted: list[list[int]]) -> None:
-        """The scratch blocks of an accepted path hold what the request's own are to hold."""
+        """Copy the scratch blocks of each accepted path to the request's own blocks."""
         size, table = self._batch.block_size, self._batch.block_table
         contexts = {slot.index: slot.context for slot in self._slots}
         copies: list[list[int]] = []
@@ -190,7 +191,7 @@ class TreeRunner(GPUModelRunner):
                 copy_blocks(layer.kv_cache, copies, 1)
 
     def _move_tokens(self, rows: MaskRows, accepted: list[list[int]]) -> None:
-        """Write the accepted nodes' keys and values once more, where they belong."""
+        """Write the accepted nodes' keys and values once more, to the slots of their positions."""
         size, table = self._batch.block_size, self._batch.block_table
         kept, slots = [], []
         for slot in self._slots:
@@ -213,7 +214,7 @@ class TreeRunner(GPUModelRunner):
     # Drafting.
 
     def _input_fits_in_drafter(self, *_: Any) -> bool:
-        """The proposer bounds each request's positions by itself."""
+        """True: the proposer limits each request's positions by itself."""
         return True
 
     def propose_draft_token_ids(

@@ -21,10 +21,9 @@ _BACKENDS = {
 
 
 def register_backends() -> None:
-    """Put the attention backends that verify trees in the place of vLLM's.
+    """Replace vLLM's attention backends by those that verify trees.
 
-    They are vLLM's own for a step without trees. vLLM remembers its choice, so an engine that ran
-    in this process before is made to forget it.
+    A step without trees runs as in vLLM's own.
     """
     for name, path in _BACKENDS.items():
         register_backend(name, path)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample at every node of every tree with vLLM's sampler, then walk.
+"""Samples at every node of every tree with vLLM's sampler, then walks the trees.
 
-Each node is a row of the sampler with the sampling parameters of its request and, as output so
-far, the request's and the node's path. What the walk accepts is therefore drawn from the model's
-own distribution, penalties, top-p, minimum lengths and all. A seeded request draws at each depth
-what it would have drawn there without a tree, so it says what it says without one.
+Each node is a row of the sampler. The row has the sampling parameters of its request and, as
+output so far, the request's output and the node's path. So accepted tokens have the model's own
+distribution, with penalties, top-p, minimum lengths and all else. A seeded request draws at each
+depth what it would draw there without a tree, so its output is the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sample(
         sampler: vLLM's.
         logits: at each request's root and nodes, request by request, [rows, vocabulary].
         metadata: of the requests.
-        tokens, parents: nodes of each request; empty: it has no tree.
+        tokens, parents: of the nodes of each request; empty: it has no tree.
 
     Returns:
         The output with a row per request, rejected places holding -1, and each request's accepted
@@ -85,13 +85,13 @@ class _Rows:
 
     def paths(self) -> list[list[int]]:
         """Draft tokens between its root and each row, the row's own included."""
-        found: list[list[int]] = []
+        paths: list[list[int]] = []
         for nodes, above in zip(self.tokens, self.parents, strict=True):
-            first = len(found)
-            found.append([])
+            first = len(paths)
+            paths.append([])
             for token, parent in zip(nodes, above, strict=True):
-                found.append([*found[first + 1 + parent], token])
-        return found
+                paths.append([*paths[first + 1 + parent], token])
+        return paths
 
     def expand(
         self, metadata: SamplingMetadata, generators: dict[int, torch.Generator]
@@ -133,7 +133,7 @@ class _Rows:
         )
 
     def gather(self, output: SamplerOutput, accepted: list[list[int]]) -> SamplerOutput:
-        """The rows that the walks visited, as vLLM expects a speculative step's output."""
+        """The rows that the walks visited, in the form of a speculative step's output."""
         width = max(map(len, accepted)) + 1
         visited, kept = [], []
         for first, nodes in zip(self.first, accepted, strict=True):
@@ -159,9 +159,9 @@ class _Rows:
 class _SeededDraws:
     """The generators of seeded requests, row by row.
 
-    A row at depth k draws from the state that k draws leave behind; siblings share it, of which a
-    walk visits one. Afterwards the request's generator stands where as many draws as tokens leave
-    it.
+    A row at depth k draws from the state after k draws. Siblings share that state, since a walk
+    visits one of them. Afterwards the request's generator is in the state after as many draws as
+    there are new tokens.
 
     Attributes:
         by_row: generator of each row of a seeded request.
@@ -186,6 +186,6 @@ class _SeededDraws:
             self.by_row[row] = states[depth].clone_state()
 
     def settle(self, accepted: list[list[int]]) -> None:
-        """Leave the requests' generators as the tokens that came out demand."""
+        """Advance the requests' generators by one draw for each new token."""
         for index, states in self._states.items():
             self._generators[index].set_state(states[len(accepted[index]) + 1].get_state())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where draft tokens come from."""
+"""Proposers: they draft tokens."""
 
 from vllm_slo.engine.worker.proposers.pool import TreeProposer
 from vllm_slo.engine.worker.proposers.remote import RemoteProposer

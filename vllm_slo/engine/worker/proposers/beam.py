@@ -2,7 +2,7 @@
 """AdaServe's speculation phase (section 4.3, step 1): a beam search of the draft over all requests.
 
 Each pass extends all beams of all requests by a token. A beam's path lies in scratch blocks of its
-own, so nothing that is guessed touches the blocks of a request.
+own, so guesses never touch the blocks of a request.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class BeamSearch:
         paths = torch.arange(width, device=tokens.device).repeat(n, 1).unsqueeze(-1)
         for level in range(1, depth):
             logp = self._log_softmax(self._extend(tokens, paths, level), width)
-            best, found = logp.topk(width, dim=-1)
+            best, candidates = logp.topk(width, dim=-1)
             sums = (total.view(n, width, 1) + best.view(n, width, width)).view(n, -1)
             total, chosen = sums.topk(width, dim=-1)
             parent = chosen // width
-            tokens = found.view(n, -1).gather(1, chosen)
+            tokens = candidates.view(n, -1).gather(1, chosen)
             layers.append(
                 (
                     tokens,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chain of draft models (SpecRouter, section 4.3): each verifies what the one before it guessed.
 
-The first model guesses a window of tokens, the next one checks them in one pass, keeps those that
-it would have said itself and adds one of its own, and so on; the chain goes round until the last
-model has said as many tokens as are wanted. So what it proposes is its own greedy continuation,
-token for token, however it was computed (lossless at each level against the next).
+The first model guesses a window of tokens. The next model checks them in one pass, keeps those that
+are its own greedy choice, adds one token, and so on. The chain repeats until the last model has as
+many tokens as are wanted. So the proposal is the last model's own greedy continuation, token for
+token (lossless at each level against the next).
 
 Guesses lie where their tokens will lie once accepted: in the request's own blocks, behind its
 committed tokens, and behind these in scratch blocks. Each request has its own length, so taking a
-guess back is a smaller number, and no keys or values are ever moved.
+guess back only lowers that length, and no keys or values are ever moved.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 UNLIKELY = 0.02
-"""Path probability below which a chain does not go on from a token: hardly any tree would take
-what came next."""
+"""Path probability below which a chain ends: hardly any tree would take the next token."""
 COMPARED = 8
-"""Requests of a step whose models are compared by what they would say next."""
+"""Requests of a step by whose next-token distributions models are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Member:
 
     Attributes:
         place: in the pool.
-        model: itself.
+        model: the model.
     """
 
     place: int
@@ -59,8 +58,8 @@ class Ahead:
         ends: committed tokens of each, [n].
         tables: blocks of the whole batch, [requests, columns].
         owned: blocks that each holds, [n].
-        scratch: scratch blocks of each, [n, blocks]; those that are not to be guessed for need
-            none, so there may be fewer rows.
+        scratch: scratch blocks of each, [n, blocks]. Requests that are only caught up need none,
+            so there may be fewer rows.
         depth: most guesses of a request.
         block_size: tokens per block.
 
@@ -86,8 +85,8 @@ class Ahead:
         self._block_size = block_size
         columns = max(int(owned.max()) + scratch.shape[1], 1)
         self._table = np.zeros((len(places), columns), dtype=np.int32)
-        known = min(columns, tables.shape[1])
-        self._table[:, :known] = tables[places, :known]
+        shared = min(columns, tables.shape[1])
+        self._table[:, :shared] = tables[places, :shared]
         behind = owned[: len(scratch), None] + np.arange(scratch.shape[1])
         np.put_along_axis(self._table[: len(scratch)], behind, scratch.astype(np.int32), axis=1)
 
@@ -96,9 +95,9 @@ class Ahead:
 
         Args:
             draft: the model.
-            rows: which requests, [r].
-            starts, stops: their tokens, committed and guessed ones counted together, [r].
-            asked: after how many of the last of these its logits are wanted, [r].
+            rows: the requests, [r].
+            starts, stops: range of their tokens to compute, guesses included, [r].
+            asked: number of the last of these tokens whose logits are wanted, [r].
 
         Returns:
             The logits, [asked tokens, vocabulary], request by request.
@@ -135,19 +134,19 @@ class Ahead:
 def _down_to_one(counts: Ints) -> Ints:
     """[c, c - 1, .., 1] of every count c, one after the other."""
     ends = np.cumsum(counts)
-    found: Ints = np.repeat(ends, counts) - np.arange(ends[-1] if len(ends) else 0)
-    return found
+    descending: Ints = np.repeat(ends, counts) - np.arange(ends[-1] if len(ends) else 0)
+    return descending
 
 
 class DraftKVState:
-    """How far a model has computed each request, and what else is to join its first pass.
+    """How far a model has computed each request, and what joins its first pass.
 
     Args:
         computed: tokens whose keys and values it has, [n].
-        others: (row, start, stop) of requests that are not guessed for now and only caught up.
+        others: (row, start, stop) of requests that are not drafted for now and only caught up.
 
     Attributes:
-        caught_up: those of them for whom that is done.
+        caught_up: those of ``others`` that are done, [.., 3].
     """
 
     def __init__(self, computed: Ints, others: Sequence[tuple[int, int, int]]) -> None:
@@ -162,18 +161,18 @@ class ChainSearch:
     Args:
         chain: the models, in the order in which they work.
         kv_states: of each model.
-        ahead: the requests; the first ``n`` of them are guessed for.
-        temperatures: what the last model's logits are divided by, [n, 1].
-        plan: how many tokens the last model is to say, how many candidates there are for each, and
-            how many the first guesses between two passes of the next.
-        report: takes what the passes took, and what was accepted within the chain.
-        at_work: told which model of the pool runs next.
+        ahead: the requests; the first ``n`` of them are drafted for.
+        temperatures: divisors of the last model's logits, [n, 1].
+        plan: tokens of the last model (depth), candidates for each (width), and guesses of the
+            first model between two passes of the second (window).
+        report: gets the times of passes, and the acceptance within the chain.
+        at_work: is told the place of the model that runs next.
 
     Attributes:
-        counts: tokens that the last model has said of each request, [n].
+        counts: tokens that the last model has for each request, [n].
         tokens, probabilities: its candidates, the likeliest first, [n, depth, width].
-        roots: what models would say after the committed tokens of the first few requests, by their
-            places in the pool, [few, vocabulary].
+        roots: place in the pool -> the model's distribution after the committed tokens of the first
+            few requests, [few, vocabulary].
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class ChainSearch:
         self._path = np.ones(n)
 
     def run(self) -> None:
-        """Go round until the last model has said what is wanted, or goes on unlikely paths only."""
+        """Repeat the chain until the last model has all tokens, or all paths are unlikely."""
         last = len(self.chain) - 1
         depth = self.tokens.shape[1]
         left = np.full_like(self.counts, depth)
@@ -214,16 +213,17 @@ class ChainSearch:
                 self._pass(level, self.counts[:0], self.counts[:0], self.counts[:0])
 
     def read(self) -> Tensor:
-        """What the first model would say after the committed tokens, [n, vocabulary]."""
+        """The first model's logits after the committed tokens, [n, vocabulary]."""
         rows = np.arange(len(self.counts))
         logits, _ = self._pass(0, rows, self._ends, np.ones_like(rows))
         self.kv_states[0].computed[:] = self._ends
         return logits
 
     def _continue(self, level: int, left: Ints) -> Ints:
-        """Guess at most so many more tokens at a level; how many they are, by request.
+        """Guess up to ``left`` more tokens of each request at a level.
 
-        A single model goes on by a token; what follows in ``guesses`` is theirs alone.
+        Returns:
+            The number of guesses of each request, [n]. A single model guesses one token a call.
         """
         if level == 0:
             steps = int(left.max()) if level < len(self.chain) - 1 else 1
@@ -235,17 +235,17 @@ class ChainSearch:
         return self._check(level, np.flatnonzero(left), guessed)
 
     def _check(self, level: int, rows: Ints, guessed: Ints) -> Ints:
-        """One pass of a level's model over ``guessed`` tokens behind those that the last model has
-        said: it keeps what it would have said itself, and adds a token.
+        """One pass of a level's model over ``guessed`` tokens behind those of the last model.
 
-        The first model has nobody's guesses to look at: it reads its own and adds one.
+        The model keeps the guesses that are its own greedy choice, and adds a token. The first
+        model has no guesses of others to check: it reads its own and adds a token.
 
         Returns:
-            How many of the tokens are its own now, [n].
+            The tokens of each request that are this model's own now, [n].
         """
-        found = np.zeros_like(guessed)
+        own_now = np.zeros_like(guessed)
         if not len(rows):
-            return found
+            return own_now
         trusted = level == 0
         kv_states = self.kv_states[level]
         have, own = self.counts[rows], guessed[rows]
@@ -263,14 +263,15 @@ class ChainSearch:
             valid = self._ends[rows] + have + kept
             below.computed[rows] = np.minimum(below.computed[rows], valid)
         if level == len(self.chain) - 1:
-            self._say(rows, have, logits, starts, asked if trusted else kept + 1)
-        found[rows] = kept + 1
-        return found
+            self._add_candidates(rows, have, logits, starts, asked if trusted else kept + 1)
+        own_now[rows] = kept + 1
+        return own_now
 
     def _pass(self, level: int, rows: Ints, stops: Ints, asked: Ints) -> tuple[Tensor, Ints]:
-        """Run a level's model up to ``stops``: its logits where asked, and its likeliest tokens.
+        """Run a level's model up to ``stops``. Requests to catch up join its first pass.
 
-        Those who are only caught up join its first pass.
+        Returns:
+            Its logits where asked, [asked tokens, vocabulary], and its likeliest tokens there.
         """
         kv_states, member = self.kv_states[level], self.chain[level]
         began_s = time.perf_counter()
@@ -294,16 +295,16 @@ class ChainSearch:
         return logits, tokens
 
     def _agreement(self, rows: Ints, tokens: Ints, starts: Ints, own: Ints) -> Ints:
-        """How many leading guesses of each request are what the model says itself, [r]."""
+        """Number of leading guesses of each request that are the model's greedy choice, [r]."""
         most = int(own.max()) if len(own) else 0
         steps = np.arange(most)
         have = self.counts[rows]
         there = np.minimum(have[:, None] + steps, self.ahead.guesses.shape[1] - 1)
         guesses = self.ahead.guesses[rows[:, None], there]
-        said = tokens[np.minimum(starts[:, None] + steps, len(tokens) - 1)]
-        same = (guesses == said) & (steps < own[:, None])
-        found: Ints = np.cumprod(same, axis=1).sum(axis=1)
-        return found
+        greedy = tokens[np.minimum(starts[:, None] + steps, len(tokens) - 1)]
+        same = (guesses == greedy) & (steps < own[:, None])
+        agreeing: Ints = np.cumprod(same, axis=1).sum(axis=1)
+        return agreeing
 
     def _count_edge(self, level: int, own: Ints, kept: Ints) -> None:
         tried = int(np.minimum(kept + 1, own).sum())
@@ -311,8 +312,10 @@ class ChainSearch:
             drafter, verifier = self.chain[level - 1].place, self.chain[level].place
             self.report.edges.append(EdgeTrials(drafter, verifier, tried, int(kept.sum())))
 
-    def _say(self, rows: Ints, have: Ints, logits: Tensor, starts: Ints, new: Ints) -> None:
-        """Note the last model's candidates for each token that it has just said."""
+    def _add_candidates(
+        self, rows: Ints, have: Ints, logits: Tensor, starts: Ints, new: Ints
+    ) -> None:
+        """Add the last model's candidates for each of its ``new`` tokens."""
         owner = np.repeat(np.arange(len(rows)), new)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(new) - new, new)
         chosen = torch.from_numpy(starts[owner] + within).to(logits.device)
@@ -321,10 +324,11 @@ class ChainSearch:
         best, tokens = logp.topk(self.tokens.shape[2], dim=-1)
         where = rows[owner], have[owner] + within
         likely = best.double().exp().cpu().numpy()
-        found, said = tokens.cpu().numpy(), self.ahead.guesses[where]
-        # Of equals, what the chain went on with comes first.
-        self.tokens[where] = np.where(found == said[:, None], found[:, :1], found)
-        self.tokens[(*where, 0)] = said
+        candidates, chosen_token = tokens.cpu().numpy(), self.ahead.guesses[where]
+        # Of equal logits, the token with which the chain went on comes first.
+        is_chosen = candidates == chosen_token[:, None]
+        self.tokens[where] = np.where(is_chosen, candidates[:, :1], candidates)
+        self.tokens[(*where, 0)] = chosen_token
         self.probabilities[where] = likely
         np.multiply.at(self._path, rows[owner], likely[:, 0])
 
@@ -332,14 +336,14 @@ class ChainSearch:
         """(nodes of each request, tokens, parents, probabilities), request by request: a chain of
         the likeliest tokens with the other candidates beside them."""
         _, depth, width = self.tokens.shape
-        said = np.arange(depth) < self.counts[:, None]
+        exists = np.arange(depth) < self.counts[:, None]
         parents = np.repeat(np.arange(-1, depth - 1) * width, width).astype(np.int32)
         parents[:width] = -1
         rows = np.broadcast_to(parents.reshape(depth, width), self.tokens.shape)
         counts = (self.counts * width).tolist()
         return (
             counts,
-            self.tokens[said].ravel(),
-            rows[said].ravel(),
-            self.probabilities[said].ravel(),
+            self.tokens[exists].ravel(),
+            rows[exists].ravel(),
+            self.probabilities[exists].ravel(),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model inside vLLM: its layers, its forward pass, and what its KV cache holds."""
+"""A draft model inside vLLM: its layers, its forward pass, and the contents of its KV cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def common_metadata(
     slot_mapping: Tensor,
     positions: Tensor,
 ) -> CommonAttentionMetadata:
-    """What attention backends build their metadata from, for a causal pass.
+    """The metadata of a causal pass that all attention backends share.
 
     Args:
         query_start: where each row's queries begin, [rows + 1].
@@ -90,10 +90,10 @@ class DraftModel:
     def load(self) -> None:
         """Load the weights; the layers register themselves with the engine.
 
-        Where that fails, the engine forgets them again.
+        If that fails, they are removed again.
         """
         layers = registered_layers(self.vllm_config)
-        known = dict(layers)
+        others = dict(layers)
         config = replace(
             self.vllm_config,
             model_config=self.config,
@@ -104,14 +104,14 @@ class DraftModel:
                 self.model = get_model(vllm_config=config, prefix=self.prefix)
         except Exception:
             layers.clear()
-            layers.update(known)
+            layers.update(others)
             raise
         after = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        self.layer_names = [name for name in after if name not in known]
+        self.layer_names = [name for name in after if name not in others]
 
     @property
     def parameters(self) -> int:
-        """How many the loaded model has on this device."""
+        """Number of the loaded model's parameters on this device."""
         assert self.model is not None
         return sum(weights.numel() for weights in self.model.parameters())
 
@@ -130,7 +130,7 @@ class DraftModel:
     ) -> Tensor:
         """Hidden states of one pass, [tokens, hidden].
 
-        With ``rows`` the layers write their keys and values as it says, else by the slot mapping.
+        With ``rows`` the layers write keys and values by ``rows``, else by the slot mapping.
         """
         metadata: dict[str, Any] = {}
         for group in self._groups:
@@ -146,23 +146,23 @@ class DraftModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states, [tokens, vocabulary]; without what the target's lacks."""
+        """Logits of hidden states, [tokens, vocabulary of the target]."""
         assert self.model is not None
         logits: Tensor = self.model.compute_logits(hidden)
         return logits[:, : self._vocabulary]
 
 
 class DraftCoverage:
-    """Which KV blocks hold the draft's keys and values, and how far.
+    """How much of each KV block holds the draft's keys and values.
 
-    The draft shares block tables with the target. A step for which it is skipped, and a block that
-    another request computed while it was, leave holes; here they are seen, so that a later
-    catch-up pass fills them.
+    The draft shares block tables with the target. A step without drafting leaves holes in the
+    draft's KV, also in blocks that another request computes and shares. This record finds them, and
+    a later catch-up pass fills them.
 
     Args:
         num_blocks: blocks of the pool.
         block_size: tokens per block.
-        trust_hits: False where cached blocks may come from elsewhere without the draft's part.
+        trust_hits: False where cached blocks may come from another engine, without the draft's KV.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, trust_hits: bool = True) -> None:
@@ -207,7 +207,7 @@ class DraftCoverage:
         return self._tokens.get(request_id, 0)
 
     def advance(self, request_id: str, end: int, blocks: Blocks) -> None:
-        """The draft has now computed a request's first ``end`` tokens, which lie in ``blocks``."""
+        """Note that the draft has computed a request's first ``end`` tokens, in ``blocks``."""
         size = self._block_size
         first, last = self._tokens.get(request_id, 0) // size, (end - 1) // size
         self._filled[blocks[first:last]] = size
@@ -215,24 +215,26 @@ class DraftCoverage:
         self._tokens[request_id] = end
 
     def guess(self, request_id: str, tokens: Ints) -> None:
-        """Behind what the draft has computed of a request, its blocks hold keys and values of
-        ``tokens`` that are only guessed; until `confirm` nobody counts on them."""
+        """Note guesses whose KV lies behind the computed tokens of a request.
+
+        They count as computed only once `confirm` finds them to be true.
+        """
         if len(tokens):
             self._guesses[request_id] = self.tokens(request_id), tokens
 
     def confirm(self, request_id: str, committed: NDArray[np.int32], blocks: Blocks) -> None:
-        """Count on guesses that have become true, and forget the others.
+        """Count guesses that have become true as computed, and forget the others.
 
         Args:
-            request_id: whose.
+            request_id: id of the request.
             committed: its tokens, [tokens].
             blocks: its blocks.
         """
         start, guessed = self._guesses.pop(request_id, (0, _NOTHING))
         if not len(guessed) or start != self.tokens(request_id):
             return
-        known = committed[start : start + len(guessed)]
-        wrong = np.flatnonzero(known != guessed[: len(known)])
-        right = int(wrong[0]) if len(wrong) else len(known)
+        actual = committed[start : start + len(guessed)]
+        wrong = np.flatnonzero(actual != guessed[: len(actual)])
+        right = int(wrong[0]) if len(wrong) else len(actual)
         if right:
             self.advance(request_id, start + right, blocks)

@@ -30,10 +30,10 @@ logger = init_logger(__name__)
 Ints = NDArray[np.int64]
 
 GREEDY_TEMPERATURE = 0.5
-"""What a greedy request's draft logits are divided by. The target takes its likeliest token, not
-one drawn by its probability, so a guess is right more often than the draft's probability says:
-taken as they are, the beams would drop paths of best guesses for less likely ones. With this the
-draft's probabilities are close to what is accepted, whatever the calibration makes of the rest."""
+"""A greedy request's draft logits are divided by it. The target takes its likeliest token, so a
+guess is right more often than the draft's probability says. Without the division the beams would
+drop paths of best guesses for less likely ones; with it the draft's probabilities are close to the
+acceptance rates. The calibration corrects the rest."""
 
 
 class TreeProposer:
@@ -43,16 +43,16 @@ class TreeProposer:
         vllm_config: of the engine; the draft models' names are in its ``additional_config``.
 
     Attributes:
-        models: the pool, by place; those that failed are not in it.
-        report: what drafting was like since it was last taken.
+        models: place in the pool -> draft model; models that failed are not in it.
+        report: on drafting since it was last taken.
 
     Raises:
-        ConfigError: the engine was told only a part of what trees need.
+        ConfigError: some of the flags that trees need are missing.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = messages.speculation_of(vllm_config)
-        assert config is not None  # it would have been refused
+        assert config is not None  # checked before the model is loaded
         self.vllm_config = vllm_config
         self.config = config
         self.models: dict[int, DraftModel] = {}
@@ -65,14 +65,14 @@ class TreeProposer:
     # Life of the models.
 
     def load_model(self, _target: Any) -> None:
-        """Load the drafts beside the target. One that cannot be loaded is left out."""
+        """Load the draft models beside the target. One that cannot be loaded is left out."""
         device = torch.device(current_platform.device_type)
         for place, name in enumerate(self.config.pool):
             try:
                 draft = DraftModel(self.vllm_config, name, device, f"draft{place}")
                 draft.load()
                 self.models[place] = draft
-            except Exception as error:  # noqa: BLE001 - out of memory, most of all: the others serve
+            except Exception as error:  # noqa: BLE001 - mostly out of memory: the others serve
                 self.drop(place, error)
         sizes = [draft.parameters for draft in self.models.values()]
         if sizes != sorted(sizes):
@@ -117,10 +117,10 @@ class TreeProposer:
         )
 
     def close(self) -> None:
-        """Nothing is open; the models are the runner's to release."""
+        """Nothing to close: the runner releases the models."""
 
     def take_report(self) -> DraftingReport:
-        """What drafting was like since this was last asked."""
+        """The report on drafting since the last call."""
         report, self.report = self.report, DraftingReport()
         report.dropped, self._dropped = self._dropped, {}
         return report
@@ -128,24 +128,24 @@ class TreeProposer:
     # One step.
 
     def propose(self, output: SchedulerOutput, sampled: list[list[int]]) -> DraftTrees:
-        """Candidate trees for the requests of a step that have just got tokens.
+        """Candidate trees for the requests that have got tokens in a step.
 
         A model that fails is dropped, and nothing is drafted in this step.
 
         Args:
             output: the step.
-            sampled: tokens that each request of the batch has got, by place.
+            sampled: new tokens of each request, by row.
         """
-        wanted = messages.of(output)
-        plan = wanted.plan
+        step = messages.of(output)
+        plan = step.plan
         if not plan.depth or not all(place in self.models for place in plan.chain):
             return DraftTrees.none()
         began_s = time.perf_counter()
         names = self.batch.request_ids
-        speaking = [i for i, name in enumerate(names) if name not in wanted.silent]
+        drafted_for = [i for i, name in enumerate(names) if name not in step.silent]
         self._working = plan.chain[0]
         try:
-            return self._draft(plan, self._ends(speaking, output, sampled), sampled)
+            return self._draft(plan, self._ends(drafted_for, output, sampled), sampled)
         except Exception as error:  # noqa: BLE001 - serving goes on without it
             self.drop(self._working, error)
             return DraftTrees.none()
@@ -153,13 +153,12 @@ class TreeProposer:
             self.report.seconds += time.perf_counter() - began_s
 
     def _ends(
-        self, speaking: Sequence[int], output: SchedulerOutput, sampled: list[list[int]]
+        self, rows: Sequence[int], output: SchedulerOutput, sampled: list[list[int]]
     ) -> dict[int, int]:
-        """Committed tokens of each request, by its place in the batch."""
+        """Row -> committed tokens of its request."""
         lengths = self.batch.num_tokens
         return {
-            i: int(lengths[i]) if sampled[i] else self.batch.computed_after(output, i)
-            for i in speaking
+            i: int(lengths[i]) if sampled[i] else self.batch.computed_after(output, i) for i in rows
         }
 
     def _draft(self, plan: Plan, ends: Mapping[int, int], sampled: list[list[int]]) -> DraftTrees:
@@ -170,7 +169,7 @@ class TreeProposer:
         ready = [
             i
             for i in spans[0]
-            if i in asking and all(found.get(i, (0, 0))[1] == ends[i] for found in spans)
+            if i in asking and all(span.get(i, (0, 0))[1] == ends[i] for span in spans)
         ][: max(most, 1)]
         order = [*ready, *(i for i in ends if i not in set(ready))]
         if not order:
@@ -178,7 +177,7 @@ class TreeProposer:
         ahead = self._ahead(order, len(ready), ends, plan.depth)
         search = ChainSearch(
             [Member(place, self.models[place]) for place in plan.chain],
-            [self._standing(found, order, len(ready), ends) for found in spans],
+            [self._kv_state(span, order, len(ready), ends) for span in spans],
             ahead,
             self._temperatures(np.asarray(ready, dtype=np.int64)),
             plan,
@@ -186,14 +185,14 @@ class TreeProposer:
             self._at_work,
         )
         if alone and ready:
-            found = self._beams(plan, search, ahead)
+            trees = self._beams(plan, search, ahead)
         else:
             search.run()
-            found = search.trees()
+            trees = search.trees()
         self._account(search, order, len(ready))
         names = [self.batch.request_ids[i] for i in ready]
         self._compare(plan, names, search.roots)
-        return DraftTrees(names, [], *found, width=plan.width, model=plan.chain[-1])
+        return DraftTrees(names, [], *trees, width=plan.width, model=plan.chain[-1])
 
     def _at_work(self, place: int) -> None:
         self._working = place
@@ -201,8 +200,10 @@ class TreeProposer:
     def _lacking(
         self, place: int, plan: Plan, ends: Mapping[int, int], asking: set[int]
     ) -> dict[int, tuple[int, int]]:
-        """What a model lacks of each request, (start, stop), shortest first, as far as one pass
-        goes; those who ask come first."""
+        """Row -> (start, stop) of tokens that a model has not computed, as many as one pass holds.
+
+        Requests that are drafted for come first, then those with the fewest such tokens.
+        """
         coverage, table = self.coverage[place], self.batch.block_table
         starts = {}
         for i, end in ends.items():
@@ -212,7 +213,7 @@ class TreeProposer:
         budget = self.vllm_config.scheduler_config.max_num_batched_tokens
         if place != plan.chain[0]:
             budget -= len(asking) * plan.window  # its first pass looks at guesses, too
-        found = {}
+        spans = {}
         for i in sorted(ends, key=lambda i: (i not in asking, ends[i] - starts[i])):
             start = starts[i]
             longest = min(
@@ -220,14 +221,14 @@ class TreeProposer:
             )
             stop = min(ends[i], longest)
             if stop > start:
-                found[i] = start, stop
+                spans[i] = start, stop
                 budget -= stop - start
-        return found
+        return spans
 
     def _ahead(
         self, order: Sequence[int], ready: int, ends: Mapping[int, int], depth: int
     ) -> Ahead:
-        """The requests of the batch in ``order``; the first of them are guessed for."""
+        """The requests in ``order``, of which the first ``ready`` are drafted for."""
         rows = np.arange(ready * self.blocks_per_row).reshape(ready, self.blocks_per_row)
         return Ahead(
             self.batch.token_ids,
@@ -240,14 +241,14 @@ class TreeProposer:
             self.block_size,
         )
 
-    def _standing(
+    def _kv_state(
         self,
         spans: Mapping[int, tuple[int, int]],
         order: Sequence[int],
         ready: int,
         ends: Mapping[int, int],
     ) -> DraftKVState:
-        """Where a model stands before its first pass."""
+        """What a model has computed before its first pass."""
         computed = [min(spans[i][0], ends[i] - 1) for i in order[:ready]]
         others = [(row, *spans[i]) for row, i in enumerate(order) if row >= ready and i in spans]
         return DraftKVState(np.asarray(computed, dtype=np.int64), others)
@@ -268,11 +269,11 @@ class TreeProposer:
             block_size=self.block_size,
             blocks_per_row=self.blocks_per_row,
         )
-        found = beams.run(roots, plan.depth, plan.width)
+        trees = beams.run(roots, plan.depth, plan.width)
         flat = (
-            found.tokens.flatten().cpu().numpy(),
-            found.parents.flatten().int().cpu().numpy(),
-            found.probabilities.flatten().double().cpu().numpy(),
+            trees.tokens.flatten().cpu().numpy(),
+            trees.parents.flatten().int().cpu().numpy(),
+            trees.probabilities.flatten().double().cpu().numpy(),
         )
         passes = plan.depth - 1
         if passes:
@@ -281,15 +282,15 @@ class TreeProposer:
         return [plan.depth * plan.width] * n, *flat
 
     def _temperatures(self, index: Ints) -> Tensor:
-        """What each request's logits are divided by; greedy ones: ``GREEDY_TEMPERATURE``."""
+        """The divisor of each request's logits, [n, 1]; of greedy ones `GREEDY_TEMPERATURE`."""
         given = self.batch.sampling.temperature
         if given is None:
             return torch.full((len(index), 1), GREEDY_TEMPERATURE, device=self.batch.device)
-        found = given[torch.from_numpy(index).to(given.device)].unsqueeze(1)
-        return torch.where(found < 1e-5, torch.full_like(found, GREEDY_TEMPERATURE), found)
+        own = given[torch.from_numpy(index).to(given.device)].unsqueeze(1)
+        return torch.where(own < 1e-5, torch.full_like(own, GREEDY_TEMPERATURE), own)
 
     def _account(self, search: ChainSearch, order: Sequence[int], ready: int) -> None:
-        """Note what each model has computed now, and what it has guessed besides."""
+        """Note what each model has computed in this step, and its guesses behind that."""
         table, names = self.batch.block_table, self.batch.request_ids
         ends, guesses = search.ahead.ends.tolist(), search.ahead.guesses
         for member, kv_states in zip(search.chain, search.kv_states, strict=True):
@@ -304,11 +305,11 @@ class TreeProposer:
                 if own > end:
                     coverage.guess(name, guesses[row, : own - end])
 
-    # How alike models are.
+    # How similar models are.
 
     def _compare(self, plan: Plan, names: list[str], roots: dict[int, Tensor]) -> None:
-        """Compare what the models of a chain would say next; the target's turn comes with the
-        next step."""
+        """Compare the next-token distributions of the models of a chain; that of the target comes
+        with the next step."""
         self._roots = names, roots
         for drafter, verifier in zip(plan.chain[:-1], plan.chain[1:], strict=True):
             if drafter in roots and verifier in roots:
@@ -316,19 +317,20 @@ class TreeProposer:
                 self.report.similarities.append((drafter, verifier, score))
 
     def compare_with_target(self, logits: Tensor, rows: Mapping[str, int]) -> None:
-        """Compare what the models that drafted last would have said next with what the target
-        says.
+        """Compare the next-token distributions of the models that drafted last with the target's.
 
         Args:
             logits: the target's, [rows, vocabulary].
-            rows: request -> the row of its root.
+            rows: request id -> the row of its root.
         """
         (names, roots), self._roots = self._roots, ([], {})
-        for place, said in roots.items():
-            known = [(i, rows[name]) for i, name in enumerate(names[: len(said)]) if name in rows]
-            if known:
-                mine, theirs = zip(*known, strict=True)
-                score = similarity(said[list(mine)], logits[list(theirs)].float().softmax(dim=-1))
+        for place, drafted in roots.items():
+            pairs = [
+                (i, rows[name]) for i, name in enumerate(names[: len(drafted)]) if name in rows
+            ]
+            if pairs:
+                own, theirs = map(list, zip(*pairs, strict=True))
+                score = similarity(drafted[own], logits[theirs].float().softmax(dim=-1))
                 self.report.similarities.append((place, len(self.config.pool), score))
 
 

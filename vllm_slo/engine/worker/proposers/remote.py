@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of drafts from servers elsewhere (GoodSpeed, section III-A): the worker's side.
+"""Chains of drafts from draft servers (GoodSpeed, section III-A): the worker's side.
 
-After each step the draft servers are sent what was committed, and asked for as many tokens of each
-request as the scheduler granted; what is there by the deadline goes to the scheduler as trees of
-one path. The link (`vllm_slo.engine.speculation.draft_link`) moves in steps alone: who says hello
-while the engine is idle is welcomed in the next one.
+After each step the draft servers get the committed tokens, and are asked for as many tokens of each
+request as the scheduler granted. The drafts that arrive by the deadline go to the scheduler as
+trees of one path. The link (`vllm_slo.engine.speculation.draft_link`) works during steps only: a
+draft server that connects while the engine is idle is welcomed in the next step.
 
-Drafts are greedy, whatever a request is sampled with. Under exact match a draft x is accepted with
-p(x), so of all tokens the likeliest is the best guess.
+Drafts are greedy, whatever the sampling parameters of a request. Under exact match a draft x is
+accepted with probability p(x), so the likeliest token is the best guess.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ logger = init_logger(__name__)
 class RemoteProposer:
     """Has draft servers draft; named by ``--speculative-config``.
 
-    Of the workers of one engine only the first listens, the one whose drafts vLLM takes.
+    Of the workers of one engine only the first listens: vLLM takes its drafts.
 
     Args:
         vllm_config: of the engine; the address and the token are in its ``additional_config``.
 
     Attributes:
         layer_names: attention layers of drafts: none.
-        report: what drafting was like since it was last taken.
+        report: on drafting since it was last taken.
 
     Raises:
-        ConfigError: the engine was told only a part of what drafts need.
+        ConfigError: some of the flags that draft servers need are missing.
     """
 
     layer_names: frozenset[str] = frozenset()
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = messages.speculation_of(vllm_config)
-        assert config is not None  # it would have been refused
+        assert config is not None  # checked before the model is loaded
         self.vllm_config = vllm_config
         self.config = config
         self.report = DraftingReport()
         self._link: DraftLink | None = None
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._reported: Counter[tuple[str, str]] = Counter()
 
     # Life of the link.
 
@@ -105,24 +105,24 @@ class RemoteProposer:
         self.scratch = batch.num_blocks
 
     def begin_step(self, _output: SchedulerOutput) -> None:
-        """There are no KV caches of drafts that would follow what the scheduler allocated."""
+        """Nothing to do: this worker has no KV cache of drafts."""
 
     def compare_with_target(self, _logits: Tensor, _rows: Mapping[str, int]) -> None:
-        """What else a draft server might have said is not known here."""
+        """Nothing to do: the distributions of draft servers are not known here."""
 
     def take_report(self) -> DraftingReport:
-        """What drafting was like since this was last asked."""
+        """The report on drafting since the last call."""
         report, self.report = self.report, DraftingReport()
         return report
 
     # One step.
 
     def propose(self, output: SchedulerOutput, sampled: list[list[int]]) -> DraftTrees:
-        """Chains for the requests of a step that have just got tokens, as far as they are granted.
+        """Chains for the requests that have got tokens in a step, as long as granted.
 
         Args:
             output: the step.
-            sampled: tokens that each request of the batch has got, by place.
+            sampled: new tokens of each request, by row.
         """
         if self._link is None:
             return DraftTrees.none()
@@ -134,7 +134,7 @@ class RemoteProposer:
         self.report.servers = ServersReport(
             drafters=tuple(drafters),
             rounds=_rounds(asks, done),
-            dropped=self._news(drafters, self._link.faults),
+            dropped=self._new_faults(drafters, self._link.faults),
             send_s=done.send_s,
             receive_s=done.receive_s,
         )
@@ -144,7 +144,7 @@ class RemoteProposer:
     def _asks(
         self, grants: Mapping[str, Grant], sampled: list[list[int]]
     ) -> dict[str, dict[str, DraftAsk]]:
-        """What to ask of each drafter: for every granted request all its committed tokens."""
+        """Drafter -> request id -> ask, which has all committed tokens of the request."""
         asks: dict[str, dict[str, DraftAsk]] = {}
         for name, grant in grants.items():
             index = self.batch.index_of.get(name)
@@ -153,24 +153,27 @@ class RemoteProposer:
                 asks.setdefault(grant.drafter, {})[name] = DraftAsk(prefix, grant.tokens)
         return asks
 
-    def _news(
+    def _new_faults(
         self, drafters: list[DrafterView], all_faults: Mapping[Fault, int]
     ) -> tuple[tuple[str, str, int], ...]:
-        """What was dropped since the last report, by drafter and reason."""
-        known = Counter(
+        """(drafter, reason, times) of everything that was dropped since the last report.
+
+        Faults of unknown senders have "" as the drafter.
+        """
+        total = Counter(
             {(d.name, str(why)): count for d in drafters for why, count in d.faults.items()}
         )
-        known.update({("", str(why)): count for why, count in all_faults.items()})
-        fresh = known - self._told
-        self._told = known | self._told
-        for (name, why), count in list(fresh.items()):
+        total.update({("", str(why)): count for why, count in all_faults.items()})
+        new = total - self._reported
+        self._reported = total | self._reported
+        for (name, why), count in list(new.items()):
             if name:
-                fresh["", why] -= count
-        return tuple((name, why, count) for (name, why), count in fresh.items() if count > 0)
+                new["", why] -= count
+        return tuple((name, why, count) for (name, why), count in new.items() if count > 0)
 
 
 def _rounds(asks: Mapping[str, Mapping[str, DraftAsk]], done: Exchange) -> tuple[DrafterRound, ...]:
-    """What each drafter that was asked did."""
+    """What each asked drafter did."""
     rounds = []
     for name, times in done.times.items():
         if times.draft_s is None:
@@ -188,7 +191,7 @@ def _as_trees(answers: Mapping[str, DraftTokens]) -> DraftTrees:
         return DraftTrees.none()
     drafts = list(answers.values())
     tokens = [token for draft in drafts for token in draft.tokens]
-    said = [probability for draft in drafts for probability in draft.probabilities]
+    probabilities = [chance for draft in drafts for chance in draft.probabilities]
     counts = [len(draft.tokens) for draft in drafts]
     parents: NDArray[np.int32] = np.concatenate([np.arange(-1, n - 1) for n in counts])
     return DraftTrees(
@@ -197,5 +200,5 @@ def _as_trees(answers: Mapping[str, DraftTokens]) -> DraftTrees:
         counts,
         np.asarray(tokens, dtype=np.int64),
         parents.astype(np.int32),
-        np.asarray(said, dtype=np.float64),
+        np.asarray(probabilities, dtype=np.float64),
     )

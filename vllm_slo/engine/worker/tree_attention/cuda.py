@@ -41,7 +41,7 @@ class TreePlan(Protocol):
 
 
 def unsupported(impl: TritonAttentionImpl) -> str | None:
-    """Why this layer cannot attend to a tree; None if it can. Its other steps are not affected."""
+    """Why this layer cannot attend to a tree; None if it can. Steps without trees always work."""
     low, high = HEAD_SIZES
     reasons = {
         "ALiBi slopes": impl.alibi_slopes is not None,
@@ -68,7 +68,7 @@ class TritonTreeMetadataBuilder(TritonAttentionMetadataBuilder):
 
 
 class TritonTreeImpl(TritonAttentionImpl):
-    """One attention layer, with trees where ``unsupported`` has nothing against it."""
+    """One attention layer, with trees where ``unsupported`` gives no reason against."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,8 +92,8 @@ class TritonTreeImpl(TritonAttentionImpl):
         """As the stock ``forward``, shapes included, but for a step whose metadata has a tree.
 
         Raises:
-            NotImplementedError: the step has a tree and this layer, or the step, what trees cannot
-                be combined with.
+            NotImplementedError: the step has a tree, and a feature of the layer or of the step does
+                not work with trees.
         """
         tree: TreePlan | None = getattr(attn_metadata, "tree", None)
         if tree is None:
@@ -147,11 +147,11 @@ class TritonTreeBackend(TritonAttentionBackend):
 
 
 TreeCUDABackend = with_path_rows(TritonTreeBackend)
-"""What an engine with trees runs: masks to verify them, path rows for the draft's beam."""
+"""The backend of an engine with trees: masks to verify them, path rows for the draft's beam."""
 
 
 def _refusal(tree: TreePlan, metadata: TritonAttentionMetadata) -> str | None:
-    """What in this step trees cannot be combined with; None if nothing."""
+    """The feature of this step that does not work with trees; None if there is none."""
     if tree.max_tree > MAX_TREE_TOKENS:
         return f"more than {MAX_TREE_TOKENS} tokens in one tree ({tree.max_tree} given)"
     if metadata.causal is not True:

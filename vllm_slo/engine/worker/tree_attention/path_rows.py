@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees on any paged backend: its own causal kernel over the rows of ``plan.RowPlan``.
 
-``with_path_rows`` makes a backend of the same name and layout whose ``forward`` first writes what
-the rows of this pass need into scratch blocks. A tree's nodes lie path by path, so the queries lie
-as the rows do. A pass without trees is the backend's own.
+``with_path_rows`` makes a backend of the same name and layout. Its ``forward`` first writes the
+keys and values that the rows of this pass need into scratch blocks. A tree's nodes lie path by
+path, so the queries are in the order of the rows. A pass without trees is the backend's own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Rows(Protocol):
-    """What the attention layers of one forward pass do beside the kernel call."""
+    """Writes to the KV cache that the attention layers of one pass make beside the kernel call."""
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        """Make this layer's KV cache what the rows read. ``key`` and ``value``: this pass's."""
+        """Write what the rows read into this layer's KV cache. ``key``, ``value``: of this pass."""
 
 
 def copy_blocks(kv_cache: Tensor, copies: list[list[int]], step: int) -> None:
@@ -48,7 +48,7 @@ def _write_again(
     sources: Tensor,
     slots: Tensor,
 ) -> None:
-    """Write the keys and values of the tokens ``sources`` to ``slots`` besides."""
+    """Write the keys and values of the tokens ``sources`` to ``slots``, too."""
     chosen = key.index_select(0, sources), value.index_select(0, sources)
     impl.do_kv_cache_update(layer, *chosen, kv_cache, slots)
 
@@ -81,11 +81,12 @@ class VerifyRows:
 
 
 class MaskRows:
-    """A verifying pass of a backend that takes masks: nothing is laid out anew; keys and values of
-    the nodes that compaction may have to move are kept.
+    """A verifying pass of a backend that takes masks.
+
+    The batch keeps its layout. The keys and values of the nodes that compaction may move are kept.
 
     Args:
-        keep: tokens whose keys and values are kept, by place in the batch.
+        keep: tokens of the step whose keys and values are kept, [tokens].
 
     Attributes:
         kept: layer name -> keys and values of ``keep``.
@@ -102,8 +103,10 @@ class MaskRows:
 
 
 class BeamRows:
-    """The rows of the draft's beam: one query each, on scratch blocks that keep their place from
-    pass to pass while the path in them changes. Keeps every pass's keys and values.
+    """The rows of the draft's beam, with one query each.
+
+    Their scratch blocks stay from pass to pass while the paths in them change, so the keys and
+    values of every pass are kept.
 
     Args:
         copies: (from, to, count) of partly filled blocks; made before the first pass.

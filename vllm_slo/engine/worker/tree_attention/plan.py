@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How paged attention verifies the trees of a batch: as masks, or as rows of a causal kernel.
 
-A kernel that takes masks gets one word for each token. For any other, the root and the leading
-chain of a tree are an ordinary row of the batch. Each other leaf becomes an extra row: it shares
-the whole blocks of its request's context; the rest of the context, which lies in a partly filled
-block, and its path lie in scratch blocks. A causal mask over such a row is exactly the tree's mask.
-Every token is a query in one row only, so the work is that of the tokens; what the extra rows cost
-is reading the context again, and writing their paths twice.
+A kernel that takes masks gets one word for each token. For any other kernel, the root and the
+leading chain of a tree are an ordinary row of the batch. Each other leaf becomes an extra row. It
+shares the whole blocks of its request's context. The rest of the context, which lies in a partly
+filled block, and the path lie in scratch blocks. A causal mask over such a row is exactly the
+tree's mask. Every token is a query in one row only, so no query is computed twice. The extra rows
+cost reading the context again and writing their paths twice.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RowPlan:
         copies: (from, to, count): partly filled blocks to copy, each to the first block of so many
             consecutive rows, [y, 3].
         sources: tokens whose keys and values are written once more, [z].
-        slots: where to, [z].
-        paths: of each extra row, the request, its path as nodes, its first scratch block.
+        slots: the slots where they are written, [z].
+        paths: (request, path as nodes, first scratch block) of each extra row.
     """
 
     owner: Ints
@@ -134,7 +134,7 @@ def plan_rows(
         seq_lens: KV tokens of each request with this step's, [requests].
         block_table: blocks of each request, [requests, columns].
         block_size: tokens per block.
-        scratch: consecutive blocks that belong to nobody; enough for the extra rows.
+        scratch: consecutive blocks that no request owns, enough for the extra rows.
         blocks_per_row: scratch blocks of each extra row.
 
     Returns:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command line of ``vllm serve``, read as vLLM reads it. Nothing here loads torch or vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+__all__ = ["Flags", "flag_of"]
+
+_ALIASES: Final = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-asc": "--api-server-count",
+    "-n": "--nnodes",
+    "-sc": "--speculative-config",
+    "-cc": "--compilation-config",
+    "-ac": "--attention-config",
+}
+_FLAGS: Final = (
+    *("--data-parallel-size", "--tensor-parallel-size", "--pipeline-parallel-size"),
+    *("--api-server-count", "--nnodes", "--distributed-executor-backend", "--headless", "--grpc"),
+    *("--uds", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
+    *("--ssl-cert-reqs", "--served-model-name", "--additional-config", "--api-key", "--config"),
+    *("--host", "--port", "--tokenizer", "--block-size", "--attention-backend"),
+    *("--attention-config", "--compilation-config"),
+    *("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--worker-cls"),
+)
+_SHORTEST_PREFIX: Final = len("--xxx")
+
+
+class Flags:
+    """A vLLM command line, read as vLLM reads it: underscores, ``=``, aliases, abbreviations.
+
+    Abbreviations of the flags in `_FLAGS` are resolved. A dotted flag, which sets one key of a flag
+    with a JSON value, is a flag of its own.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+
+    def values(self, flag: str) -> list[str] | None:
+        """All values given to a flag; None without it, empty for a switch."""
+        given: list[str] | None = None
+        for name, values, _, _ in self._scan():
+            if name == flag:
+                given = [*(given or []), *values]
+        return given
+
+    def last(self, flag: str) -> str | None:
+        """The value that vLLM would use for a flag with one value; None without it."""
+        values = self.values(flag)
+        return values[-1] if values else None
+
+    def mentions(self, flag: str) -> bool:
+        """Whether a flag is given, be it one key of it."""
+        return any(name == flag or name.startswith(f"{flag}.") for name, _, _, _ in self._scan())
+
+    def without(self, flag: str) -> Flags:
+        """The same command line without a flag and its values."""
+        dropped = {
+            index
+            for name, _, start, stop in self._scan()
+            if name == flag
+            for index in range(start, stop)
+        }
+        return Flags([word for index, word in enumerate(self.words) if index not in dropped])
+
+    def with_config_file(self) -> Flags:
+        """What vLLM's ``--config`` file says, too; the command line wins. For questions only."""
+        path = self.last("--config")
+        if path is None:
+            return self
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return self  # vLLM says what is wrong with it
+        words: list[str] = []
+        for key, value in content.items() if isinstance(content, dict) else ():
+            if value is False:
+                continue
+            listed = value if isinstance(value, list) else [value]
+            words += [f"--{key}", *(str(word) for word in listed if not isinstance(word, bool))]
+        return Flags([*words, *self.words])
+
+    def _scan(self) -> list[tuple[str, list[str], int, int]]:
+        """(flag, values, first word, word after the last) of every flag."""
+        flags: list[tuple[str, list[str], int, int]] = []
+        start = 0
+        while start < len(self.words):
+            stop = start + 1
+            if _is_flag(self.words[start]):
+                while stop < len(self.words) and not _is_flag(self.words[stop]):
+                    stop += 1
+                name, equals, value = self.words[start].partition("=")
+                values = [*([value] if equals else []), *self.words[start + 1 : stop]]
+                flags.append((_full_name(name), values, start, stop))
+            start = stop
+        return flags
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word[0] == "-" and (word[1] == "-" or word[1].isalpha())
+
+
+def _full_name(given: str) -> str:
+    name, dot, key = given.partition(".")
+    name = _ALIASES.get(name, name.replace("_", "-"))
+    if name not in _FLAGS and len(name) >= _SHORTEST_PREFIX:
+        longer = [flag for flag in _FLAGS if flag.startswith(name)]
+        name = longer[0] if len(longer) == 1 else name
+    return f"{name}{dot}{key}"
+
+
+def flag_of(name: str) -> str:
+    """The flag of ``vllm serve`` that sets an argument of its engine."""
+    return f"--{name.replace('_', '-')}"
