@@ -61,7 +61,9 @@ def test_a_step_is_the_schedulers_own_code() -> None:
     """The methods on the page on architecture are those of the scheduler, line for line."""
     source = (ROOT / "vllm_slo" / "engine" / "scheduler.py").read_text(encoding="utf-8")
     methods = {
-        node.name: textwrap.dedent("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]))
+        node.name: textwrap.dedent(
+            "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
+        )
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef)
     }
