@@ -11,14 +11,8 @@ from typing import Any, Final
 import numpy as np
 from style import BLUE, GREEN, GREY, ORANGE, RED, TEXT, VIOLET, canvas, svg
 
-from vllm_slo.core.admission.program import (
-    Capacity,
-    Floats,
-    _processed_by,
-    _step_of,
-    engine_array,
-    plan_admission,
-)
+from vllm_slo.core.admission.budget_line import Floats, longest_step_s, processed_by
+from vllm_slo.core.admission.program import Capacity, engine_of, plan_admission
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
@@ -40,19 +34,17 @@ COLOURS: Final = {"A": BLUE, "B": GREEN, "C": ORANGE, "D": VIOLET}
 
 def budget(times: Floats, served: Sequence[Demand]) -> Floats:
     """Tokens that the engine can have processed by each of ``times``, beside ``served``."""
-    engine = engine_array(MODEL, CAPACITY)
+    engine = engine_of(MODEL, CAPACITY)
     tpots = np.array([*RUNNING, *(d.tpot_s for d in served)])
     total, edges = np.zeros(len(times)), sorted({0.0, *(d.deadline_s for d in served), math.inf})
     for since, until in itertools.pairwise(edges):
         decoding = [int(d.deadline_s <= since) for d in served]
         counts = np.array([*RUNNING.values(), *decoding])
-        step = _step_of(counts, tpots, engine)
+        step = longest_step_s(counts, np.stack([tpots, np.ones(len(tpots))]), engine)
         for place, time in enumerate(times):
             end = min(time, until)
             if end > since:
-                total[place] += _processed_by(end, step, engine) - _processed_by(
-                    since, step, engine
-                )
+                total[place] += processed_by(end, step, engine) - processed_by(since, step, engine)
     return total
 
 

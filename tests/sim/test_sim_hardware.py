@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_slo.config import profiles
-from vllm_slo.core.step_time.model import BatchShape, FitReport, StepTimeModel
+from vllm_slo.core.step_time.fit import FitReport
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.errors import VllmSLOError
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware, built_in, load_hardware

@@ -35,7 +35,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_slo import SLO
 from vllm_slo.core.clock import VirtualClock
-from vllm_slo.core.step_time.model import OnlineCorrection, StepTimeEstimator, StepTimeModel
+from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.sim.harness import EngineShape, VirtualEngine

@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from vllm_slo.core.speculation.proportional_fairness import ClientView
 from vllm_slo.engine.speculation.servers_report import ServersReport
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.step_series import StepSeries
 from vllm_slo.router.front_metrics import FrontMetrics
 
 __all__ = ["EVERY", "engine_series", "front_series"]
@@ -21,6 +22,11 @@ def _samples(registry: CollectorRegistry) -> dict[str, set[str]]:
     """Sample name -> label names."""
     found: dict[str, set[str]] = {}
     for collector in registry._collector_to_names:
+        if isinstance(collector, StepSeries):
+            for family in collector.collect():
+                for sample in family.samples:
+                    found[sample.name] = set(sample.labels)
+            continue
         assert isinstance(collector, MetricWrapperBase)
         labels, name = set(collector._labelnames), collector._name
         if isinstance(collector, Histogram):

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_slo.core.step_time.model import BatchShape, FitReport, Sample, StepTimeModel
+from vllm_slo.core.step_time.fit import FitReport
+from vllm_slo.core.step_time.model import BatchShape, Sample, StepTimeModel
 from vllm_slo.errors import ProfileError
 
 FORMAT = 1

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, wraps
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -44,7 +47,36 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
         if inner is not None:
             scope[name] = inner()
     try:
+        digest = _DIGESTS[function] = _foreign_digest(function)
+        if digest:
+            function.__qualname__ += f"_{digest}"
         compiled: Callable[P, R] = numba.njit(cache=True)(function)
-    except RuntimeError:
+    except (OSError, RuntimeError):
         compiled = numba.njit(function)
     return compiled
+
+
+_DIGESTS: dict[Callable[..., Any], str] = {}
+
+
+def _foreign_digest(function: Callable[..., Any]) -> str:
+    """Digest of what the code of ``function`` takes from other files; empty: nothing.
+
+    numba drops the code that it keeps when the file of the function changes, and then only. With
+    this digest in the name under which code is kept, it is also made anew when a function that it
+    calls, a named tuple that it takes or a constant that it reads has changed in another file.
+    Everything that a function calls must have been compiled before.
+    """
+    scope: dict[str, Any] = function.__globals__
+    foreign: list[bytes] = []
+    for name in sorted({*function.__code__.co_names, *map(str, function.__annotations__.values())}):
+        value = scope.get(name)
+        source = getattr(value, "py_func", value if hasattr(value, "_fields") else None)
+        if source is not None:
+            foreign.append(_DIGESTS.get(source, "").encode())
+            file = inspect.getfile(source)
+            if file != inspect.getfile(function):
+                foreign.append(Path(file).read_bytes())
+        elif isinstance(value, int | float):
+            foreign.append(f"{name}={value!r}".encode())
+    return sha256(b"".join(foreign)).hexdigest()[:16] if any(foreign) else ""

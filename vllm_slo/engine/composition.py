@@ -10,11 +10,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.speculation import SpeculationConfig
-from vllm_slo.core.batching.step import Pressure, RecentObjectives
+from vllm_slo.core.batching.pressure import Pressure
+from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.lengths.output_length import OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
-from vllm_slo.core.step_time.model import StepTimeEstimator, horizon_of
+from vllm_slo.core.step_time.estimator import StepTimeEstimator, horizon_of
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL, AdmissionController
 from vllm_slo.engine.scheduling.best_effort import BestEffort

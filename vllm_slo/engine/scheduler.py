@@ -26,7 +26,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.step_time.model import BatchShape, StepTimeEstimator
+from vllm_slo.core.step_time.estimator import StepTimeEstimator
+from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.composition import assemble
 from vllm_slo.engine.scheduling import request_facts

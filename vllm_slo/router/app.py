@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from vllm_slo.config.serve_args import Flags
+from vllm_slo.config.command_line import Flags
 from vllm_slo.router.arguments import (
     API_KEY_ENV,
     AppArgs,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from vllm_slo.config.serve_args import Flags
+from vllm_slo.config.command_line import Flags
 from vllm_slo.config.speculation import SERVERS_KEY
 from vllm_slo.errors import ConfigError, VllmSLOError
 from vllm_slo.router import ray_session

@@ -32,12 +32,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_slo.core.clock import VirtualClock
-from vllm_slo.core.step_time.model import (
-    BatchShape,
-    OnlineCorrection,
-    StepTimeEstimator,
-    StepTimeModel,
-)
+from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.sim.baselines import ShedEDF

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.step_time.model import DEFAULT_MARGIN
+from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError

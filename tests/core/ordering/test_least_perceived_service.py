@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from depth import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.core.ordering.least_perceived_service import (
@@ -277,6 +277,20 @@ def test_no_place_is_taken_that_would_not_be_enough() -> None:
     assert LAPS.give_way(LAPS.rank(views), 1, 2) == ("r2", "r1")
 
 
+def begin(
+    ranked: Sequence[ServiceView], chosen: Sequence[ServiceView], places: int, free: int
+) -> list[ServiceView]:
+    """The waiting requests that begin in free places and in those of the ``chosen``."""
+    begun = []
+    places, free = places + len(chosen), free + sum(view.blocks for view in chosen)
+    for view in (view for view in ranked if not view.placed):
+        if places < 1 or view.blocks > free:
+            break
+        begun.append(view)
+        places, free = places - 1, free - view.blocks
+    return begun
+
+
 @given(crowds, st.sampled_from(POLICIES), st.integers(0, 3), st.integers(0, 30), seconds)
 def test_whose_place_is_taken(
     crowd: list[ServiceView], policy: BestEffortOrder, places: int, free: int, ageing_s: float
@@ -291,32 +305,46 @@ def test_whose_place_is_taken(
     for view in chosen:
         assert view.placed and view.progress_s >= view.kept_s
         assert not (view.settled and policy == "laps_sd")
-    begun = []
-    places, free = places + len(chosen), free + sum(view.blocks for view in chosen)
-    for view in (view for view in ranked if not view.placed):
-        if places < 1 or view.blocks > free:
-            break
-        begun.append(view)
-        places, free = places - 1, free - view.blocks
+    begun = begin(ranked, chosen, places, free)
     urgent = [v for v in begun if all(ranked.index(v) < ranked.index(c) for c in chosen)]
     assert not chosen or urgent
 
 
+ONE_FREE_PLACE = [
+    ServiceView("a", 0, remaining_s=2.0, placed=True, progress_s=4.0, kept_s=4.0),
+    ServiceView("b", 0),
+    ServiceView("c", 0, remaining_s=0.0),
+]
+"""``c`` begins in the free place. ``b`` is in a higher queue than ``a`` and begins in its place."""
+
+
+def may_take(waiting: ServiceView, placed: ServiceView) -> bool:
+    """Whether a place may go from one request to another."""
+    if waiting.remaining_s is None:
+        return LAPS.level(waiting) < LAPS.level(placed)
+    if placed.remaining_s is None:
+        return LAPS.level(waiting) <= LAPS.level(placed)
+    return waiting.remaining_s + placed.kept_s < placed.remaining_s
+
+
 @given(crowds, st.integers(0, 3), st.integers(0, 30))
+@example(ONE_FREE_PLACE, 1, 0)
 def test_a_place_goes_to_a_higher_queue_or_to_one_that_is_known(
     crowd: list[ServiceView], places: int, free: int
 ) -> None:
     ranked = LAPS.rank(crowd)
-    chosen = set(LAPS.give_way(ranked, places, free))
-    first = next((view for view in ranked if not view.placed), None)
-    for view in ranked:
-        if view.request_id in chosen:
-            assert first is not None
-            known = first.remaining_s is not None
-            if known and view.remaining_s is not None:
-                assert first.remaining_s + view.kept_s < view.remaining_s
-            else:
-                assert LAPS.level(first) < LAPS.level(view) + known
+    names = LAPS.give_way(ranked, places, free)
+    chosen = [view for view in ranked if view.request_id in names]
+    begun = begin(ranked, chosen, places, free)
+    assert all(any(may_take(waiting, placed) for waiting in begun) for placed in chosen)
+    if not places and not any(view.blocks for view in begun):
+        assert len(begun) == len(chosen), "every place that is taken is used"
+
+
+def test_a_free_place_is_taken_before_one_that_is_held() -> None:
+    assert LAPS.give_way(LAPS.rank(ONE_FREE_PLACE), 1, 0) == ("a",)
+    assert LAPS.give_way(LAPS.rank(ONE_FREE_PLACE), 2, 0) == ()
+    assert LAPS.give_way(LAPS.rank(ONE_FREE_PLACE), 0, 0) == ()  # c is not shorter by 4 s
 
 
 # Nothing starves.

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from vllm_slo.core.admission.program import PLAIN
 from vllm_slo.core.speculation.tree_budget import (
     TREE,
-    Lines,
     Verifying,
     fastest_shapes,
     sustained_trees,
@@ -47,7 +46,7 @@ def fastest(
     drafting_s = np.array([[passes(pass_s, deepest) for pass_s in passes_s.values()]])
     step = Verifying(active, behind, model.kv_s * context, 1.0, path_tokens)
     owner, widths = np.zeros(1, dtype=np.int64), np.array(list(passes_s))
-    found = fastest_shapes(typical[None], owner, widths, drafting_s, 1, step, Lines.of(model))
+    found = fastest_shapes(typical[None], owner, widths, drafting_s, 1, step, model.lines())
     depth, width, tokens, seconds = found[0].tolist()
     faster = tokens * model.predict_s(active, context) > seconds
     return (int(depth), int(width)) if faster else (0, 1)

@@ -280,6 +280,7 @@ def test_asking_changes_nothing(engine: Any, order: str) -> None:
 def test_a_quote_that_counts_on_drafts_leaves_others_what_they_count_on(engine: Any) -> None:
     one = engine()
     parts, asked = one.scheduler.parts, []
+    parts.speculation.speculates = True
     parts.speculation.speculative = asked.append  # plain steps, but it is noted
     one.add("chat", 100, 50, SLO(ttft_ms=1000, tpot_ms=100))
     quoted_now(one, "ask", 100, SLO(ttft_ms=1000, tpot_ms=25))

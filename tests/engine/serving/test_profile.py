@@ -17,7 +17,8 @@ from patience import patience
 from vllm_slo import tiny
 from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileKey, ProfileReport
-from vllm_slo.core.step_time.model import BatchShape, StepTimeModel, fit
+from vllm_slo.core.step_time.fit import fit
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.serving import profile, profile_measurement, profile_report
 from vllm_slo.engine.serving.profile_grid import Limits, scenarios
 from vllm_slo.errors import ProfileError

@@ -21,7 +21,8 @@ from vllm import EngineArgs
 from vllm_slo import tiny
 from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileReport
-from vllm_slo.core.step_time.model import FitReport, StepTimeModel
+from vllm_slo.core.step_time.fit import FitReport
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.compat import version as vllm_version
 from vllm_slo.engine.scheduling.step_time_profile import profile_key
 from vllm_slo.engine.serving import plugin

@@ -1,39 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request after another, each judged alone beside what is promised: admission for routing.
 
-The program is `admission.judge_one`; what does not change from one request to the next is prepared.
+What does not change from one request to the next is prepared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from vllm_slo.core.admission.budget_line import EPS
+from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, CommittedLoad, judge_one
 from vllm_slo.core.admission.program import (
-    EPS,
-    ONE_OR_NONE,
-    ONE_SEAT,
     PLAIN,
     Capacity,
-    Floats,
-    Ints,
     Speculated,
-    engine_array,
-    judge_one,
-    kv_per_token,
-    tier_of,
-    tiers_of,
+    engine_of,
 )
+from vllm_slo.core.admission.tiers import kv_per_token, tier_of, tiers_of
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
-Tiers: TypeAlias = tuple[Ints, Floats, Ints, Floats, Ints]
-"""(tier of each committed request, TPOTs, decoding, KV tokens, requests by tier)."""
-
-MAX_KNOWN_TPOTS: Final = 256
+MAX_PREPARED: Final = 256
+"""TPOTs for which the committed load is kept in tiers: a limit of memory for clients that ask for a
+new one each time. The load of a TPOT beyond them is prepared at every request."""
 
 
 class Verdict(NamedTuple):
@@ -75,9 +68,9 @@ class IncrementalAdmission:
         self._context = decoding_context
         self._deadline = np.array([d.deadline_s for d in ranked], dtype=np.float64)
         self._prefill = np.array([d.prefill_tokens for d in ranked], dtype=np.float64)
-        self._engine = engine_array(model, capacity)
-        self._kv_per_token = kv_per_token(model, int(self._engine[4]))
-        self._by_tpot: dict[float, tuple[int, Tiers]] = {}
+        self._engine = engine_of(model, capacity)
+        self._kv_price = kv_per_token(model, int(self._engine.most_tokens))
+        self._by_tpot: dict[float, tuple[int, CommittedLoad]] = {}
 
     def judge(self, demand: Demand, now_s: float) -> Verdict:
         """Whether ``demand`` can be promised beside everything that is, from ``now_s`` on."""
@@ -86,44 +79,48 @@ class IncrementalAdmission:
             return Verdict(False, "memory", wait_s)
         if capacity.seats < 1:
             return Verdict(False, "seats", wait_s)
-        tier, arrays = self._by_tpot.get(demand.tpot_s) or self.prepare(demand.tpot_s)
-        said = judge_one(
+        tier, load = self._by_tpot.get(demand.tpot_s) or self.prepare(demand.tpot_s)
+        promised, sustainable, after_s = judge_one(
             now_s,
-            self._deadline,
-            self._prefill,
-            *arrays,
+            load,
             self._engine,
-            self._kv_per_token,
-            self._tokens_in,
-            demand.deadline_s,
-            float(demand.prefill_tokens),
-            tier,
-            float(demand.context_tokens),
-            ONE_SEAT,
-            ONE_OR_NONE,
+            tokens_in=self._tokens_in,
+            kv_price=self._kv_price,
+            deadline_s=demand.deadline_s,
+            prefill=float(demand.prefill_tokens),
+            tier=tier,
+            context_tokens=float(demand.context_tokens),
+            seats=ONE_SEAT,
+            most=ONE_OR_NONE,
         )
-        if said != said:  # NaN
+        if promised:
             return Verdict(True)
-        if said < 0.0:
-            return Verdict(False, "decode", wait_s)
-        return Verdict(False, "prefill", said or wait_s)
+        return Verdict(False, "prefill" if sustainable else "decode", after_s or wait_s)
 
-    def prepare(self, tpot_s: float) -> tuple[int, Tiers]:
-        """Be ready for requests of this TPOT; (its tier, the arrays that depend on the tiers)."""
+    def prepare(self, tpot_s: float) -> tuple[int, CommittedLoad]:
+        """The tier of a request with this TPOT, and the committed load in such tiers; kept."""
         slowed_s = tpot_s * self._factor
-        tiers = tiers_of([*(d.tpot_s for d in self._committed), *self._running, slowed_s])
-        places = np.array([tier_of(d.tpot_s, tiers) for d in self._committed], dtype=np.int64)
-        decoding = np.zeros(len(tiers), dtype=np.int64)
-        for tpot, count in self._running.items():
-            decoding[tier_of(tpot, tiers)] += count
+        tpots = tiers_of([*(d.tpot_s for d in self._committed), *self._running, slowed_s])
+        tier = np.array([tier_of(d.tpot_s, tpots) for d in self._committed], dtype=np.int64)
+        decoding = np.zeros(len(tpots), dtype=np.int64)
+        for running_s, count in self._running.items():
+            decoding[tier_of(running_s, tpots)] += count
         each = self._context / max(int(decoding.sum()), 1)
         contexts = np.array(decoding * each, dtype=np.float64)
-        counts: Ints = decoding.copy()
-        for place, demand in zip(places, self._committed, strict=True):
+        counts = decoding.copy()
+        for place, demand in zip(tier, self._committed, strict=True):
             contexts[place] += demand.context_tokens
             counts[place] += 1
-        tpots = np.array(tiers, dtype=np.float64)
-        known = (tier_of(slowed_s, tiers), (places, tpots, decoding, contexts, counts))
-        if len(self._by_tpot) < MAX_KNOWN_TPOTS:
-            self._by_tpot[tpot_s] = known
-        return known
+        load = CommittedLoad(
+            self._deadline,
+            self._prefill,
+            tier,
+            np.array(tpots, dtype=np.float64),
+            decoding,
+            contexts,
+            counts,
+        )
+        prepared = tier_of(slowed_s, tpots), load
+        if len(self._by_tpot) < MAX_PREPARED:
+            self._by_tpot[tpot_s] = prepared
+        return prepared

@@ -137,9 +137,10 @@ NONE = Decodes((), _FLOATS, _FLOATS, _FLOATS, _FLOATS, _INTS, _INTS)
 def limit_of(start_s: float, decode: DecodeView, shortest_s: float) -> float:
     """Longest step, beginning at ``start_s``, that keeps a decoding request's TPOT.
 
-    On schedule this is its TPOT. Ahead of it, all the slack may go into one step. Behind it, the
-    lateness is spread evenly over the tokens left in its window. A window that cannot be saved even
-    by steps of ``shortest_s`` is given up: the request goes on at its TPOT and hurries nobody.
+    On schedule this is its TPOT. Ahead of schedule, all the slack may go into one step. Behind
+    schedule, the lateness is spread evenly over the tokens left in its window. If not even steps of
+    ``shortest_s`` can save the window, it is given up: the request goes on at its TPOT, and no step
+    is shortened for it.
     """
     fields = decode.due_s, decode.window_end_s, decode.window_left, decode.tpot_s
     return float(_limit(start_s, *fields, shortest_s))

@@ -14,11 +14,13 @@ The paper schedules one request at a time. Here a batch has many *places*, and i
   this is the paper's processing time.
 * A perceptible request is placed by its *remaining* work, in the queue whose thresholds enclose
   it. For one that does not hold its KV this includes computing it again.
-* All who hold places run in every step. A place is taken from a request only where one in a higher
-  queue has none, or in the same one a perceptible one; from a perceptible one only where another
-  is known to be shorter, and never once it was left its place, or given one, since it became so.
-  The paper does not preempt those because moving their KV takes long; where arrivals never cease,
-  ``preempt_known`` (their places can be taken as well, what that costs being counted) waits less.
+* All requests that hold a place run in every step. Free places are given first. Then a waiting
+  request takes the place of one in a lower queue; a perceptible one also that of an imperceptible
+  one in its own queue. Between two perceptible ones it takes the place only if it is shorter by
+  more than the switch costs. A perceptible request keeps a place that it was left, or given, since
+  it became so.
+  The paper does not preempt it because moving its KV takes long; where arrivals never cease,
+  ``preempt_known`` (its place can be taken as well, at that cost) waits less.
 * Taking a place drops KV, which costs a prefill: a request keeps it until its rounds since it
   began took as long as that would. So no more than half of the time goes into doing work again, and
   everybody gets ahead who has a place.

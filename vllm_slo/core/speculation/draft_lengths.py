@@ -35,6 +35,11 @@ from numpy.typing import NDArray
 
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.tiers import Tier
+from vllm_slo.core.step_time.budget import (
+    Lines,
+    step_seconds_compiled,
+    tokens_within_compiled,
+)
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
 
@@ -104,21 +109,15 @@ def _engine(
 @jit
 def _time_s(engine: Floats, tokens: float, passes: float) -> float:
     """Seconds of a step of so many tokens for which so many passes of the draft are made."""
-    made = max(passes, engine[7])
-    low = engine[0] * tokens + engine[1] * made + engine[2]
-    high = engine[3] * tokens + engine[4] * made + engine[5]
-    return float(max(low, high, SHORTEST_S))
+    lines = Lines(engine[0], engine[1], engine[2], engine[3], engine[4], engine[5])
+    return float(max(step_seconds_compiled(lines, tokens, max(passes, engine[7])), SHORTEST_S))
 
 
 @jit
 def _tokens_within(engine: Floats, time_s: float, passes: float) -> float:
     """Time2BS, not rounded: tokens of the largest step within ``time_s``; 0 if there is none."""
-    tokens, made = engine[6], max(passes, engine[7])
-    for line in (0, 3):
-        left = time_s - engine[line + 1] * made - engine[line + 2]
-        if left < engine[line] * tokens:
-            tokens = left / engine[line] if engine[line] > 0.0 else 0.0
-    return float(max(tokens, 0.0))
+    lines = Lines(engine[0], engine[1], engine[2], engine[3], engine[4], engine[5])
+    return tokens_within_compiled(lines, time_s, engine[6], max(passes, engine[7]))
 
 
 @jit

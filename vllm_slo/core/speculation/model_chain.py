@@ -31,7 +31,7 @@ from vllm_slo.core.speculation.chain_costs import (
 )
 from vllm_slo.core.speculation.chain_learning import Bias, Chain, Mood, Probes, Surprise
 from vllm_slo.core.speculation.draft_shape import DraftShape
-from vllm_slo.core.speculation.tree_budget import Lines, Verifying, fastest_shapes
+from vllm_slo.core.speculation.tree_budget import Verifying, fastest_shapes
 from vllm_slo.core.step_time.model import StepTimeModel
 
 MAX_MODELS = 4
@@ -394,7 +394,7 @@ class ModelChains:
             ahead.drafting_s,
             least,
             step,
-            Lines.of(model),
+            model.lines(),
         ).tolist()
         plain_s = model.predict_s(load.active, load.context)
         shapes.insert(0, [0.0, load.widths[0], 1.0, plain_s])
@@ -500,7 +500,7 @@ class ModelChains:
                 outlook.ahead.drafting_s[c - 1 : c, w : w + 1, :depth],
                 depth,
                 self._verifying(load.active, load, model),
-                Lines.of(model),
+                model.lines(),
             )[0].tolist()
         lacking_s = self._lacking_s(c, load)
         return Plan(

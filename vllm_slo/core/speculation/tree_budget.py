@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from vllm_slo.core.admission.program import PLAIN, Speculated
 from vllm_slo.core.jit import jit
+from vllm_slo.core.step_time.budget import Lines, step_seconds_compiled, whole_tokens_within
 from vllm_slo.core.step_time.model import StepTimeModel
 
 Floats = NDArray[np.float64]
@@ -27,48 +28,17 @@ TREE = 8
 """Nodes of a tree that is to help an objective, more or less."""
 
 
-class Lines(NamedTuple):
-    """A step-time model without attention, as compiled code takes it: the higher of two lines."""
-
-    k1: float
-    b1: float
-    k2: float
-    b2: float
-
-    @classmethod
-    def of(cls, model: StepTimeModel) -> Lines:
-        """The lines of a model, draft steps left out."""
-        (k1, _, b1), (k2, _, b2) = model.terms
-        return cls(k1, b1, k2, b2)
-
-
-@jit
-def _time_s(lines: Lines, tokens: float) -> float:
-    """Seconds of a step of so many tokens."""
-    return max(lines.k1 * tokens + lines.b1, lines.k2 * tokens + lines.b2)
-
-
-@jit
-def _tokens_within(lines: Lines, time_s: float, most: int) -> int:
-    """Tokens of the largest step that takes no longer than ``time_s``."""
-    tokens = float(most)
-    for k, b in ((lines.k1, lines.b1), (lines.k2, lines.b2)):
-        if k * tokens > time_s - b + 1e-12:
-            tokens = (time_s - b) / k if k > 0.0 else 0.0
-    return int(max(tokens + 1e-9, 0.0))
-
-
 @jit
 def _most_per_second(
     chances: Floats, room: int, roots: int, others: int, roots_s: float, lines: Lines
 ) -> int:
     """`worthwhile_nodes`, given what the roots cost."""
     tokens = float(roots)
-    start_s = _time_s(lines, others + roots)
+    start_s = step_seconds_compiled(lines, others + roots, 0.0)
     best, found = tokens / max(roots_s, SHORTEST_S), 0
     for node in range(room):
         tokens += chances[node]
-        took_s = roots_s + _time_s(lines, others + roots + node + 1.0) - start_s
+        took_s = roots_s + step_seconds_compiled(lines, others + roots + node + 1.0, 0.0) - start_s
         rate = tokens / max(took_s, SHORTEST_S)
         if rate > best:
             best, found = rate, node + 1
@@ -137,7 +107,9 @@ def _verify(
         tokens += step.use * likely[node]
         extra += 1.0 + step.path_tokens * paths[node]
         hoped[node] = tokens
-        took_s[node] = _time_s(lines, step.active + step.behind * extra) + step.reading_s
+        took_s[node] = (
+            step_seconds_compiled(lines, step.active + step.behind * extra, 0.0) + step.reading_s
+        )
 
 
 @jit
@@ -202,7 +174,12 @@ def _sustained(
     drafting_s: Floats,
 ) -> tuple[float, int, int, float]:
     """`sustained_trees`: (requests, depth, nodes, tokens out)."""
-    most, found, size, gives = float(_tokens_within(lines, tpot_s, most_tokens)), 0, 0, 1.0
+    most, found, size, gives = (
+        float(whole_tokens_within(lines, tpot_s, most_tokens, 0.0)),
+        0,
+        0,
+        1.0,
+    )
     likely, count = np.empty(chances.size), 0
     for depth in range(chances.shape[0]):
         count = _likeliest(likely, count, chances[depth])
@@ -211,7 +188,7 @@ def _sustained(
             hoped += likely[node]
             tokens = max(share * hoped, 1.0)
             left_s = tpot_s * tokens - drafting_s[depth]
-            requests = _tokens_within(lines, left_s, most_tokens) / (2.0 + node)
+            requests = whole_tokens_within(lines, left_s, most_tokens, 0.0) / (2.0 + node)
             if requests > most:
                 most, found, size, gives = requests, depth + 1, node + 1, tokens
     return most, found, size, gives
@@ -238,7 +215,7 @@ def worthwhile_nodes(
         return 0
     roots_s = model.predict_s(roots, context)
     ranked = np.ascontiguousarray(chances)  # a view from behind would be compiled for once more
-    return _most_per_second(ranked, room, roots, others, roots_s, Lines.of(model))
+    return _most_per_second(ranked, room, roots, others, roots_s, model.lines())
 
 
 def node_floor(behind: int, tokens: int, model: StepTimeModel, step_s: float) -> float:
@@ -281,7 +258,7 @@ def sustained_trees(
         the TPOT; plain decoding where no tree is better.
     """
     most, depth, nodes, tokens = _sustained(
-        np.ascontiguousarray(chances), share, tpot_s, Lines.of(model), model.max_tokens, drafting_s
+        np.ascontiguousarray(chances), share, tpot_s, model.lines(), model.max_tokens, drafting_s
     )
     if not nodes:
         return PLAIN, 0.0, most

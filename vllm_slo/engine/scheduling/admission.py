@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission import program
 from vllm_slo.core.admission.idle_probe import SLOW, IdleProbe, whom_to_probe
-from vllm_slo.core.batching.step import Pressure
+from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, AdmissionPlan, Demand, PrefillView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState

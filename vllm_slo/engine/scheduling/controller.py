@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_slo.core.batching.step import RecentObjectives
+from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.compat.scheduler_state import SchedulerState

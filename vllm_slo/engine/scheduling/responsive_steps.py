@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_slo.core.batching.step import RecentObjectives
+from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduling.step_clock import StepClock
 

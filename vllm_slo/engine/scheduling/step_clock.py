@@ -15,12 +15,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.speculation.draft_pass_time import with_draft_steps
-from vllm_slo.core.step_time.model import (
-    BatchShape,
-    OnlineCorrection,
-    StepTimeEstimator,
-    StepTimeModel,
-)
+from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 
 MODEL_REFRESH_STEPS = 8
 """The corrected step-time models are rebuilt this often; their correction moves slowly."""
@@ -51,7 +47,7 @@ class StepClock:
     Attributes:
         clock: time, to be read where the moment matters; `now_s` is the time of a whole step.
         now_s: when the step that is being planned, or processed, was begun.
-        ticks: how often the clock was read for `now_s`.
+        ticks: counts readings of the clock and steps: while it stands, nothing was computed.
         expected_model: typical step times, drafting included.
         promise_model: step times to promise by, drafting included.
         verifying_model, plain_promise_model: the same without drafting.
@@ -118,6 +114,7 @@ class StepClock:
 
     def scheduled(self, output: SchedulerOutput, shape: BatchShape, begun_s: float) -> None:
         """Remember a step until its output comes; empty ones are not measured."""
+        self.ticks += 1
         if shape.tokens:
             predicted_s = self.expected_model.predict_shape_s(shape)
             self._flight.append(_Step(output, begun_s, shape, predicted_s))

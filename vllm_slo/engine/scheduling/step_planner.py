@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.core.batching import step
-from vllm_slo.core.batching.step import Pressure
+from vllm_slo.core.batching.pressure import Pressure
+from vllm_slo.core.batching.step import StepLimits, plan_step
+from vllm_slo.core.ordering.best_effort import preemptions, rank_best_effort
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, BestEffortView, PrefillView, StepPlan
@@ -234,9 +235,7 @@ class StepPlanner:
             if needed + blocks <= most:
                 needed, short = needed + blocks, short + 1
         by_id = {request.request_id: request for request in victims}
-        chosen = step.preemptions(
-            needed, free, [(r.request_id, self._blocks.held(r)) for r in victims]
-        )
+        chosen = preemptions(needed, free, [(r.request_id, self._blocks.held(r)) for r in victims])
         names = [r.request_id for r in victims[: max(short, len(chosen), 0)]]
         return [by_id[name] for name in names if self._state.frees_blocks(by_id[name])]
 
@@ -275,7 +274,7 @@ class StepPlanner:
             for r in others
         )
         if self._best_effort is None:
-            ranked = step.rank_best_effort(found, now_s, self._ageing_s, starved)
+            ranked = rank_best_effort(found, now_s, self._ageing_s, starved)
         else:
             ranked = sorted(found, key=lambda view: self._ranks[view.request_id])
         return self._pressure.fits_in_memory(
@@ -298,7 +297,7 @@ class StepPlanner:
     def _plan(self, others: list[BestEffortView], preempt: list[Request]) -> StepPlan:
         workload = self._workload
         share = workload.reserved_share()
-        limits = step.StepLimits(
+        limits = StepLimits(
             max_step_tokens=workload.max_step_tokens,
             best_effort_tokens=max(int(share * self._fullest_step()), 1) if share else 0,
             best_effort_step_s=self.responsive_s,
@@ -307,7 +306,7 @@ class StepPlanner:
             ),
             seats=self._seats(preempt) - self.resuming,
         )
-        return step.plan_step(
+        return plan_step(
             self.start_s,
             workload.decode_rows(self.decodes, self.start_s),
             [request_views.prefill_view(t) for t in self.prefills],

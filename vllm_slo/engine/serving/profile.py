@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileReport
-from vllm_slo.core.step_time.model import fit
+from vllm_slo.core.step_time.fit import fit
 from vllm_slo.engine.serving.profile_measurement import Progress, in_process_llm, measure
 from vllm_slo.engine.serving.profile_report import draw, table
 from vllm_slo.errors import ProfileError, VllmSLOError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_slo.config.profiles import ProfileReport
-from vllm_slo.core.step_time.model import fit
+from vllm_slo.core.step_time.fit import fit
 from vllm_slo.errors import ProfileError
 
 

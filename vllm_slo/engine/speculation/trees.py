@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
 from vllm_slo.core.batching.decodes import limit_of
-from vllm_slo.core.batching.step import Pressure
+from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.speculation import token_tree
 from vllm_slo.core.speculation.calibration import ACCEPTED_NODE, DraftCalibration, outcomes
 from vllm_slo.core.speculation.candidate_trees import (

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled code that is kept on disk is made anew when what it comes from changes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+CALLEE = """
+from typing import NamedTuple
+from vllm_slo.core.jit import jit
+
+FACTOR = {factor}
+LIMIT = {limit}
+
+class Pair(NamedTuple):
+    {first}: float
+    {second}: float
+
+@jit
+def scaled(x):
+    return FACTOR * x
+"""
+CALLER = """
+from __future__ import annotations
+from kept_callee import LIMIT, Pair, scaled
+from vllm_slo.core.jit import jit
+
+@jit
+def between(x):
+    return scaled(x) + 1.0
+
+@jit
+def outermost(x):
+    return between(x)
+
+@jit
+def limited(x):
+    return min(x, LIMIT)
+
+@jit
+def first(pair: Pair):
+    return pair.a
+"""
+
+
+class Kept:
+    """Two modules, the second of which calls the first, and the code that numba keeps of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, factor: float, limit: float = 9.0, fields: tuple[str, str] = ("a", "b")) -> None:
+        """Write the first module, and import both as a new process would."""
+        text = CALLEE.format(factor=factor, limit=limit, first=fields[0], second=fields[1])
+        (self.folder / "kept_callee.py").write_text(text)
+        for name in ("kept_caller", "kept_callee"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        self.callee: ModuleType = importlib.import_module("kept_callee")
+        self.caller: ModuleType = importlib.import_module("kept_caller")
+
+    def call(self, name: str, argument: Any) -> tuple[float, bool]:
+        """What a function of the second module answers, and whether its code was on disk."""
+        function: Callable[[Any], float] = getattr(self.caller, name)
+        result = function(argument)
+        compiled: Any = function.compiled()  # type: ignore[attr-defined]
+        return result, sum(compiled.stats.cache_hits.values()) > 0
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "kept_caller.py").write_text(CALLER)
+    yield Kept(tmp_path)
+    for name in ("kept_caller", "kept_callee"):
+        sys.modules.pop(name, None)
+
+
+def test_a_caller_of_a_caller_notices_another_file(kept: Kept) -> None:
+    kept.load(2.0)
+    assert kept.call("outermost", 3.0) == (7.0, False)
+    kept.load(2.0)
+    assert kept.call("outermost", 3.0) == (7.0, True)
+    kept.load(5.0)
+    assert kept.call("outermost", 3.0) == (16.0, False)
+    kept.load(5.0)
+    assert kept.call("outermost", 3.0) == (16.0, True)
+
+
+def test_a_constant_of_another_file_is_noticed(kept: Kept) -> None:
+    kept.load(2.0, limit=4.0)
+    assert kept.call("limited", 7.0) == (4.0, False)
+    kept.load(2.0, limit=6.0)
+    assert kept.call("limited", 7.0) == (6.0, False)
+
+
+def test_a_named_tuple_of_another_file_is_noticed(kept: Kept) -> None:
+    kept.load(2.0)
+    assert kept.call("first", kept.callee.Pair(a=1.0, b=8.0)) == (1.0, False)
+    kept.load(2.0, fields=("b", "a"))
+    assert kept.call("first", kept.callee.Pair(a=1.0, b=8.0)) == (1.0, False)
