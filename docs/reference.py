@@ -442,8 +442,10 @@ MEANING: Final[Mapping[tuple[str, int | str], str]] = {
     ("front", 405): "the method is not allowed here",
     ("front", 408): "the body did not come in time",
     ("front", 413): "the body is larger than 32 MiB",
-    ("front", "slo_unattainable"): "as above, predicted from the shadow states of all replicas that "
-    "were asked",
+    (
+        "front",
+        "slo_unattainable",
+    ): "as above, predicted from the shadow states of all replicas that were asked",
     ("front", 431): "the headers are too large",
     ("front", 500): "a mistake in the front; the log has it",
     ("front", 501): "a path whose effect would reach one replica only",
