@@ -378,7 +378,7 @@ def rotate_chains(every: int, used: Counter[str]) -> None:
     steps = count()
 
     def choose(chains: Any, *_: Any, **__: Any) -> Plan:
-        there = {model for model, up in enumerate(chains._there) if up}
+        there = {model for model, up in enumerate(chains.forecasts.available) if up}
         usable = [plan for plan in PLANS if there >= {*plan[0]}]
         plan = Plan(*usable[next(steps) // every % len(usable)])
         used["-".join(map(str, plan.chain))] += 1
@@ -448,7 +448,7 @@ def run_phase(
     found = {"said": [said_by(o) for o in outputs], "seen": counters.report()}
     if engine.get("trees"):
         chains = counters.scheduler._speculation.drafting.chains
-        found["there"] = [model for model, up in enumerate(chains._there) if up]
+        found["there"] = [model for model, up in enumerate(chains.forecasts.available) if up]
     if watch is not None:
         found["seen"] |= {"roots": watch.roots, "wrong": watch.wrong}
     return found

@@ -21,6 +21,7 @@ from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.sim.text import own_text
 from vllm_slo.slo.resolve import resolve_slo
 
 KEY = (None, "job")
@@ -282,7 +283,7 @@ def test_a_prefix_stays_while_tools_run(engine: Any, share: float, found: bool) 
     one = engine(shape=EngineShape(num_blocks=201), slo_config={"sessions": {"kv_share": share}})
     one.add("first", 320, 32, SLO(ttft_ms=5000, session_id="job"))
     one.run()
-    text = [*one._prompt("first", 320), *one.outcomes["first"].token_ids]
+    text = [*own_text("first", 320), *one.outcomes["first"].token_ids]
     flood(one, 12_000, 1)  # nearly four times what the cache holds
     request = one.add("second", [*text, *range(3, 50)], 4, SLO(ttft_ms=5000, session_id="job"))
     one.run()

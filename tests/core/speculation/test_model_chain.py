@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_slo.core.speculation.chain_costs import Edges, PassTimes, lifted
-from vllm_slo.core.speculation.chain_learning import Bias, Mood
-from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains, Plan
+from vllm_slo.core.speculation.chain_costs import MAX_WINDOW, Edges, PassTimes, lifted
+from vllm_slo.core.speculation.chain_forecast import DraftLoad
+from vllm_slo.core.speculation.chain_learning import Predictability
+from vllm_slo.core.speculation.model_chain import ModelChains, Plan
 from vllm_slo.core.step_time.model import StepTimeModel
 
 TARGET = StepTimeModel(((0.0, 0.0, 0.100), (0.0004, 0.0, 0.090)), max_tokens=8192)
@@ -99,6 +100,21 @@ def test_rounds_take_what_playing_them_takes(
     assert effective_time_s([0.001, 0.016, 0.1], [edge, last], depth, window) == pytest.approx(
         expected, rel=0.05
     )
+
+
+@given(chances, st.integers(2, 8))
+def test_the_drafting_of_a_chain_takes_what_equation_7_says(edge: float, depth: int) -> None:
+    """One request, and the best window; passes take the same whatever is in them."""
+    chains = ModelChains(("small", "middle"), 8, 1)
+    for times, pass_s in zip(chains.times, COSTS_S, strict=True):
+        times.observe(1, pass_s)
+    chains.edges.observe_acceptance(0, 1, 1000, round(1000 * edge))
+    alpha = chains.edges.alpha(0, 1)
+    expected_s = min(
+        effective_time_s([*COSTS_S, 0.0], [alpha, 0.0], depth, window)
+        for window in range(1, MAX_WINDOW + 1)
+    )
+    assert chains.drafting_s((0, 1), 1, 1)[depth - 1] == pytest.approx(expected_s)
 
 
 # --- what is learnt -------------------------------------------------------------------------------
@@ -367,7 +383,7 @@ def test_how_far_ahead_follows_the_text(seed: int, monkeypatch: pytest.MonkeyPat
 
     ours_s = took_s()
     assert ours_s < 1.05 * min(took_s(depth) for depth in range(1, 9))
-    monkeypatch.setattr(Mood, "GAIN", 0.0)
+    monkeypatch.setattr(Predictability, "GAIN", 0.0)
     assert ours_s < 0.9 * took_s()
 
 
@@ -433,12 +449,12 @@ def test_no_prediction_is_older_than_there_are_chains() -> None:
     for place, each_s in enumerate((0.003, 0.009, 0.020)):
         for _ in range(100):
             chains.times[place].observe(1, each_s)
-    found = chains._ahead
+    drafting = chains.forecasts._drafting
     for step in range(7):
         chains.choose(load, TARGET, 0.1 * step)
-    assert chains._ahead is found
-    for way, chain in enumerate(chains._chains[1:]):
-        assert found.drafting_s[way, 0] == pytest.approx(chains.drafting_s(chain, 4, 1))
+    assert chains.forecasts._drafting is drafting
+    for row, chain in enumerate(chains.forecasts.chains[1:]):
+        assert drafting.drafting_s[row, 0] == pytest.approx(chains.drafting_s(chain, 4, 1))
 
 
 @pytest.mark.parametrize("load", [DraftLoad(0, 0, 8), DraftLoad(4, 0, 0)])
@@ -460,36 +476,11 @@ def test_of_a_text_that_begins_is_expected_what_is_typical() -> None:
     assert chains.choose(load._replace(begun=1), TARGET, 0.8).tokens == pytest.approx(typical)
 
 
-class TestBias:
-    def test_what_steps_of_all_chains_take_longer_is_no_chains_fault(self) -> None:
-        bias = Bias(3)
-        for _ in range(40):
-            bias.observe(1, 1.3, 1.0, 1)
-        for _ in range(8):
-            bias.observe(2, 1.3, 1.0, 1)
-        assert bias.factors[2] == pytest.approx(1.0, abs=0.05)
-
-    def test_what_one_takes_longer_is(self) -> None:
-        bias = Bias(3)
-        for _ in range(100):
-            bias.observe(1, 1.0, 1.0, 1)
-            bias.observe(2, 1.3, 1.0, 1)
-        assert bias.factors[2] / bias.factors[1] == pytest.approx(1.3, rel=0.03)
-
-    def test_a_step_that_stalls_says_little(self) -> None:
-        bias = Bias(2)
-        bias.observe(1, 60.0, 1.0, 1)
-        assert bias.factors[1] < 1.05
-
-    def test_the_more_trees_yield_more_the_more_it_is_believed(self) -> None:
-        bias, found = Bias(2), []
-        for _ in range(3):
-            for _ in range(16):
-                bias.observe(1, 1.0, 1.3, 1)
-            found.append(bias.yielded(1))
-        assert 1.0 < found[0] < found[1] < found[2] < 1.3
-
-    def test_one_step_of_many_trees_is_not_believed_at_once(self) -> None:
-        bias = Bias(2)
-        bias.observe(1, 1.0, 0.5, 160)
-        assert bias.yielded(1) > 0.9
+def test_a_step_that_yields_little_does_not_stop_drafting_for_long() -> None:
+    found = Predictability()
+    for _ in range(4):
+        found.observe(1.0, 3.0, 8)
+    assert found.odds < 0.2
+    for _ in range(30):
+        found.pass_step()
+    assert found.odds > 0.85

@@ -181,8 +181,8 @@ def test_promises_are_kept_whoever_shares_the_rest(share: str) -> None:
 
 def nodes(share: str) -> dict[str, float]:
     """Mean nodes of a tree, by tenant; one has eight requests, the other one."""
-    config: dict[str, Any] = {"share": share}
-    engine = TreeEngine(STEEP, speculation=config, honest=0.6)
+    config: dict[str, Any] = {"share": share, "min_depth": 3}
+    engine = TreeEngine(STEEP, speculation=config, honest=0.8)
     for name, tenant in [*((f"a{n}", "a") for n in range(8)), ("b0", "b")]:
         engine.add(name, 16, 150, SLO(tier="best_effort", tenant=tenant))
     engine.run()

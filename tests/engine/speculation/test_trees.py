@@ -41,10 +41,11 @@ def run_all(engine: TreeEngine, count: int, tokens: int = 40, slo: SLO | None = 
 
 
 def test_few_requests_get_trees_and_end_much_sooner() -> None:
-    engine = TreeEngine(FLAT)
-    took_s = run_all(engine, 2)
-    assert took_s < 0.6 * 40 * 0.040
-    assert sum(engine.accepted) / len(engine.accepted) > 1.2
+    engines = [TreeEngine(FLAT, seed=seed) for seed in range(4)]
+    took_s = [run_all(engine, 2) for engine in engines]
+    assert sum(took_s) / len(took_s) < 0.57 * 40 * 0.040
+    accepted = [count for engine in engines for count in engine.accepted]
+    assert sum(accepted) / len(accepted) > 1.2
 
 
 def test_many_requests_are_not_slowed_down() -> None:

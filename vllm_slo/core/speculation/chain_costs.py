@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chain of draft models costs: the figures behind SpecRouter's equation 7 (section 4.2).
+"""The costs of a chain of draft models: times of passes, acceptance between models, and rounds.
 
-In a round of a chain the first model guesses a window of tokens; each further one looks at what the
-one before it says in a single pass, keeps what it would have said itself and adds a token of its
-own. Rounds follow until the last model has said as many tokens as are to be proposed to the target.
+They are the terms of SpecRouter's equation 7 (section 4.2).
 
-Unlike the paper's, each level is reached in every round, because a verifier adds a token even to a
-guess that it turns down; what acceptance decides is how many rounds it takes. The rounds of a batch
-end with its slowest request, so the same chain costs more rounds in a large batch.
+In a round of a chain the first model guesses a window of tokens. Each further model verifies the
+tokens of the one before it in a single pass, keeps those that it accepts and adds a token of its
+own. Rounds follow until the last model has produced as many tokens as are proposed to the target.
+
+Unlike in the paper, each model runs in every round, because a verifier adds a token even to a guess
+that it rejects; acceptance decides how many rounds it takes. The rounds of a batch end with its
+slowest request, so the same chain takes more rounds in a large batch.
 """
 
 from __future__ import annotations
@@ -27,26 +29,27 @@ Ints: TypeAlias = NDArray[np.int64]
 MAX_WINDOW = 8
 """Most tokens that the first model of a chain guesses in a round."""
 TOKENS, SECONDS, COUNT = 0, 1, 2
-"""Rows of what is known of a model's passes, by octave: mean size, mean time, passes seen."""
+"""Rows of a table of a model's passes, by octave of size: mean tokens, mean time, passes seen."""
 OCTAVES = 20
+"""Columns of that table: passes of up to 2^20 tokens."""
 RIDE_ALONG = 16.0
-"""Tokens up to which a pass, which reads all weights, is taken to last as long as a shorter one
-until it was seen: what is taken for dear would never be tried."""
+"""Tokens up to which a pass, which reads all weights, is assumed to take no longer than a shorter
+one until it was measured: a size that is assumed to be slow would never be tried."""
 OUTLIER = 4.0
-"""A pass is taken for at most so many times what is known of its size."""
+"""Most that a pass may seem to take, in mean times of its size."""
 LEANS_ON = 8.0
 """Trials that f(SimScore) counts for in an edge's acceptance."""
 FARTHEST = 0.01
-"""Closest that acceptance and similarity come to 0 and 1."""
+"""Least distance of acceptance and similarity from 0 and 1."""
 
 
-# --- what passes take ---------------------------------------------------------------------------
+# --- times of passes ----------------------------------------------------------------------------
 
 
 @jit
 def _note_pass(known: Floats, tokens: int, took_s: float, share: float) -> None:
-    """Take one pass into ``known`` (3, OCTAVES). No larger size is left to be faster than a smaller
-    one: what was just seen is believed."""
+    """Add one pass to the table ``known`` (3, OCTAVES). Where a larger size would then be faster
+    than a smaller one, the other sizes are corrected, as this pass is the newest."""
     octave = min(int(np.log2(tokens)), known.shape[1] - 1)
     seen = known[COUNT, octave]
     if seen > 0.0:
@@ -64,7 +67,7 @@ def _note_pass(known: Floats, tokens: int, took_s: float, share: float) -> None:
 
 @jit
 def _pass_s(known: Floats, tokens: float) -> float:
-    """`PassTimes.pass_s`, of ``known`` (3, OCTAVES)."""
+    """`PassTimes.pass_s`, of the table ``known`` (3, OCTAVES)."""
     last, time_s = -1, known[SECONDS, 0]
     for octave in range(known.shape[1]):
         if known[COUNT, octave] == 0.0:
@@ -82,17 +85,17 @@ def _pass_s(known: Floats, tokens: float) -> float:
 
 
 class PassTimes:
-    """T_i of one model: what a pass takes, by how many tokens are in it.
+    """T_i of one model: the time of a pass by its number of tokens.
 
     Args:
-        first_s: guess at a pass before any was measured.
-        known: (3, OCTAVES), where to keep what is known, see `TOKENS`.
+        first_s: seconds of a pass before any was measured.
+        known: (3, OCTAVES) the table to use, see `TOKENS`; default a new one.
     """
 
     SHARE = 0.1
-    """Of each pass in the mean of its octave."""
+    """Weight of a pass in the mean of its octave."""
     MANY = 64
-    """Tokens from which on a pass tells what one more costs."""
+    """Tokens of a pass from which on the cost of one more token is known."""
 
     def __init__(self, first_s: float = 0.002, known: Floats | None = None) -> None:
         self._known = np.zeros((3, OCTAVES)) if known is None else known
@@ -100,18 +103,18 @@ class PassTimes:
         self._known[SECONDS, 0] = first_s
 
     def observe(self, tokens: int, took_s: float) -> None:
-        """Take in one pass over so many tokens; a time that is none is ignored."""
+        """Learn the time of a pass over so many tokens; an impossible time is ignored."""
         if tokens >= 1 and 0.0 < took_s < math.inf:
             _note_pass(self._known, tokens, took_s, self.SHARE)
 
     def pass_s(self, tokens: float) -> float:
-        """Seconds of a pass: linear between sizes seen, the same below the smallest; above the
-        largest the same up to `RIDE_ALONG` and then in proportion; never less for more tokens."""
+        """Seconds of a pass: linear between measured sizes, and constant below the smallest. Above
+        the largest it is constant up to `RIDE_ALONG`, then proportional to the tokens."""
         return _pass_s(self._known, float(tokens))
 
     @property
     def token_s(self) -> float:
-        """Seconds that a token more takes in a large pass, a prompt's; 0 before one was seen."""
+        """Seconds of one more token in a large pass, as of a prompt; 0 before one was measured."""
         seen = self._known[:, self._known[COUNT] > 0.0]
         if not seen.size or seen[TOKENS, -1] < self.MANY:
             return 0.0
@@ -124,7 +127,7 @@ class PassTimes:
 
 @jit
 def _alphas(trials: Floats, scores: Floats, prior: Floats, fit: tuple[float, float]) -> Floats:
-    """`Edges.alphas`: of (2, n, n) trials and accepted ones, similarities and priors."""
+    """`Edges.alphas`, of (2, n, n) tried and accepted guesses, similarities and priors."""
     result = np.empty(scores.shape)
     for i in range(len(scores)):
         for j in range(len(scores)):
@@ -133,19 +136,20 @@ def _alphas(trials: Floats, scores: Floats, prior: Floats, fit: tuple[float, flo
                 kept = min(max(scores[i, j], FARTHEST), 1.0 - FARTHEST)
                 x = fit[0] + fit[1] * np.log(kept / (1.0 - kept))
                 guess = 1.0 / (1.0 + np.exp(-x))
-            found = (trials[1, i, j] + LEANS_ON * guess) / (trials[0, i, j] + LEANS_ON)
-            result[i, j] = min(max(found, FARTHEST), 1.0 - FARTHEST)
+            share = (trials[1, i, j] + LEANS_ON * guess) / (trials[0, i, j] + LEANS_ON)
+            result[i, j] = min(max(share, FARTHEST), 1.0 - FARTHEST)
     return result
 
 
 class Edges:
-    """alpha(i, j): how often model j accepts what model i guessed, the target being the last.
+    """alpha(i, j): how often model j accepts a guess of model i; the target is the last model.
 
-    Acceptance that was observed is blended with f(SimScore), the more the less of it there is; both
-    fade. f is a sigmoid of logit(SimScore), shared by all edges and fitted as acceptance comes in;
-    it begins as the identity, as equation 2 has it. An edge of which nothing is known is taken for
-    ``PRIOR`` between models of the pool: one taken for worse than it is would never be tried. One
-    to the target is taken for `FIRST_GUESS`, as trees are.
+    It is the share of accepted guesses, blended with f(SimScore), which counts for `LEANS_ON`
+    trials. f is a sigmoid of logit(SimScore), shared by all edges and fitted to observed
+    acceptance; it begins as the identity, as in equation 2. Without a SimScore an edge between
+    models of the pool is assumed to have acceptance `PRIOR`, as an edge that is assumed to be worse
+    than it is would never be tried. An edge to the target is assumed to have `FIRST_GUESS`, as in
+    trees.
 
     Args:
         models: of the pool; the target is the next place.
@@ -155,9 +159,9 @@ class Edges:
     MEMORY = 150.0
     """Trials after which an old one counts for 1/e."""
     SHARE = 0.05
-    """Of each score in its mean."""
+    """Weight of a score in the mean of its edge."""
     RATE = 0.05
-    """Of the fit of f: step for the error of ``MANY`` trials, or of more."""
+    """Step of the fit of f for the error of `MANY` trials or more; in proportion for fewer."""
     MANY = 32.0
 
     def __init__(self, models: int) -> None:
@@ -169,16 +173,16 @@ class Edges:
         self._bend, self._slope = 0.0, 1.0
 
     def observe_similarity(self, i: int, j: int, score: float) -> None:
-        """Take in 1 - total variation distance of what two models would say next (equation 6),
-        averaged over some places; what is no number is ignored."""
+        """Learn 1 - total variation distance of two models' next-token distributions (equation 6),
+        averaged over some places; NaN is ignored."""
         if not 0.0 <= score <= 1.0:
             return
-        known = self._scores[i, j]
-        self._scores[i, j] = score if math.isnan(known) else known + self.SHARE * (score - known)
+        mean = self._scores[i, j]
+        self._scores[i, j] = score if math.isnan(mean) else mean + self.SHARE * (score - mean)
 
     def observe_acceptance(self, i: int, j: int, tried: int, accepted: int) -> None:
-        """Model j looked at ``tried`` guesses of model i, none behind one that it turned down, and
-        ``accepted`` so many."""
+        """Learn that model j verified ``tried`` guesses of model i, none behind a rejected one, and
+        accepted ``accepted`` of them."""
         if not 0 <= accepted <= tried or not tried:
             return
         trials = self._trials[:, i, j]
@@ -188,15 +192,11 @@ class Edges:
             self._fit(_logit(self._scores[i, j]), tried, accepted / tried)
 
     def _fit(self, x: float, tried: int, share: float) -> None:
-        """A step of logistic regression: of the share that was accepted, given logit(SimScore)."""
+        """A step of logistic regression of the accepted share on ``x``, logit(SimScore)."""
         error = share - 1.0 / (1.0 + math.exp(-self._bend - self._slope * x))
         rate = self.RATE * min(tried / self.MANY, 1.0)
         self._bend = min(max(self._bend + rate * error, -3.0), 3.0)
         self._slope = min(max(self._slope + rate * error * x, 0.1), 3.0)
-
-    def age(self, share: float) -> None:
-        """Let the acceptance that was observed count for ``share`` of what it did."""
-        self._trials *= share
 
     def alphas(self) -> Floats:
         """(models + 1, models + 1) alpha(i, j), in (0, 1)."""
@@ -218,8 +218,8 @@ def _logit(score: float) -> float:
 
 @jit
 def lifted(typical: Floats, odds: float) -> Floats:
-    """(depths, width) path probabilities ``typical`` where the odds of each best guess, given those
-    before it, are so many times as high; its alternatives share what is left as before."""
+    """The path probabilities ``typical`` (depths, width) if the odds of each best guess after the
+    one before it are multiplied by ``odds``. Its siblings share the rest as before."""
     result = typical.copy()
     above, above_now = 1.0, 1.0
     for depth in range(len(typical)):
@@ -238,8 +238,8 @@ def lifted(typical: Floats, odds: float) -> Floats:
 
 @jit
 def _yields(alphas: Floats, window: int, depth: int) -> Floats:
-    """(levels, depth + 2) chance that a round gives at least 0, 1, 2, .. tokens of each model of a
-    chain, where there is room for them; alphas: how often each is accepted by the next."""
+    """(levels, depth + 2) chance that a round yields at least 0, 1, 2, .. tokens of each model of a
+    chain, if no limit cuts them; ``alphas``: how often each model is accepted by the next."""
     chance = np.zeros((len(alphas) + 1, depth + 2))
     chance[0, : window + 1] = 1.0
     for level in range(1, len(chance)):
@@ -253,8 +253,8 @@ def _yields(alphas: Floats, window: int, depth: int) -> Floats:
 
 @jit
 def _rounds(chance: Floats, requests: int) -> tuple[Floats, Floats]:
-    """Rounds until a request has 0, 1, 2, .. tokens, and until each of some requests has, on
-    average; ``chance``: that a round gives at least 0, 1, 2, .. of them."""
+    """Mean rounds until one request has 0, 1, 2, .. tokens, and until all ``requests`` have;
+    ``chance``: that a round yields at least 0, 1, 2, .. of them."""
     most = len(chance) - 1
     each, slowest = np.zeros(most), np.zeros(most)
     lacks = np.ones(most)  # the chance that a request has fewer tokens than that
@@ -279,8 +279,8 @@ def _rounds(chance: Floats, requests: int) -> tuple[Floats, Floats]:
 
 @jit
 def _all_rounds_s(known: Floats, requests: int, rounds: float, first: float, read: float) -> float:
-    """Seconds of a model's passes of all ``rounds``, that have to ``read`` so many tokens of a
-    request, the ``first`` of all requests, further ones of those that lack some."""
+    """Seconds of a model's passes in all ``rounds``, which read ``read`` tokens of a request: the
+    ``first`` in a round of all requests, the others in rounds of the requests that need them."""
     took_s = _pass_s(known, requests * first)
     if rounds > 1.0 and read > first:
         took_s += (rounds - 1.0) * _pass_s(known, requests * (read - first) / (rounds - 1.0))
@@ -291,12 +291,12 @@ def _all_rounds_s(known: Floats, requests: int, rounds: float, first: float, rea
 def _rounds_s(
     known: Floats, chain: Ints, alphas: Floats, requests: int, window: int, depth: int
 ) -> Floats:
-    """(depth,) seconds until each of some requests has 1, 2, .. tokens of the last model of a chain
-    of several, guessed in windows of so many; arguments as in `drafting_times`.
+    """(depth,) seconds until each of ``requests`` has 1, 2, .. tokens of the last model of a chain
+    of several models, with guesses in windows of ``window`` tokens.
 
-    A request that has them takes no part in further rounds, nor is more guessed than it lacks: one
-    that lacks x tokens of the last model has room for x - 1 of the model before, and so on. So a
-    model runs in a round as if its own tokens were to be that many fewer.
+    A request that has its tokens takes no part in further rounds, and no more is guessed than it
+    needs: if it needs x tokens of the last model, the model before it adds at most x - 1, and so
+    on. So a model runs in a round as if that many fewer of its tokens were needed.
     """
     top = len(chain) - 1
     chance = _yields(alphas, window, depth)
@@ -333,8 +333,8 @@ def look_ahead(
     result: Floats,
     windows: Ints,
 ) -> None:
-    """Bring what `drafting_times` returned, ``result`` and ``windows``, up to date for the chains
-    ``ways``; the other arguments as there."""
+    """Update the rows ``ways`` of ``result`` and ``windows``, which `drafting_times` returned; the
+    other arguments as there."""
     deepest = result.shape[2]
     for c in ways:
         chain = chains[c][chains[c] >= 0]
@@ -369,25 +369,25 @@ def drafting_times(
     widths: Ints,
     deepest: int,
 ) -> tuple[Floats, Ints]:
-    """What drafting takes.
+    """The time of drafting with each chain.
 
-    A model alone needs a pass for each token, over a beam for each candidate; of several the last
-    has the other candidates for nothing. A chain of several models is not for proposals shorter
-    than itself: some of its models would have nothing to do.
+    A model alone needs a pass for each token of depth, over one beam for each token of width. The
+    last of several models has the siblings of its tokens without further cost. A chain of several
+    models cannot draft fewer tokens than it has models: some would have nothing to do.
 
     Args:
         chains: (C, models) places in the pool, -1 behind the last.
         alphas: (models + 1, models + 1) alpha(i, j).
-        known: (models, 3, OCTAVES) what is known of their passes.
+        known: (models, 3, OCTAVES) tables of their passes, see `TOKENS`.
         requests: drafted for together.
         fresh: tokens of a request that a model has not read yet.
         most_beams: of one pass.
-        widths: (w,) candidates for each token.
-        deepest: tokens ahead at most.
+        widths: (w,) of the trees.
+        deepest: greatest depth.
 
     Returns:
         (C, w, deepest) seconds until trees of each width are 1, 2, .. deep; (C, deepest) the window
-        with which they are, 1 where there is nothing to choose.
+        of the first model that takes least time, 1 where there is no choice.
     """
     result = np.empty((len(chains), len(widths), deepest))
     windows = np.empty((len(chains), deepest), dtype=np.int64)

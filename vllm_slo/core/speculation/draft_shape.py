@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FIRST_GUESS = 0.6
-"""Chance of the best guess at each depth before any tree was drafted."""
+"""Acceptance of the best guess at each depth before the first tree."""
 SHORTEST = 1e-9
 
 
@@ -26,9 +26,15 @@ def _learn_layers(
     depths: Ints,
     offsets: Ints,
 ) -> int:
-    """Take trees into the ``typical`` (depths, width) path probabilities, the trees that each
-    counts for and the share (depths,) of the first guess in the best; how deep they were. Further
-    arguments as in `DraftShape.observe_nodes`."""
+    """Update means by trees; the depth of the deepest tree.
+
+    Args:
+        typical: (depths, width) mean path probabilities, updated.
+        weights: (depths, width) trees that each mean counts for, updated.
+        guessed: (depths,) share of the first guess in the best node's mean, updated.
+        memory: most that a weight becomes.
+        chances, depths, offsets: as in `DraftShape.observe_nodes`.
+    """
     most, width = typical.shape
     sums, trees = np.zeros((most, width)), np.zeros(most)
     ranks = np.zeros(most, dtype=np.int64)  # the widest layer of each depth
@@ -59,30 +65,28 @@ def _learn_layers(
             total = weights[depth, rank] + trees[depth]
             if rank == 0:
                 guessed[depth] *= weights[depth, rank] / total
-            known = typical[depth, rank] * weights[depth, rank] + sums[depth, rank]
-            typical[depth, rank], weights[depth, rank] = known / total, min(total, memory)
+            total_chance = typical[depth, rank] * weights[depth, rank] + sums[depth, rank]
+            typical[depth, rank], weights[depth, rank] = total_chance / total, min(total, memory)
     return deepest
 
 
 class DraftShape:
-    """What a model's trees have been like: the path probabilities of their nodes, typically.
+    """The typical path probabilities of the nodes of one model's trees.
 
-    Depths that were never drafted are taken to continue those above as the last ones did; those
-    that are not drafted now, as they did when they were.
+    Where trees are shallower than before, the ratios between the depths below them are kept. Depths
+    that were never drafted continue with the ratio of the last two that were.
 
     Args:
-        max_depth, max_width: the largest tree there is.
+        max_depth, max_width: of the largest tree.
         memory: trees after which an old one counts for 1/e.
     """
 
     PRIOR = 16.0
-    """Trees that the first guess counts for."""
-    LEAST = 8.0
-    """Trees that what is long past counts for."""
+    """Trees that the first guess counts for. A convention, not measured."""
     NEGLIGIBLE = 0.02
-    """Share of the first guess in what is typical from which on it is left alone."""
+    """Share of the first guess in a mean below which it is no longer updated."""
     HARDLY = 0.003
-    """Difference between chances that makes none."""
+    """Change of the first guess that is too small for an update."""
 
     def __init__(self, max_depth: int, max_width: int, memory: float = 200.0) -> None:
         self._chances = np.zeros((max_depth, max_width))
@@ -96,12 +100,12 @@ class DraftShape:
 
     @property
     def typical(self) -> Floats:
-        """(depths, width) mean path probabilities of what is drafted now, by depth and rank."""
+        """(depths, width) mean path probabilities by depth and rank; shared, not to be changed."""
         return self._chances
 
     def assume(self, chance: float) -> None:
-        """Let the first guess be that the best guess at each depth is accepted so often, wherever
-        it still counts for something. A guess that is hardly another changes nothing."""
+        """Make ``chance`` the first guess of the best node's acceptance at each depth. It replaces
+        the earlier first guess in the means; a change below `HARDLY` is ignored."""
         if abs(chance - self._assumed) < self.HARDLY:
             return
         self._assumed = chance
@@ -111,20 +115,20 @@ class DraftShape:
 
     @property
     def is_guess(self) -> bool:
-        """Whether the first guess still counts for something."""
+        """Whether the first guess still counts at depth 1."""
         return bool(self._guessed[0] > self.NEGLIGIBLE)
 
     def observe(self, chances: Floats, depth: int, width: int) -> None:
-        """Take in candidates: (n, depth * width) path probabilities, layer by layer."""
+        """Learn from n trees: (n, depth * width) path probabilities, layer by layer."""
         count, size = len(chances), depth * width
         depths = np.tile(np.repeat(np.arange(1, depth + 1), width), count)
         self.observe_nodes(chances.ravel(), depths, np.arange(0, count * size + 1, size))
 
     def observe_nodes(self, chances: Floats, depths: Ints, offsets: Ints) -> None:
-        """Take in candidates of any form.
+        """Learn from n trees of any form.
 
-        Of each depth it is the mean over the trees that are so deep, the nodes of a depth ranked by
-        what they are worth; a rank that some of these trees lack counts as nothing.
+        The mean of a depth is over the trees that are so deep, whose nodes of that depth are ranked
+        by path probability. A rank that a tree lacks counts as 0.
 
         Args:
             chances: (N,) path probabilities.
@@ -151,17 +155,3 @@ class DraftShape:
             goes_on = min(last[0] / max(above, SHORTEST), 1.0)
             beyond = np.arange(1, len(self._chances) - self._deepest + 1)
             self._chances[self._deepest :] = last * goes_on ** beyond[:, None]
-
-    def age(self, share: float) -> None:
-        """Nothing was drafted for long: let what was seen count for ``share`` of what it did, and
-        the first guess for the rest."""
-        self._chances[:, 0] += (1.0 - share) * (self._guess - self._chances[:, 0])
-        self._guessed = 1.0 - share * (1.0 - self._guessed)
-        self._forget(share)
-
-    def doubt(self) -> None:
-        """Let what was seen hardly count beside what is seen next."""
-        self._forget(0.0)
-
-    def _forget(self, share: float) -> None:
-        np.maximum(self._weights * share, self.LEAST, out=self._weights)

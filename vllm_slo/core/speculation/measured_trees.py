@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the tokens that drafts promise they are seen to yield."""
+"""The share of expected tokens that drafts were measured to yield."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections import deque
 
 
 class MeasuredTrees:
-    """How much of what trees were expected to yield they did yield, on the safe side.
+    """A low quantile of the tokens that drafts yielded over those that were expected.
 
-    A TPOT is judged over a window of tokens, so it is windows that are looked at: a single step may
-    accept nothing.
+    A TPOT is judged over a window of tokens, so the ratio is that of windows, not of steps: a
+    single step may accept nothing.
 
     Args:
         window: tokens over which a TPOT is judged.
-        quantile: share of the windows that yield at least that much.
+        quantile: share of the windows that yield at least the ratio.
     """
 
     ENOUGH = 16
-    """Windows before anything is known."""
+    """Windows before which the ratio is unknown. A convention, not measured."""
     REMEMBERED = 256
+    """Windows after which the oldest is forgotten. A convention, not measured."""
 
     def __init__(self, window: int, quantile: float) -> None:
         self._window = window
@@ -27,22 +28,22 @@ class MeasuredTrees:
         self._open: dict[str, tuple[float, int]] = {}
         self._shares: deque[float] = deque(maxlen=self.REMEMBERED)
 
-    def observe(self, request_id: str, hoped: float, tokens: int) -> None:
-        """A step yielded ``tokens`` tokens of a request where ``hoped`` were expected, its root's
-        included."""
-        expected, had = self._open.get(request_id, (0.0, 0))
-        expected, had = expected + hoped, had + tokens
-        if expected >= self._window:
-            self._shares.append(had / expected)
-            expected, had = 0.0, 0
-        self._open[request_id] = expected, had
+    def observe(self, request_id: str, expected: float, tokens: int) -> None:
+        """Learn that a step yielded ``tokens`` tokens of a request, and that ``expected`` were
+        expected, both with the root's own."""
+        due, had = self._open.get(request_id, (0.0, 0))
+        due, had = due + expected, had + tokens
+        if due >= self._window:
+            self._shares.append(had / due)
+            due, had = 0.0, 0
+        self._open[request_id] = due, had
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._open.pop(request_id, None)
 
     def share(self) -> float:
-        """What to count on, of expected tokens; nothing until enough was seen."""
+        """The share of expected tokens to count on; 0 before `ENOUGH` windows."""
         if len(self._shares) < self.ENOUGH:
             return 0.0
         ranked = sorted(self._shares)

@@ -1,81 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chain of draft models is fastest now: SpecRouter's choice (section 4.2, Algorithm 1).
+"""The choice of the fastest chain of draft models: SpecRouter, section 4.2 and algorithm 1.
 
-A pool of models, the cheapest first, and the served one, the target. A chain is an ascending tuple
-of places in the pool; the empty one is plain decoding. What a chain proposes is how its last model
-would go on: alone it drafts a tree, behind others it verifies what they guess. So chains that end
-in the same model propose the same tokens, and differ in what these cost.
-
-Equation 7 is then: seconds of drafting and of the target's pass, over the tokens that come out of
-it. It is worked out for every chain, depth, width and window before each step.
+See `chain_forecast` for what a chain is, and how its time per token is predicted.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from vllm_slo.core.speculation.chain_costs import (
-    OCTAVES,
-    Edges,
-    Floats,
-    Ints,
-    PassTimes,
-    drafting_times,
-    lifted,
-    look_ahead,
-)
-from vllm_slo.core.speculation.chain_learning import Bias, Chain, Mood, Probes, Surprise
-from vllm_slo.core.speculation.draft_shape import DraftShape
-from vllm_slo.core.speculation.tree_budget import Verifying, fastest_shapes
+from vllm_slo.core.speculation.chain_costs import Floats
+from vllm_slo.core.speculation.chain_forecast import ChainForecasts, DraftLoad, Forecast
+from vllm_slo.core.speculation.chain_learning import Chain, Predictability, Probes
 from vllm_slo.core.step_time.model import StepTimeModel
 
 MAX_MODELS = 4
-"""Of a pool: each model more doubles the chains."""
+"""Most models of a pool. Each further one doubles the number of chains."""
 LONGEST = 4.0
-"""A step is taken for at most so many times what was predicted of it."""
-
-
-class DraftLoad(NamedTuple):
-    """What is to be drafted for.
-
-    Attributes:
-        active: requests that decode.
-        context: KV tokens that they read.
-        deepest: tokens ahead at most.
-        widths: candidates for each token to choose from, ascending.
-        behind: how many of them need more tokens than others to keep an objective.
-        min_depth: tokens ahead at least, where there is a model to guess them.
-        begun: how many of them are drafted for for the first time.
-    """
-
-    active: int
-    context: int
-    deepest: int
-    widths: tuple[int, ...] = (1,)
-    behind: int = 0
-    min_depth: int = 0
-    begun: int = 0
+"""Most that a step may seem to have taken, in predicted steps: a pause saves no time for probes."""
 
 
 class Plan(NamedTuple):
-    """What is to be drafted after a step, and what is expected of it.
+    """What to draft after a step, and what is expected of it.
 
     Attributes:
         chain: places in the pool; empty: nothing is drafted.
-        depth: tokens ahead; 0: none.
-        width: candidates for each of them.
+        depth: of the trees; 0: nothing is drafted.
+        width: of the trees.
         window: tokens that the first of several models guesses in a round.
-        drafting_s: seconds of drafting, what models lack of the requests included.
+        drafting_s: seconds of drafting, including those for tokens that models have not read yet.
         step_s: seconds of the step that verifies, drafting included, if all requests have trees.
-        tokens: that each of them gets of it.
-        requests: how many they are.
-        fastest_s: seconds per token that the fastest chain takes, if this measures another one at
-            the expense of the account for it; else 0.
+        tokens: that the step is expected to yield of each request.
+        requests: how many have trees.
+        fastest_s: seconds per token of the fastest chain, if this plan is a probe of another one
+            that the account of `Probes` pays for; else 0.
     """
 
     chain: Chain = ()
@@ -89,56 +48,27 @@ class Plan(NamedTuple):
     fastest_s: float = 0.0
 
     def lost_s(self, took_s: float, tokens: float) -> float:
-        """Seconds that the step took longer than the fastest chain does for as many tokens, where
-        that is charged."""
+        """Seconds that a probe took longer than the fastest chain takes for as many tokens; 0 of a
+        plan that the account does not pay for."""
         return took_s - tokens * self.fastest_s if self.fastest_s else 0.0
 
 
-class _Ahead(NamedTuple):
-    """What drafting is predicted to take.
-
-    Attributes:
-        of: the load that it is for: requests, widths and depth.
-        widths: of these, (w,).
-        drafting_s, windows: see `drafting_times`; the first is of the first chain that drafts.
-    """
-
-    of: tuple[int, tuple[int, ...], int]
-    widths: Ints
-    drafting_s: Floats
-    windows: Ints
-
-
-class _Outlook(NamedTuple):
-    """What each chain is predicted to do at its best; lists by chain.
-
-    Attributes:
-        time_s: T_eff, corrected by how predictions turned out; infinite where it cannot be chosen.
-        shapes: [depth, width, tokens, seconds of the step].
-        ahead: what drafting takes.
-    """
-
-    time_s: list[float]
-    shapes: list[list[float]]
-    ahead: _Ahead
-
-
 class ModelChains:
-    """Chooses the chain, and how it drafts, from what passes take and what was accepted.
+    """Chooses the chain of each step, and the depth and width of its trees, from measured times of
+    passes and measured acceptance.
 
-    A chain replaces the one at work where it is predicted to be faster by a margin and soon makes
-    up for what its models have to catch up on. What is not at work is measured anew from time to
-    time, at the expense of an account that a share of the time goes to; see `Probes`. Nothing is
-    drawn by chance, and no clock is read.
+    A chain replaces the current one if it is predicted to be faster by a margin. Other chains are
+    measured now and then, in probes that an account pays for; see `Probes`. Nothing is random, and
+    no clock is read.
 
     Args:
         pool: names of the draft models, the cheapest and least capable first.
-        max_depth, max_width: the largest tree there is.
+        max_depth, max_width: of the largest tree.
         path_tokens: what another path of a tree costs the target besides its nodes, in tokens.
-        most_beams: of one pass of a model.
+        most_beams: most beams of one pass of a model.
 
     Attributes:
-        shapes: what the proposals of each model have been like.
+        shapes: what the trees of each model are typically like.
         times: T_i of each model.
         edges: alpha(i, j).
 
@@ -147,27 +77,20 @@ class ModelChains:
     """
 
     MARGIN = 0.03
-    """A chain replaces another if it is faster by more than this share."""
-    PAYBACK = 32
-    """Steps within which it has to make up for what its models lack."""
-    PROBE_DEPTH = 3
-    """Tokens ahead at least where a chain is measured, to tell what its proposals are like."""
+    """Share by which another chain has to be faster, so that near-equal ones do not alternate: the
+    models of another chain first have to read the tokens that they missed. Measured: without it
+    tokens take 0.4% longer."""
     TRY_EVERY = 32
-    """Steps after which the chain at work drafts deeper once, or wider."""
-    TREES = 32.0
-    """Trees after which an old one counts for 1/e in what is typical: a text that repeats itself
-    may be guessed far ahead, and the next sentence not."""
-    HALF_LIFE = 64
-    """Steps after which what was seen counts half, if nothing more is seen: how alike models are
-    tells the rest."""
-    AGE_EVERY = 16
-    OUT_OF_DATE = 0.1
-    """What edges count for when texts turn out to be of another kind."""
+    """Steps after which the current chain drafts deeper once, and wider once, than is predicted to
+    be best: chances of nodes that are never drafted are not learnt. Measured, at width 1: without
+    it tokens take 0.3% longer."""
     FRESH_SHARE = 1 / 16
-    """Of each step in the mean of the tokens that a request gets."""
+    """Weight of a step in the mean of the tokens that a request gets. Not measured."""
     USE_SHARE = 0.05
+    """Weight of a step in the mean share of paying nodes that fit. Not measured."""
     RECOVERY = 0.004
-    """Of the use, in each step that drafts nothing."""
+    """Rise of that share in each step without drafts, so that drafting is tried again. A
+    convention, not measured."""
 
     def __init__(
         self,
@@ -177,274 +100,148 @@ class ModelChains:
         path_tokens: float = 0.0,
         most_beams: int = 1 << 30,
     ) -> None:
-        models = len(pool)
-        if not 1 <= models <= MAX_MODELS:
-            raise ValueError(f"pool: {models} models; 1 to {MAX_MODELS} can be chained")
+        if not 1 <= len(pool) <= MAX_MODELS:
+            raise ValueError(f"pool: {len(pool)} models; 1 to {MAX_MODELS} can be chained")
         self.pool = tuple(pool)
-        self._known = np.zeros((models, 3, OCTAVES))
-        self.shapes = [DraftShape(max_depth, max_width, memory=self.TREES) for _ in pool]
-        self.times = [PassTimes(known=known) for known in self._known]
-        self.edges = Edges(models)
+        self.forecasts = ChainForecasts(len(pool), max_depth, max_width, path_tokens, most_beams)
+        self.shapes, self.times = self.forecasts.shapes, self.forecasts.times
+        self.edges = self.forecasts.edges
+        self._chains = self.forecasts.chains
         self._max_depth = max_depth
-        self._path_tokens = path_tokens
-        self._most_beams = most_beams
-        self._chains: list[Chain] = [
-            chain
-            for length in range(models + 1)
-            for chain in itertools.combinations(range(models), length)
-        ]
-        self._index = {chain: c for c, chain in enumerate(self._chains)}
-        drafting = self._chains[1:]
-        self._places = np.array([[*c, *[-1] * (models - len(c))] for c in drafting], dtype=np.int64)
-        self._owner = np.array([chain[-1] for chain in drafting], dtype=np.int64)
-        self._typical = np.zeros((models, max_depth, max_width))
-        self._there = [True] * models
-        self._open = [True] * len(self._chains)
-        self._bias = Bias(len(self._chains))
-        self._mood = Mood()
-        self._surprise = Surprise()
+        self._predictability = Predictability()
         self._probes = Probes(self._chains)
-        self._lacking = [0.0] * models
-        self._ahead: _Ahead | None = None
-        # By the chain at work and turn: the ways to draft that are looked at anew.
-        self._turns = [
-            [np.array(sorted({way, current} - {-1})) for way in range(len(drafting))]
-            for current in range(-1, len(drafting))
-        ]
-        self._proposing: set[int] = set()
+        self._lacking = [0.0] * len(pool)  # tokens that each model has not read
         self._current = 0
         self._likely = 1
-        self._steps = 0
         self._tries = 0
-        self._use = 1.0
-        self._fresh = 1.0
         self._context = 0
         self._step_s = 0.0
         self._now_s = -math.inf
 
-    # Who is there.
+    # Which models are available.
 
     def drop(self, model: int) -> None:
-        """A model has failed or left: no chain has it any more."""
-        self._there[model] = False
-        self._reopen()
+        """A model has failed or left: no chain with it is chosen."""
+        self.forecasts.set_available(model, available=False)
+        is_open = self.forecasts.is_open
+        if not is_open[self._current]:
+            self._current = 0
+        if not is_open[self._likely]:
+            self._likely = is_open.index(True, 1) if True in is_open[1:] else 0
 
     def restore(self, model: int) -> None:
-        """A model is there again; it is measured anew."""
-        self._there[model] = True
+        """A model is available again; it is measured anew."""
+        self.forecasts.set_available(model, available=True)
         self._probes.renew(model)
-        self._reopen()
-
-    def _reopen(self) -> None:
-        self._ahead = None
-        self._open = [all(self._there[model] for model in chain) for chain in self._chains]
-        if not self._open[self._current]:
-            self._current = 0
-        if not self._open[self._likely]:
-            self._likely = next((c for c, is_open in enumerate(self._open) if c and is_open), 0)
 
     @property
     def chain(self) -> Chain:
-        """The chain at work, measuring others aside."""
+        """The current chain, whatever a probe measures."""
         return self._chains[self._current]
 
     @property
     def likely(self) -> Chain:
-        """The chain at work, or where nothing is drafted the one that would be; empty: no model is
-        there."""
+        """The current chain, or if that is plain decoding the fastest one that drafts; empty if no
+        model is available."""
         return self._chains[self._current or self._likely]
 
-    def label(self, chain: Chain) -> str:
-        """The models of a chain by name."""
-        return " > ".join(self.pool[model] for model in chain)
-
-    # What was seen.
+    # Learning.
 
     def used(self, share: float) -> None:
-        """Tell what share of the nodes that would have paid a step had room for: objectives may
-        leave less, and what is not verified is drafted in vain."""
-        self._use += self.USE_SHARE * (min(share, 1.0) - self._use)
+        """Learn which share of the nodes that would have paid a step had room for. Objectives may
+        leave room for fewer, and nodes that are not verified are drafted in vain."""
+        self.forecasts.use += self.USE_SHARE * (min(share, 1.0) - self.forecasts.use)
 
     def observe_step(self, plan: Plan, took_s: float, tokens: float) -> None:
-        """Take in how a step turned out.
-
-        One with prompts in it, or with trees for some requests only, tells nothing: leave it out.
+        """Learn from a step without prompts in which all requests had trees, or none had.
 
         Args:
             plan: with which its trees were drafted, or nothing was.
             took_s: seconds of verification and of drafting with the plan.
-            tokens: of each request, on average.
+            tokens: mean number that a request got.
         """
         if not (0.0 < took_s < math.inf and 0.0 < tokens < math.inf and plan.step_s > 0.0):
             return
-        c, yielded = self._index[plan.chain], tokens / plan.tokens
-        off = yielded / self._bias.yielded(c) - 1.0
         if plan.chain:
-            self._mood.observe(tokens, plan.tokens, plan.requests)
-        if plan.chain and self._surprise.observe(off, plan.requests):
-            self._doubt()
-        self._bias.observe(c, took_s / plan.step_s, yielded, plan.requests)
-        self._fresh += self.FRESH_SHARE * (tokens - self._fresh)
-        # By chance a step may yield so much that measuring cost nothing: that counts, too.
+            self._predictability.observe(tokens, plan.tokens, plan.requests)
+        self.forecasts.fresh += self.FRESH_SHARE * (tokens - self.forecasts.fresh)
+        # What was charged in advance is replaced by the loss as it was. A lucky probe gains time.
         charged_s = max(plan.lost_s(plan.step_s, plan.tokens), 0.0)
         self._probes.account_s += charged_s - plan.lost_s(took_s, tokens)
 
-    def _doubt(self) -> None:
-        """Texts are of another kind than before: what was seen hardly counts any more."""
-        self._ahead = None
-        for shape in self.shapes:
-            shape.doubt()
-        self.edges.age(self.OUT_OF_DATE)
-        self._probes.doubt()
-
     def drafting_s(self, chain: Chain, requests: int, width: int) -> Floats:
-        """(max_depth,) seconds until trees of a chain that drafts are 1, 2, .. deep; infinite where
-        it is not for such."""
-        c = self._index[chain] - 1
-        times_s, _ = drafting_times(
-            self._places[c : c + 1],
-            self.edges.alphas(),
-            self._known,
-            max(requests, 1),
-            self._fresh,
-            self._most_beams,
-            np.array([width]),
-            self._max_depth,
-        )
-        result: Floats = times_s[0, 0]
-        return result
+        """As `ChainForecasts.drafting_s`."""
+        return self.forecasts.drafting_s(chain, requests, width)
 
     # The decision.
 
     def choose(self, load: DraftLoad, model: StepTimeModel, now_s: float) -> Plan:
-        """What to draft after this step.
+        """Choose what to draft after this step.
 
         Args:
-            load: for whom.
+            load: the requests.
             model: expected step times without drafting.
-            now_s: monotonic.
+            now_s: seconds of a monotonic clock.
         """
         self._pass_time(now_s)
         if load.begun:
-            self._mood.renew(min(load.begun / load.active, 1.0))
-        if not load.active or not load.deepest or not any(self._there):
+            self._predictability.renew(min(load.begun / load.active, 1.0))
+        if not load.active or not load.deepest or not any(self.forecasts.available):
             plan = Plan(width=load.widths[0], requests=load.active)
         else:
-            everybody = self._outlook(load, model)
-            depth, width = self._decide(everybody, load, model)
+            forecast = self.forecasts.forecast(
+                load, model, self._predictability.odds, self._current
+            )
+            depth, width = self._decide(forecast, load, model)
             c, is_charged = self._probes.next(
-                everybody.time_s,
+                forecast.time_s,
                 self._current,
                 load.active,
-                lambda c, steps: self._probe_s(c, steps, everybody, load),
+                lambda c, steps: self._probe_s(c, steps, forecast, load),
             )
             if c:
-                plan = self._probe_plan(c, is_charged, everybody, load, model)
+                plan = self._probe_plan(c, is_charged, forecast, load, model)
             else:
                 depth, width = self._tried(depth, width, load)
-                plan = self._plan(self._current, depth, width, everybody, load, model)
+                plan = self._plan(self._current, depth, width, forecast, load, model)
         self._note(plan, load)
         return plan
 
     def _pass_time(self, now_s: float) -> None:
-        """A step has passed, and what was seen ages."""
+        """Give the account of probes its share of the time since the last step."""
         passed_s = min(max(now_s - self._now_s, 0.0), LONGEST * self._step_s)
         self._probes.pass_time(passed_s, self._step_s)
         self._now_s = now_s
-        self._steps += 1
-        if self._steps % self.AGE_EVERY == 0:
-            kept = 0.5 ** (self.AGE_EVERY / self.HALF_LIFE)
-            for place in {*range(len(self.shapes))} - self._proposing:
-                self.shapes[place].age(kept)
-            self._proposing.clear()
-            self.edges.age(kept)
-            self._bias.age(kept)
 
-    def _outlook(self, load: DraftLoad, model: StepTimeModel) -> _Outlook:
-        """What the chains are predicted to do where all requests have trees."""
-        alphas = self.edges.alphas()
-        for place, shape in enumerate(self.shapes):
-            if shape.is_guess:
-                shape.assume(float(alphas[place, -1]))
-            self._typical[place] = lifted(shape.typical, self._mood.odds)
-        return self._rated(self._look_ahead(load, alphas), load.active, load, model)
+    def _decide(self, forecast: Forecast, load: DraftLoad, model: StepTimeModel) -> tuple[int, int]:
+        """Choose the current chain, and the depth and width of its trees.
 
-    def _look_ahead(self, load: DraftLoad, alphas: Floats) -> _Ahead:
-        """What drafting takes: of the chain at work and another one as predicted now, of the rest
-        as predicted in the last steps with the same load."""
-        ahead, of = self._ahead, (load.active, load.widths, load.deepest)
-        known = self._places, alphas, self._known, load.active, self._fresh, self._most_beams
-        if ahead is None or ahead.of != of:
-            widths, deepest = np.array(load.widths), min(load.deepest, self._max_depth)
-            ahead = _Ahead(of, widths, *drafting_times(*known, widths, deepest))
-            self._ahead = ahead
-        else:
-            ways = self._turns[self._current][self._steps % len(self._places)]
-            look_ahead(ways, *known, ahead.widths, ahead.drafting_s, ahead.windows)
-        return ahead
-
-    def _rated(self, ahead: _Ahead, behind: int, load: DraftLoad, model: StepTimeModel) -> _Outlook:
-        """The outlook where only so many requests have trees."""
-        least = min(load.min_depth, ahead.drafting_s.shape[2])
-        step = self._verifying(behind, load, model)
-        shapes: list[list[float]] = fastest_shapes(
-            self._typical,
-            self._owner,
-            ahead.widths,
-            ahead.drafting_s,
-            least,
-            step,
-            model.lines(),
-        ).tolist()
-        plain_s = model.predict_s(load.active, load.context)
-        shapes.insert(0, [0.0, load.widths[0], 1.0, plain_s])
-        time_s = [
-            shape[3] / shape[2] * factor if is_open and shape[2] else math.inf
-            for shape, is_open, factor in zip(shapes, self._open, self._bias.factors, strict=True)
-        ]
-        if least:
-            time_s[0] = math.inf
-        return _Outlook(time_s, shapes, ahead)
-
-    def _verifying(self, behind: int, load: DraftLoad, model: StepTimeModel) -> Verifying:
-        reading_s = model.kv_s * load.context
-        return Verifying(load.active, behind, reading_s, self._use, self._path_tokens)
-
-    def _decide(
-        self, everybody: _Outlook, load: DraftLoad, model: StepTimeModel
-    ) -> tuple[int, int]:
-        """Choose the chain at work; the depth and width that it is to draft with.
-
-        Where some are behind it is the chain with which they get their tokens soonest, if only they
-        have trees; the trees are as large as either they or all together are served best by.
+        If some requests are behind, it is the chain with which they get their tokens soonest, where
+        only they have trees. The trees are as large as is best for these requests, or for all.
         """
-        found = self._fastest(everybody, load)
-        depth, width, *_ = everybody.shapes[found]
+        fastest = self._fastest(forecast)
+        depth, width, *_ = forecast.trees[fastest]
         if 0 < load.behind < load.active:
-            hurried = self._rated(everybody.ahead, load.behind, load, model)
-            other = self._fastest(hurried, load)
+            hurried = self.forecasts.with_trees(load.behind, forecast.drafting, load, model)
+            other = self._fastest(hurried)
             if other:
-                found, (depth, width, *_) = other, hurried.shapes[other]
-                if everybody.time_s[other] < everybody.time_s[0]:
-                    depth = max(depth, everybody.shapes[other][0])
-                    width = max(width, everybody.shapes[other][1])
-        self._current = found
-        self._likely = found or min(range(1, len(self._chains)), key=everybody.time_s.__getitem__)
+                fastest, (depth, width, *_) = other, hurried.trees[other]
+                if forecast.time_s[other] < forecast.time_s[0]:
+                    depth = max(depth, forecast.trees[other][0])
+                    width = max(width, forecast.trees[other][1])
+        self._current = fastest
+        self._likely = fastest or min(range(1, len(self._chains)), key=forecast.time_s.__getitem__)
         return int(depth), int(width)
 
-    def _fastest(self, outlook: _Outlook, load: DraftLoad) -> int:
-        """The fastest chain, the one at work being preferred."""
-        best, found = outlook.time_s[self._current], self._current
-        for c, time_s in enumerate(outlook.time_s):
-            if c != self._current and time_s < best:
-                steps = self.PAYBACK * outlook.shapes[c][2]
-                with_switch_s = time_s * (1.0 + self.MARGIN) + self._lacking_s(c, load) / steps
-                if with_switch_s < best:
-                    best, found = with_switch_s, c
-        return found
+    def _fastest(self, forecast: Forecast) -> int:
+        """The fastest chain; another than the current one only if it is faster by the margin."""
+        time_s = forecast.time_s
+        fastest = min(range(len(time_s)), key=time_s.__getitem__)
+        is_worth_it = time_s[fastest] * (1.0 + self.MARGIN) < time_s[self._current]
+        return fastest if is_worth_it else self._current
 
     def _lacking_s(self, c: int, load: DraftLoad) -> float:
-        """Seconds that a chain's models need for what they have not read of the requests."""
+        """Seconds that a chain's models need for the tokens that they have not read yet."""
         took_s = 0.0
         for place in self._chains[c]:
             if self._lacking[place]:
@@ -454,7 +251,7 @@ class ModelChains:
         return took_s
 
     def _tried(self, depth: int, width: int, load: DraftLoad) -> tuple[int, int]:
-        """At times a deeper or a wider tree than the best."""
+        """The depth and width of this step's trees: now and then deeper or wider than the best."""
         self._tries += 1
         if depth and self._tries % self.TRY_EVERY == 0:
             return min(depth + 1, load.deepest, self._max_depth), width
@@ -462,70 +259,62 @@ class ModelChains:
             return depth, load.widths[-1]
         return depth, width
 
-    def _probe_s(self, c: int, steps: int, outlook: _Outlook, load: DraftLoad) -> float:
-        """Seconds that so many steps with a chain are expected to lose."""
-        _, _, tokens, step_s = outlook.shapes[c]
-        lost_s = max(step_s - tokens * outlook.time_s[self._current], 0.0)
+    def _probe_s(self, c: int, steps: int, forecast: Forecast, load: DraftLoad) -> float:
+        """Seconds that ``steps`` steps with a chain are expected to lose."""
+        _, _, tokens, step_s = forecast.trees[c]
+        lost_s = max(step_s - tokens * forecast.time_s[self._current], 0.0)
         return steps * lost_s + self._lacking_s(c, load)
 
     def _probe_plan(
-        self, c: int, is_charged: bool, outlook: _Outlook, load: DraftLoad, model: StepTimeModel
+        self, c: int, is_charged: bool, forecast: Forecast, load: DraftLoad, model: StepTimeModel
     ) -> Plan:
-        """A step that measures a chain."""
-        depth, width, *_ = outlook.shapes[c]
-        depth = max(int(depth), min(self.PROBE_DEPTH, outlook.ahead.drafting_s.shape[2]))
-        plan = self._plan(c, depth, int(width), outlook, load, model)
-        return plan._replace(fastest_s=outlook.time_s[self._current] if is_charged else 0.0)
+        """The plan of a probe."""
+        depth, width, *_ = forecast.trees[c]
+        plan = self._plan(c, int(depth), int(width), forecast, load, model)
+        return plan._replace(fastest_s=forecast.time_s[self._current] if is_charged else 0.0)
 
     def _plan(
         self,
         c: int,
         depth: int,
         width: int,
-        outlook: _Outlook,
+        forecast: Forecast,
         load: DraftLoad,
         model: StepTimeModel,
     ) -> Plan:
-        """A chain with a depth and a width, and what is expected of it."""
+        """The plan of a chain with trees of a depth and a width."""
         if not c:
-            plain_s = outlook.shapes[0][3]
+            plain_s = forecast.trees[0][3]
             return Plan(width=load.widths[0], step_s=plain_s, requests=load.active)
+        best_depth, best_width, tokens, step_s = forecast.trees[c]
+        drafting = forecast.drafting
+        if (depth, width) != (best_depth, best_width):
+            tokens, step_s = self.forecasts.of_trees(c, depth, width, drafting, load, model)
         w = load.widths.index(width)
-        known_depth, known_width, tokens, step_s = outlook.shapes[c]
-        if (depth, width) != (known_depth, known_width):
-            _, _, tokens, step_s = fastest_shapes(
-                self._typical,
-                self._owner[c - 1 : c],
-                np.array([width]),
-                outlook.ahead.drafting_s[c - 1 : c, w : w + 1, :depth],
-                depth,
-                self._verifying(load.active, load, model),
-                model.lines(),
-            )[0].tolist()
         lacking_s = self._lacking_s(c, load)
         return Plan(
             self._chains[c],
             depth,
             width,
-            int(outlook.ahead.windows[c - 1, depth - 1]),
-            float(outlook.ahead.drafting_s[c - 1, w, depth - 1]) + lacking_s,
+            int(drafting.windows[c - 1, depth - 1]),
+            float(drafting.drafting_s[c - 1, w, depth - 1]) + lacking_s,
             step_s + lacking_s,
             tokens,
             load.active,
         )
 
     def _note(self, plan: Plan, load: DraftLoad) -> None:
-        """Remember what a plan measures, what it costs the account and who falls behind by it."""
+        """Note which chain a plan measures, charge a probe, and count the tokens that models do not
+        read with it."""
         self._probes.account_s -= max(plan.lost_s(plan.step_s, plan.tokens), 0.0)
         if plan.chain:
-            self._proposing.add(plan.chain[-1])
-            self._probes.note(self._index[plan.chain])
+            self._probes.note(self._chains.index(plan.chain))
         elif load.active:
-            self._mood.pass_step()
-            self._use = min(self._use + self.RECOVERY, 1.0)
+            self._predictability.pass_step()
+            self.forecasts.use = min(self.forecasts.use + self.RECOVERY, 1.0)
         read = max(load.context - self._context, load.active)
         for place, lacking in enumerate(self._lacking):
-            there = place in plan.chain
-            self._lacking[place] = 0.0 if there else min(lacking + read, float(load.context))
+            reads = place in plan.chain
+            self._lacking[place] = 0.0 if reads else min(lacking + read, float(load.context))
         self._context = load.context
         self._step_s = plan.step_s or self._step_s

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much speculation pays: the nodes of a step, and how far ahead the draft is to guess.
+"""How many draft nodes a step verifies, and how deep and wide trees are to be.
 
 AdaServe's budget B is the largest batch that hardware profiling allows (section 3, footnote 1), and
 its depth a clipped fraction of it (equation 8), with constants found by grid search. Here both
-follow from the step-time model: of all budgets within the tightest slack the one that yields most
-tokens per second, and of all depths the one at which that rate is highest, the draft's own passes
-counted. Where nothing pays, nothing is drafted.
+follow from the step-time model. The budget is the one with most tokens per second among those
+within the tightest slack. Depth and width are those with most tokens per second, where the draft's
+own passes count. Where no node pays, nothing is drafted.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ Ints = NDArray[np.int64]
 
 SHORTEST_S = 1e-9
 TREE = 8
-"""Nodes of a tree that is to help an objective, more or less."""
+"""Most nodes of a tree that an objective is assumed to need."""
 
 
 @jit
 def _most_per_second(
     chances: Floats, room: int, roots: int, others: int, roots_s: float, lines: Lines
 ) -> int:
-    """`worthwhile_nodes`, given what the roots cost."""
+    """`worthwhile_nodes`, given the seconds that the roots cost."""
     tokens = float(roots)
     start_s = step_seconds_compiled(lines, others + roots, 0.0)
-    best, found = tokens / max(roots_s, SHORTEST_S), 0
+    best, nodes = tokens / max(roots_s, SHORTEST_S), 0
     for node in range(room):
         tokens += chances[node]
         took_s = roots_s + step_seconds_compiled(lines, others + roots + node + 1.0, 0.0) - start_s
         rate = tokens / max(took_s, SHORTEST_S)
         if rate > best:
-            best, found = rate, node + 1
-    return found
+            best, nodes = rate, node + 1
+    return nodes
 
 
 @jit
-def _likeliest(known: Floats, count: int, more: Floats) -> int:
-    """Merge ``more`` into the ``count`` descending values of ``known``; how many it then has."""
-    for value in more:
+def _merge(ranked: Floats, count: int, values: Floats) -> int:
+    """Merge ``values`` into the ``count`` descending values of ``ranked``; the new count."""
+    for value in values:
         place = count
-        while place > 0 and known[place - 1] < value:
-            known[place] = known[place - 1]
+        while place > 0 and ranked[place - 1] < value:
+            ranked[place] = ranked[place - 1]
             place -= 1
-        known[place] = value
+        ranked[place] = value
         count += 1
     return count
 
 
 class Verifying(NamedTuple):
-    """The step that is to verify trees, as compiled code takes it.
+    """The step that verifies trees, as compiled code takes it.
 
     Attributes:
         active: requests that decode in it.
         behind: how many of them have trees.
         reading_s: seconds that reading their KV tokens takes.
-        use: share of the nodes that would pay which there is room for.
-        path_tokens: what another path of a tree costs besides its nodes, in tokens.
+        use: share of the paying nodes that fit into the step.
+        path_tokens: cost of another path of a tree besides its nodes, in tokens.
     """
 
     active: int
@@ -78,8 +78,8 @@ class Verifying(NamedTuple):
 
 @jit
 def _add_layer(likely: Floats, paths: Floats, count: int, layer: Floats, width: int) -> int:
-    """Merge the best of a layer into the ``count`` descending values of ``likely``, noting in
-    ``paths`` whether each is on a path of its own; how many it then has."""
+    """Merge the ``width`` best values of a layer into the ``count`` descending values of
+    ``likely``; the new count. ``paths`` is 1 for each value that starts a path of its own."""
     for rank in range(width):
         place = count
         while place > 0 and likely[place - 1] < layer[rank]:
@@ -100,8 +100,8 @@ def _verify(
     hoped: Floats,
     took_s: Floats,
 ) -> None:
-    """Tokens ``hoped`` for of a tree of the 1, 2, .. ``count`` likeliest nodes, and the seconds
-    that the step with such trees takes."""
+    """Fill in the expected tokens of trees of the 1, 2, .. ``count`` likeliest nodes, ``hoped``,
+    and the seconds ``took_s`` of the step with such trees."""
     tokens, extra = 1.0, 0.0
     for node in range(count):
         tokens += step.use * likely[node]
@@ -122,14 +122,14 @@ def fastest_shapes(
     step: Verifying,
     lines: Lines,
 ) -> Floats:
-    """The depth and width at which most tokens come out per second, for each way to draft.
+    """The depth and width with most tokens per second, for each way to draft.
 
     Args:
-        chances: (models, depths, width) typical path probabilities of what each model guesses.
-        owner: (W,) whose guesses each way to draft yields.
-        widths: (w,) widths to choose from, ascending.
+        chances: (models, depths, width) typical path probabilities of each model's trees.
+        owner: (W,) the model whose trees each way to draft yields.
+        widths: (w,) allowed widths, ascending.
         drafting_s: (W, w, deepest) seconds until trees of each width are 1, 2, .. deep.
-        least: shallowest depth allowed.
+        least: least depth allowed.
         step: the step that verifies them.
         lines: its time.
 
@@ -174,7 +174,7 @@ def _sustained(
     drafting_s: Floats,
 ) -> tuple[float, int, int, float]:
     """`sustained_trees`: (requests, depth, nodes, tokens out)."""
-    most, found, size, gives = (
+    most, best_depth, size, gives = (
         float(whole_tokens_within(lines, tpot_s, most_tokens, 0.0)),
         0,
         0,
@@ -182,7 +182,7 @@ def _sustained(
     )
     likely, count = np.empty(chances.size), 0
     for depth in range(chances.shape[0]):
-        count = _likeliest(likely, count, chances[depth])
+        count = _merge(likely, count, chances[depth])
         hoped = 1.0
         for node in range(min(count, TREE)):
             hoped += likely[node]
@@ -190,40 +190,41 @@ def _sustained(
             left_s = tpot_s * tokens - drafting_s[depth]
             requests = whole_tokens_within(lines, left_s, most_tokens, 0.0) / (2.0 + node)
             if requests > most:
-                most, found, size, gives = requests, depth + 1, node + 1, tokens
-    return most, found, size, gives
+                most, best_depth, size, gives = requests, depth + 1, node + 1, tokens
+    return most, best_depth, size, gives
 
 
 def worthwhile_nodes(
     chances: Floats, roots: int, others: int, context: int, model: StepTimeModel, most: int
 ) -> int:
-    """How many of the best nodes raise the tokens that come out per second.
+    """How many of the best nodes raise the output tokens per second.
 
-    A node costs what it makes this step longer, prompts included; the roots cost what a step of
-    their own would. So nodes do not look cheap merely because a long prompt is in the step.
+    The cost of a node is the time by which it makes this step longer, prompts included. The cost of
+    the roots is the time of a step of their own. So nodes do not look cheap because a long prompt
+    is in the step.
 
     Args:
         chances: (N,) path probabilities in descending order.
         roots: requests that decode in the step.
-        others: tokens of the step that are not theirs.
+        others: other tokens of the step.
         context: KV tokens that the requests read.
         model: expected step times, drafting included.
-        most: nodes for which there is room.
+        most: nodes that fit.
     """
     room = min(len(chances), max(most, 0))
     if not room or not roots:
         return 0
     roots_s = model.predict_s(roots, context)
-    ranked = np.ascontiguousarray(chances)  # a view from behind would be compiled for once more
+    ranked = np.ascontiguousarray(chances)  # one memory layout, so that it is compiled for once
     return _most_per_second(ranked, room, roots, others, roots_s, model.lines())
 
 
 def node_floor(behind: int, tokens: int, model: StepTimeModel, step_s: float) -> float:
-    """Path probability below which a node slows down the very request that it is for.
+    """The path probability f below which a node slows down the request that it is for.
 
-    A node makes the step longer for everybody; each request that is ``behind`` gets about as many,
-    ``TREE`` for the purpose of their price. One helps its request, which gets a token at least,
-    where f > dT / T.
+    A node makes the step longer by dT for all requests. Its request, which gets one token at least,
+    gains if f > dT / T. The price dT is that of nodes if each request that is ``behind`` gets
+    `TREE` of them.
 
     Args:
         behind: requests that need nodes.
@@ -244,18 +245,18 @@ def sustained_trees(
     model: StepTimeModel,
     drafting_s: Floats,
 ) -> tuple[Speculated, float, float]:
-    """The trees with which most requests keep a TPOT together.
+    """The trees with which most requests keep a TPOT at the same time.
 
     Args:
         chances: (depths, width) typical path probabilities.
-        share: of what these promise, what to count on.
+        share: of the tokens expected by these that is counted on.
         tpot_s: the objective.
         model: step times without drafting.
         drafting_s: (depths,) seconds until a tree is 1, 2, .. deep.
 
     Returns:
-        What decoding is like with them, the seconds a step then drafts, and how many requests keep
-        the TPOT; plain decoding where no tree is better.
+        Tokens in and out of a step of one request, the seconds of drafting a step, and how many
+        requests keep the TPOT; plain decoding where no tree is better.
     """
     most, depth, nodes, tokens = _sustained(
         np.ascontiguousarray(chances), share, tpot_s, model.lines(), model.max_tokens, drafting_s

@@ -101,10 +101,11 @@ class OnlineCorrection:
             self._recent.add(ratio)
             most = self.STALL * self.bias
             self._run.append((predicted_s, actual_s))
-            self._window.add(
-                sum(min(actual, most * guess) for guess, actual in self._run)
-                / sum(guess for guess, _ in self._run)
-            )
+            taken_s = guessed_s = 0.0
+            for guess, actual in self._run:
+                taken_s += min(actual, most * guess)
+                guessed_s += guess
+            self._window.add(taken_s / guessed_s)
 
     @property
     def bias(self) -> float:

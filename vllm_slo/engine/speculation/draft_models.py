@@ -19,7 +19,8 @@ from vllm.v1.request import Request
 
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.speculation.calibration import DraftCalibration
-from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains, Plan
+from vllm_slo.core.speculation.chain_forecast import DraftLoad
+from vllm_slo.core.speculation.model_chain import ModelChains, Plan
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, DraftTrees, Grant
 from vllm_slo.engine.speculation.tenants import Verified

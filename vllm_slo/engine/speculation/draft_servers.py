@@ -29,8 +29,9 @@ from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.candidate_trees import tpot_needs
+from vllm_slo.core.speculation.chain_forecast import DraftLoad
 from vllm_slo.core.speculation.draft_rounds import Crowd, DraftTimes, plan_round
-from vllm_slo.core.speculation.model_chain import DraftLoad, Plan
+from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.core.speculation.proportional_fairness import GradientScheduler
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView

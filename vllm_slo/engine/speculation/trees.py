@@ -39,8 +39,9 @@ from vllm_slo.core.speculation.candidate_trees import (
     nodes_of_step,
     tpot_needs,
 )
+from vllm_slo.core.speculation.chain_forecast import DraftLoad
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
-from vllm_slo.core.speculation.model_chain import DraftLoad, ModelChains
+from vllm_slo.core.speculation.model_chain import ModelChains
 from vllm_slo.core.speculation.tree_arrangement import arrange_trees
 from vllm_slo.core.speculation.tree_budget import sustained_trees, worthwhile_nodes
 from vllm_slo.core.speculation.tree_selection import (
