@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the site has beside its written pages: the reference, the pictures, the benchmark results.
+"""What the site has beside its written pages: the reference, pictures, results, CONTRIBUTING.md.
 
 Called by MkDocs while it builds. Nothing of this is written to the source tree.
 """
@@ -44,6 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name, page in reference.PAGES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    contributing = str(DOCS.parent / "CONTRIBUTING.md")
+    files.append(File.generated(config, "contributing.md", abs_src_path=contributing))
     for path in sorted(RESULTS.iterdir()):
         name = f"benchmarks/{path.name}"
         files.append(File.generated(config, name, abs_src_path=str(path)))
@@ -54,6 +56,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Draw the figures of a page, and fill in the table of benchmarks."""
     if page.file.src_uri == "benchmarks/index.md":
         markdown = markdown.replace("{{ results }}", results_table())
+    if page.file.src_uri == "contributing.md":  # its links start from the root of the repository
+        markdown = markdown.replace("](docs/", "](")
     return FIGURE.sub(lambda found: figure(found[2], found[1]), markdown)
 
 

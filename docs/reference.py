@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -365,10 +366,12 @@ def series_of(registry: CollectorRegistry) -> list[list[str]]:
     """(name as it is exposed, type, labels, help) of everything in a registry."""
     rows = []
     for collector in dict.fromkeys(registry._collector_to_names):
-        (family,) = collector.describe()
-        name = family.name + ("_total" if family.type == "counter" else "")
-        labels = ", ".join(code(label) for label in collector._labelnames)
-        rows.append([code(name), family.type, labels, family.documentation])
+        ours = not hasattr(collector, "describe")  # it makes samples instead
+        for family in collector.collect() if ours else collector.describe():
+            name = family.name + ("_total" if family.type == "counter" else "")
+            names = family.samples[0].labels.keys() - {"le"} if ours else collector._labelnames
+            labels = ", ".join(map(code, names))
+            rows.append([code(name), family.type, labels, family.documentation])
     return rows
 
 
@@ -378,7 +381,9 @@ def scheduler_series() -> list[list[str]]:
     scheduler.promised_tokens("tenant", 0.0)
     make = SeriesMaker(scheduler.registry, "0")
     for name, kind in (*vars(metrics).items(), *vars(speculation_metrics).items()):
-        if isinstance(kind, type) and name.endswith("Series"):
+        if not isinstance(kind, type) or Collector in kind.__mro__:
+            continue
+        if name.endswith("Series"):
             first = next(iter(inspect.signature(kind).parameters))
             # What serves several kinds of clients takes the kind first; draft servers bring theirs.
             kind(*(["tenant"] if first != "make" else []), make)
@@ -437,8 +442,10 @@ MEANING: Final[Mapping[tuple[str, int | str], str]] = {
     ("front", 405): "the method is not allowed here",
     ("front", 408): "the body did not come in time",
     ("front", 413): "the body is larger than 32 MiB",
-    ("front", "slo_unattainable"): "as above, predicted by the doubles of all replicas that were "
-    "asked",
+    (
+        "front",
+        "slo_unattainable",
+    ): "as above, predicted from the shadow states of all replicas that were asked",
     ("front", 431): "the headers are too large",
     ("front", 500): "a mistake in the front; the log has it",
     ("front", 501): "a path whose effect would reach one replica only",
