@@ -88,7 +88,8 @@ def test_the_sdist_holds_what_is_needed_to_test_and_to_build(dist: Path) -> None
     folders = {name.parts[0] for name in files if len(name.parts) > 1}
     assert {"vllm_slo", "tests", "examples", "benchmarks", "patches", "docker"} <= folders
     single = {name.name for name in files if len(name.parts) == 1}
-    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile"} <= single
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"} <= single
+    assert "Makefile" in single
     assert ".dockerignore" in single  # docker build works from it, too
     assert {PurePosixPath(name) for name in on_disk("vllm_slo")} <= files
 

@@ -14,7 +14,6 @@ __all__ = ["OVERRIDDEN"]
 OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", "vllm_slo.engine.scheduler.Scheduler"): {
         "_reserve_prefill_lookahead": "limits a request's tokens in a step to what is planned",
-        "_update_request_with_output": "learns of each request's new tokens",
         "_free_request": "learns of a request's end, and adds the report to its last output",
     },
     (

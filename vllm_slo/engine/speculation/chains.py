@@ -41,21 +41,17 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.core.admission.program import PLAIN, Speculated
-from vllm_slo.core.speculation.acceptance import AcceptanceEstimator, expected_tokens
+from vllm_slo.core.admission.program import Speculated
+from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.draft_lengths import (
     LengthPlan,
     fastest_pace_s,
     plan_lengths,
     warm_up,
 )
-from vllm_slo.core.speculation.draft_pass_time import DraftPassTime
-from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tiers import Tier, gather_tiers
-from vllm_slo.core.speculation.tree_budget import sustained_trees
 from vllm_slo.core.speculation.window_odds import WindowOdds
 from vllm_slo.core.speculation.window_pace import (
-    PROMISED_WINDOW,
     STEP_TIME_MARGIN,
     stretched_s,
     working_tpot_s,
@@ -70,6 +66,7 @@ from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
 from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
+from vllm_slo.engine.speculation.chain_costs import ChainCosts
 from vllm_slo.engine.speculation.tenants import TenantShares, Verified
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
@@ -190,12 +187,15 @@ class Chains:
         self._metrics = metrics
         self._tenants = tenants
         self._max_step_tokens = max_step_tokens
-        self.acceptance = AcceptanceEstimator()
         self.yields = TokenYields()
         vllm_config = state.vllm_config
         self._most = self.draft_padding = state.num_spec_tokens
         self._may_miss = vllm_config.speculative_config.method in LOOKED_UP
         self._lowers = may_lower_depth(vllm_config)
+        self._costs = ChainCosts(
+            state, tracker, clock, config, most=self._most, lowers=self._lowers
+        )
+        self.acceptance = self._costs.acceptance
         self._least_passes = 1 if self._lowers else 0
         self._graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # The V1 runner finds the drafts of an asynchronous step in those of the step before it.
@@ -204,24 +204,17 @@ class Chains:
         )
         self._was_active = False
         self._depth = self._most
-        self._base = clock.estimator.base
-        self._pass_time = self._new_pass_time()
-        window = min(config.tpot_window_tokens, PROMISED_WINDOW)
-        self._measured = MeasuredTrees(window, config.margin_quantile)
-        self._kept = 1.0
         self._steps = 0
         self._waiting = 0
         self._computed_prompts = False
         self._planned: dict[str, int] = {}
         self._paced: dict[str, _Paced] = {}
         self._fastest_s: dict[float, float] = {}
-        self._sustained: dict[float, tuple[float, Speculated]] = {}
         self._odds = WindowOdds(np.ones(self._most + 1))
         self._stretched_s = self._paid_s = 0.0
-        self._verifying = self._base
+        self._verifying = self._costs.base
         self._flight: deque[_Sent] = deque()
         warm_up()
-        self._drafts_that_keep(1.0, 0.1, StepTimeModel.prior(), 0.001)
         self._odds.sure_s(0.5, 1.0)  # compiles it now instead of in the first step
 
     # Before a step is planned.
@@ -229,7 +222,7 @@ class Chains:
     def propose(self, *, active: bool) -> None:
         """Leave each request the drafts that the step is to verify; decide how far ahead to draft
         after it. Where steps are not planned (``active`` is false), nothing is trimmed."""
-        self._sustained.clear()
+        self._costs.begin_step()
         self.yields.next_step.clear()
         self.yields.in_flight.clear()
         decoding = [r for r in self._state.running if request_facts.is_decoding(r)]
@@ -258,18 +251,18 @@ class Chains:
         context = sum(request.num_computed_tokens for request in decoding)
         steps = self._clock
         self._stretched_s = self._responsive.longest_s(steps.promise_model, STRETCHED_TPOTS)
-        self._verifying = self._model(
+        self._verifying = self._costs.without_passes(
             steps.plain_promise_model if self._lowers else steps.promise_model
         )
-        self._paid_s = self._full_pass_s(steps.plain_promise_model, steps.margin)
+        self._paid_s = self._costs.full_pass_s(steps.plain_promise_model, steps.margin)
         tiers, places = gather_tiers([self._pace(r, len(decoding), context) for r in decoding])
         plan = plan_lengths(
             tiers,
-            self._model(steps.plain_promise_model),
+            self._costs.without_passes(steps.plain_promise_model),
             self._most + 1,
             prompts=prompts,
             context_tokens=context,
-            draft_step_s=self._pass_s(steps.margin),
+            draft_step_s=self._costs.pass_s(steps.margin),
             least_passes=self._least_passes,
             most_tokens=self._max_step_tokens,
             most_s=self._stretched_s,
@@ -382,10 +375,10 @@ class Chains:
             self._fastest_s[acceptance] = fastest_pace_s(
                 acceptance,
                 requests,
-                self._model(self._clock.plain_promise_model),
+                self._costs.without_passes(self._clock.plain_promise_model),
                 self._most + 1,
                 context_tokens=context,
-                draft_step_s=self._pass_s(self._clock.margin),
+                draft_step_s=self._costs.pass_s(self._clock.margin),
                 least_passes=self._least_passes,
             )
         view, fastest_s = self._view(tracked, acceptance), self._fastest_s[acceptance]
@@ -455,14 +448,14 @@ class Chains:
             counted = self._counted(self._clock.start_s, one, 1 + len(request.spec_token_ids))
             self.yields.next_step[request.request_id] = counted
 
-    # What drafting costs, and what promises may count on.
+    # How far ahead to draft, and what promises may count on.
 
     def _draft_ahead(self, depth: int) -> None:
         """Draft so far ahead after the step, where that can be said. The first pass is made in any
         case: the draft has to read what the target has read."""
         if self._lowers:
             self._depth = min(max(depth, 1), self._most)
-            self._clock.drafting(self._depth * self._pass_s(), 0.0, self._depth)
+            self._clock.drafting(self._depth * self._costs.pass_s(), 0.0, self._depth)
 
     def _trial(self) -> int:
         """A pass more or less than planned, now and then."""
@@ -470,75 +463,17 @@ class Chains:
             return 0
         return 1 if self._steps // TRY_EVERY % 2 else -1
 
-    def _new_pass_time(self) -> DraftPassTime:
-        """Profiles that know what a pass takes leave little to learn."""
-        known = any(c > 0.0 for _, c, _ in self._base.terms)
-        return DraftPassTime(0.0) if known else DraftPassTime()
-
-    def _pass_s(self, margin: float = 1.0) -> float:
-        """Seconds of one pass of the draft that step times do not hold yet."""
-        if not self._lowers:
-            return 0.0
-        plain_s = self._base.predict_s(max(len(self._state.running), 1))
-        return self._pass_time.share() * plain_s * margin
-
-    def _model(self, model: StepTimeModel) -> StepTimeModel:
-        """Step times to plan by. Where drafting is always the same, they hold all of it."""
-        if self._lowers:
-            return model
-        (k1, _, b1), (k2, _, b2) = model.terms
-        return replace(model, terms=((k1, 0.0, b1), (k2, 0.0, b2)))
-
-    def _full_pass_s(self, model: StepTimeModel, margin: float = 1.0) -> float:
-        """Seconds of one pass, whoever knows of it."""
-        if not self._lowers:
-            return 0.0
-        return max(c for _, c, _ in model.terms) + self._pass_s(margin)
-
     def plain(self) -> StepTimeModel:
-        """Steps without drafts, for promises: one pass is made all the same."""
-        steps = self._clock
-        model = steps.plain_promise_model
-        return model.besides(self._full_pass_s(model, steps.margin)) if self._lowers else model
-
-    def _drafts_that_keep(
-        self, share: float, tpot_s: float, model: StepTimeModel, pass_s: float
-    ) -> tuple[Speculated, StepTimeModel, float]:
-        """The drafts with which most requests keep a TPOT together, steps with them, and how many
-        do. ``model`` are steps without drafts; the first pass is part of them."""
-        further = np.arange(self._most, dtype=np.float64)
-        chances: Floats = self._least_acceptance() ** (further[:, None] + 1.0)
-        least = model.besides(pass_s)
-        drafts, drafting_s, most = sustained_trees(
-            chances, share, tpot_s, least, drafting_s=further * pass_s
-        )
-        return drafts, least.besides(drafting_s), most
+        """Steps without drafts, for promises."""
+        return self._costs.plain()
 
     def speculative(self, tpot_s: float) -> WayToDecode | None:
         """Decoding with drafts that keeps a TPOT, for promises to count on."""
-        steps = self._clock
-        plain = steps.plain_promise_model
-        pass_s = self._full_pass_s(plain, steps.margin)
-        drafts, model, _ = self._drafts_that_keep(self._measured.share(), tpot_s, plain, pass_s)
-        return None if drafts == PLAIN else (model, drafts)
-
-    def _least_acceptance(self) -> float:
-        """Of the classes that ask for a TPOT."""
-        return min(
-            (self._acceptance(t) for t in self._tracker if t.tpot_s < INFINITY),
-            default=self.acceptance.acceptance(),
-        )
+        return self._costs.speculative(tpot_s)
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
-        """How many requests keep a TPOT together, by typical step times, and with what drafts;
-        asked for every request that waits, so answered once a step."""
-        if tpot_s not in self._sustained:
-            model = self._clock.verifying_model
-            drafts, _, most = self._drafts_that_keep(
-                min(self._kept, 1.0), tpot_s, model, self._full_pass_s(model)
-            )
-            self._sustained[tpot_s] = most, drafts
-        return self._sustained[tpot_s]
+        """How many requests keep a TPOT together, and with what drafts."""
+        return self._costs.sustainable(tpot_s)
 
     # With a step.
 
@@ -556,17 +491,16 @@ class Chains:
                 if len(request.spec_token_ids) > self._depth:
                     request.spec_token_ids = request.spec_token_ids[: self._depth]
         passes = output.num_spec_tokens_to_schedule if self._lowers else 0
-        estimator = self._clock.estimator
-        if estimator.base is not self._base:
-            self._base = estimator.base
-            self._pass_time = self._new_pass_time()
+        self._costs.follow_base()
         drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         tokens = len(output.num_scheduled_tokens) + drafts
         self._computed_prompts = output.total_num_scheduled_tokens > tokens
         # Fits to live steps leave the passes out: of one number only they would learn nothing.
-        shape = replace(shape, spec_steps=0 if estimator.learn else passes)
-        verifying_s = 0.0 if self._computed_prompts else self._base.predict_shape_s(shape)
-        self._flight.append(_Sent(self._planned, passes, passes * self._pass_s(), verifying_s))
+        shape = replace(shape, spec_steps=0 if self._clock.estimator.learn else passes)
+        verifying_s = 0.0 if self._computed_prompts else self._costs.base.predict_shape_s(shape)
+        self._flight.append(
+            _Sent(self._planned, passes, passes * self._costs.pass_s(), verifying_s)
+        )
         return shape
 
     # After a step.
@@ -593,7 +527,7 @@ class Chains:
         sent = self._flight.popleft()
         if self._lowers and sent.verifying_s:
             took_s = self._clock.verified_s + sent.drafting_s
-            self._pass_time.observe(sent.passes, took_s / sent.verifying_s)
+            self._costs.observe_passes(sent.passes, took_s / sent.verifying_s)
         drafts, invalid = output.scheduled_spec_decode_tokens, output.num_invalid_spec_tokens or {}
         verified: dict[str, list[int]] = {}
         round_: list[Verified] = []
@@ -622,13 +556,11 @@ class Chains:
         accepted = min(given - 1, offered)
         self.acceptance.observe(label, accepted, min(accepted + 1, offered))
         if length > 1 and not self._is_silent(tracked):
-            hoped = expected_tokens(self.acceptance.acceptance(label), length)
-            self._measured.observe(name, hoped, given)
-            self._kept += 0.01 * (min(given / hoped, 2.0) - self._kept)
+            self._costs.observe_drafts(name, label, given, length)
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
-        self._measured.forget(request_id)
+        self._costs.forget(request_id)
 
 
 def _label(tracked: SLORequest | None) -> str:

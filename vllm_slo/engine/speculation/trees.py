@@ -15,7 +15,6 @@ import itertools
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.core.admission.program import PLAIN, Speculated
-from vllm_slo.core.batching.decodes import limit_of
+from vllm_slo.core.admission.program import Speculated
 from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.speculation import token_tree
 from vllm_slo.core.speculation.calibration import ACCEPTED_NODE, DraftCalibration, outcomes
@@ -35,12 +33,10 @@ from vllm_slo.core.speculation.candidate_trees import (
     Marks,
     StepLoad,
     StepNodes,
-    TPOTLimit,
     nodes_of_step,
     tpot_needs,
 )
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
-from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.model_chain import ModelChains
 from vllm_slo.core.speculation.tree_arrangement import arrange_trees
 from vllm_slo.core.speculation.tree_budget import sustained_trees, worthwhile_nodes
@@ -51,26 +47,22 @@ from vllm_slo.core.speculation.tree_selection import (
     select_trees,
 )
 from vllm_slo.core.speculation.tree_shape import TreeControl, depth_and_width
-from vllm_slo.core.speculation.window_pace import (
-    PROMISED_WINDOW,
-    STEP_TIME_MARGIN,
-    counted_tokens,
-)
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
-from vllm_slo.core.types import INFINITY, DecodeView
+from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
-from vllm_slo.engine.scheduling import request_facts, request_views
-from vllm_slo.engine.scheduling.decode_model import PlainDecoding, TokenYields, WayToDecode
+from vllm_slo.engine.scheduling import request_facts
+from vllm_slo.engine.scheduling.decode_model import TokenYields, WayToDecode
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
-from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation import grammar, messages
 from vllm_slo.engine.speculation.draft_models import Candidate, DraftModels, Drafts
 from vllm_slo.engine.speculation.draft_servers import DraftServers
 from vllm_slo.engine.speculation.messages import DraftTrees, StepTrees
+from vllm_slo.engine.speculation.scheduled_trees import ScheduledTrees
 from vllm_slo.engine.speculation.tenants import TenantShares, Verified
+from vllm_slo.engine.speculation.tree_limits import TreeLimits
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 logger = init_logger(__name__)
@@ -90,34 +82,6 @@ the request's context again, a block of it is copied, and its keys and values ar
 CPU_MULTIPLE = 4
 """On CPU a matrix product of 49 rows takes a fifth longer than one of 48 or of 52: rows go by four
 through its kernels, the odd ones one by one."""
-
-
-class ScheduledTrees(NamedTuple):
-    """The trees that a step verifies, as flat arrays of (K,) nodes, request by request.
-
-    Attributes:
-        starts: request -> where its nodes begin.
-        models: whose guesses they are.
-        tokens: of the nodes.
-        parents: by index within the tree, -1 for the root.
-        probabilities: the draft's, of each node given its path.
-        best: whether the draft gave no sibling more.
-        chances: calibrated path probabilities.
-    """
-
-    starts: dict[str, int]
-    models: Ints
-    tokens: Ints
-    parents: NDArray[np.int32]
-    probabilities: Floats
-    best: NDArray[np.bool_]
-    chances: Floats
-
-    @classmethod
-    def none(cls) -> ScheduledTrees:
-        """No trees."""
-        tokens, floats = np.empty(0, dtype=np.int64), np.empty(0)
-        return cls({}, tokens, tokens, tokens.astype(np.int32), floats, floats > 0.0, floats)
 
 
 class Trees:
@@ -176,14 +140,10 @@ class Trees:
                 state, tracker, clock, self.yields, metrics, self.config, max_step_tokens
             )
         )
-        self._plain = PlainDecoding(clock)
-        window = min(config.tpot_window_tokens, PROMISED_WINDOW)
-        self._measured = MeasuredTrees(window, config.margin_quantile)
+        self._limits = TreeLimits(state, tracker, clock, self.drafting, config)
         self._candidates: dict[str, Candidate] = {}
         self._scheduled = ScheduledTrees.none()
         self._requests: list[Request] = []
-        self._views: dict[str, DecodeView] = {}
-        self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._trees: CandidateTrees | None = None
         self._tokens = np.empty(0, dtype=np.int64)
         self._probabilities = np.empty(0)
@@ -191,9 +151,6 @@ class Trees:
         self._chosen = 0, 0
         self._prompt_tokens = 0
         self._selection_s = 0.0
-        self._ahead_s: Floats | None = None
-        self._dear_s = 0.0
-        self._sustained: dict[float, tuple[float, Speculated]] = {}
         _warm_up(self.config.max_depth)
         metrics.speculation_on(True)
 
@@ -203,10 +160,7 @@ class Trees:
         """Give promised requests the trees that the step is to be planned with; decide what is to
         be drafted after it. Trees are verified whether or not steps are planned."""
         began_s = time.perf_counter()
-        self._sustained.clear()
-        self._ahead_s = None
-        self._views.clear()
-        self._known_limits = [], []
+        self._limits.begin_step()
         self._scheduled = ScheduledTrees.none()
         self.yields.next_step.clear()
         for request in self._state.running:
@@ -293,36 +247,24 @@ class Trees:
         """A(r) of every request that has a TPOT and can still keep it."""
         start_s = self._clock.start_s
         step_s = self._step_s()
-        ahead = self._ahead()
+        ahead = self._limits.ahead()
         for place, request in enumerate(self._requests):
             tracked = self._tracker.get(request.request_id)
             if tracked is None or tracked.missed or tracked.tpot_s == INFINITY:
                 continue
             if not tracked.decodes:
                 continue
-            view = self._view(tracked)
+            view = self._limits.view(tracked)
             left = max(request.max_tokens - request.num_output_tokens, 1)
             needs = tpot_needs(view, start_s, left)
             if needs.pace_s * ahead >= step_s:
                 candidates.require(place, needs, promised=tracked.promised)
 
-    def _view(self, tracked: SLORequest) -> DecodeView:
-        """A decoding request before the step, a token of it being expected; looked at once."""
-        name = tracked.request.request_id
-        if name not in self._views:
-            strength = self._clock.strength
-            self._views[name] = request_views.decode_view(tracked, self._clock.start_s, strength)
-        return self._views[name]
-
     def _step_s(self) -> float:
         """A step of all roots and of as many nodes as the last one had, by the time to promise
         by."""
         tokens = len(self._state.running) + sum(self._chosen)
-        return self._clock.promise_model.predict_s(tokens, self._context())
-
-    def _ahead(self) -> float:
-        """Tokens that a step yields at best, of a typical tree."""
-        return 1.0 + float(self.drafting.typical[:, 0].sum())
+        return self._clock.promise_model.predict_s(tokens, self._limits.context())
 
     def _decide(self, barred: bool) -> None:
         """What is drafted after this step: the chain, equations 8 and 9, and what pays.
@@ -342,16 +284,9 @@ class Trees:
         widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
         beginning = sum(request.num_output_tokens == 1 for request in self._state.running)
         least = self.config.min_depth
-        load = DraftLoad(active, self._context(), deepest, widths, behind, least, beginning)
+        load = DraftLoad(active, self._limits.context(), deepest, widths, behind, least, beginning)
         self.drafting.decide(load)
-        self._dear_s = max(0.8 * self._dear_s, self.drafting.plan.drafting_s)
-
-    def _drafting_s(self) -> Floats:
-        """(depths,) seconds of drafting for all who run, by how far ahead; asked several times in a
-        step, so answered once."""
-        if self._ahead_s is None:
-            self._ahead_s = self.drafting.ahead_s(len(self._state.running))
-        return self._ahead_s
+        self._limits.note_drafting(self.drafting.plan.drafting_s)
 
     def _behind(self) -> int:
         """Requests whose TPOT may need nodes in the step after this one: they ask for more than a
@@ -364,39 +299,17 @@ class Trees:
         )
         return max(lag, ask)
 
-    def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
-        """How many requests keep a TPOT together, by typical step times, and with what trees; asked
-        for every request that waits, so answered once a step."""
-        if self.drafting.out:
-            return self._plain.sustainable(tpot_s)
-        if tpot_s not in self._sustained:
-            trees, _, most = sustained_trees(
-                self.drafting.typical,
-                1.0,
-                tpot_s,
-                self._clock.verifying_model,
-                drafting_s=self._drafting_s(),
-            )
-            self._sustained[tpot_s] = most, trees
-        return self._sustained[tpot_s]
-
     def plain(self) -> StepTimeModel:
         """Times of steps without trees, for promises to count on."""
-        return self._plain.plain()
+        return self._limits.plain()
 
     def speculative(self, tpot_s: float) -> WayToDecode | None:
         """Decoding with trees that keeps a TPOT, for promises to count on."""
-        if self.drafting.out:
-            return None
-        share, plain = self._measured.share(), self._clock.plain_promise_model
-        speculated, drafting_s, _ = sustained_trees(
-            self.drafting.typical,
-            share,
-            tpot_s,
-            plain,
-            drafting_s=self._drafting_s() * self._clock.margin,
-        )
-        return None if speculated == PLAIN else (plain.besides(drafting_s), speculated)
+        return self._limits.speculative(tpot_s)
+
+    def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
+        """How many requests keep a TPOT together, by typical step times, and with what trees."""
+        return self._limits.sustainable(tpot_s)
 
     def _control(self) -> TreeControl:
         """Equation 8's B1 is the largest batch within the tightest TPOT, what is accepted of a
@@ -404,7 +317,7 @@ class Trees:
         config, tokens = self.config, self._max_step_tokens
         tightest_s = min((t.tpot_s for t in self._tracker if t.promised), default=INFINITY)
         if tightest_s < INFINITY:
-            tokens = self._clock.verifying_model.time_to_tokens(tightest_s * self._ahead())
+            tokens = self._clock.verifying_model.time_to_tokens(tightest_s * self._limits.ahead())
         return TreeControl(
             verifier_tokens=max(min(tokens, self._max_step_tokens), 1),
             speculator_tokens=config.draft_tokens,
@@ -425,7 +338,7 @@ class Trees:
             tracked = self._tracker.get(request.request_id)
             if count and tracked is not None and (tracked.promised or tracked.holds_tpot):
                 request.spec_token_ids = tokens[end - count : end]
-                gain = self._counted_share(self._view(tracked)) * gains[place]
+                gain = self._limits.counted_share(self._limits.view(tracked)) * gains[place]
                 self.yields.next_step[request.request_id] = 1.0 + gain
 
     # When a step is planned.
@@ -465,7 +378,8 @@ class Trees:
             roots = planned = sum(map(request_facts.is_decoding, running))
             prompts = self._state.waiting or len(running) > roots
             others = most - roots if prompts else 0
-            limit_s = min((limit.limit_s for limit in self._limits()), default=INFINITY)
+            limits = self._limits.limits(self._requests)
+            limit_s = min((limit.limit_s for limit in limits), default=INFINITY)
             deadline_s = INFINITY
         else:
             for request in self._requests:
@@ -482,52 +396,13 @@ class Trees:
             roots,
             others,
             planned,
-            self._context(),
+            self._limits.context(),
             most,
             limit_s,
             deadline_s,
-            self._limits,
+            lambda: self._limits.limits(self._requests),
             self._multiple,
         )
-
-    def _context(self) -> int:
-        """KV tokens that the running requests read."""
-        return sum(r.num_computed_tokens for r in self._state.running)
-
-    def _limits(self) -> list[TPOTLimit]:
-        """Longest step of a token that keeps the TPOT of each promised request that decodes."""
-        live = self._tracker.live
-        names = [name for name, t in live.items() if t.promised and t.decodes]
-        known, limits = self._known_limits
-        if names != known:  # promises come and go while a step is planned
-            limits = self._find_limits(names)
-            self._known_limits = names, limits
-        return limits
-
-    def _find_limits(self, names: Sequence[str]) -> list[TPOTLimit]:
-        start_s = self._clock.start_s
-        places = {request.request_id: place for place, request in enumerate(self._requests)}
-        found = []
-        for name in names:
-            tracked = self._tracker.live[name]
-            view = self._view(tracked)
-            if view.window_end_s > start_s:  # else it is lost, and hurries nobody
-                limit_s = limit_of(start_s, view, 0.0)
-                tpot_s = tracked.tpot_s * self._counted_share(view)
-                found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
-        return found
-
-    def _counted_share(self, view: DecodeView) -> float:
-        """Share of a tree's gain that a step may be stretched for."""
-        hoped = max(self._ahead(), 1.0 + EPS)
-        counted = counted_tokens(self._clock.start_s, view, hoped, self._sure_s())
-        return (counted - 1.0) / (hoped - 1.0)
-
-    def _sure_s(self) -> float:
-        """Seconds of a step of all who decode without trees."""
-        model = self._clock.plain_promise_model
-        plain_s = model.predict_s(max(len(self._state.running), 1), self._context())
-        return STEP_TIME_MARGIN * (plain_s + self._dear_s)
 
     def _place(self, candidates: CandidateTrees, chosen: Marks) -> None:
         """Give each request its chosen nodes, as many as there are extra paths for."""
@@ -696,7 +571,7 @@ class Trees:
         sums = np.cumsum(np.append(0.0, scheduled.chances))
         hoped = (1.0 + sums[starts + counts] - sums[starts]).tolist()
         for name, hope, length in zip(names, hoped, lengths, strict=True):
-            self._measured.observe(name, hope, length)
+            self._limits.observe(name, hope, length)
         seen, hit = fates > 0, fates == ACCEPTED_NODE
         self.drafting.accepted(
             *(scheduled.models[seen], depths[seen], scheduled.probabilities[seen]),
@@ -732,7 +607,7 @@ class Trees:
     def forget(self, request_id: str) -> None:
         """A request has ended."""
         self._candidates.pop(request_id, None)
-        self._measured.forget(request_id)
+        self._limits.forget(request_id)
         self.drafting.forget(request_id)
 
 

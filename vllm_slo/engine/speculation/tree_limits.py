@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long steps may take where trees are verified, and what promises may count on then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.request import Request
+
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.batching.decodes import limit_of
+from vllm_slo.core.speculation.candidate_trees import TPOTLimit
+from vllm_slo.core.speculation.measured_trees import MeasuredTrees
+from vllm_slo.core.speculation.tree_budget import sustained_trees
+from vllm_slo.core.speculation.window_pace import (
+    PROMISED_WINDOW,
+    STEP_TIME_MARGIN,
+    counted_tokens,
+)
+from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.types import DecodeView
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling import request_views
+from vllm_slo.engine.scheduling.decode_model import PlainDecoding, WayToDecode
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.speculation.draft_models import Drafts
+
+Floats = NDArray[np.float64]
+
+EPS = 1e-9
+DEAR_SHARE = 0.8
+"""Share of the dearest drafting seen so far that still counts a step later: a step of trees may be
+followed by steps that draft as much."""
+
+
+class TreeLimits:
+    """The time of steps with trees, and the limits that TPOTs set to it. What is worked out counts
+    for one step.
+
+    Args:
+        state: the requests that run.
+        tracker: the requests that carry an SLO.
+        clock: step times.
+        drafting: what drafts are worth, and how long drafting takes.
+        config: how TPOTs are judged.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        clock: StepClock,
+        drafting: Drafts,
+        config: SLOConfig,
+    ) -> None:
+        self._state = state
+        self._tracker = tracker
+        self._clock = clock
+        self._drafting = drafting
+        self._plain = PlainDecoding(clock)
+        window = min(config.tpot_window_tokens, PROMISED_WINDOW)
+        self._measured = MeasuredTrees(window, config.margin_quantile)
+        self._views: dict[str, DecodeView] = {}
+        self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
+        self._ahead_s: Floats | None = None
+        self._dear_s = 0.0
+        self._sustained: dict[float, tuple[float, Speculated]] = {}
+
+    def begin_step(self) -> None:
+        """Forget what was worked out for the last step."""
+        self._sustained.clear()
+        self._views.clear()
+        self._known_limits = [], []
+        self._ahead_s = None
+
+    def note_drafting(self, drafting_s: float) -> None:
+        """So many seconds of drafting follow the step that is being planned."""
+        self._dear_s = max(DEAR_SHARE * self._dear_s, drafting_s)
+
+    def observe(self, request_id: str, expected: float, given: int) -> None:
+        """A request got ``given`` tokens of a tree that was expected to yield ``expected``."""
+        self._measured.observe(request_id, expected, given)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self._measured.forget(request_id)
+
+    def view(self, tracked: SLORequest) -> DecodeView:
+        """A decoding request before the step, a token of it being expected; looked at once."""
+        name = tracked.request.request_id
+        if name not in self._views:
+            strength = self._clock.strength
+            self._views[name] = request_views.decode_view(tracked, self._clock.start_s, strength)
+        return self._views[name]
+
+    def ahead(self) -> float:
+        """Tokens that a step yields at best, of a typical tree."""
+        return 1.0 + float(self._drafting.typical[:, 0].sum())
+
+    def drafting_s(self) -> Floats:
+        """(depths,) seconds of drafting for all who run, by how far ahead; asked several times in a
+        step, so answered once."""
+        if self._ahead_s is None:
+            self._ahead_s = self._drafting.ahead_s(len(self._state.running))
+        return self._ahead_s
+
+    def context(self) -> int:
+        """KV tokens that the running requests read."""
+        return sum(r.num_computed_tokens for r in self._state.running)
+
+    def limits(self, requests: Sequence[Request]) -> list[TPOTLimit]:
+        """Longest step of a token that keeps the TPOT of each promised request that decodes.
+
+        Args:
+            requests: those that have candidates, in the order of their trees.
+        """
+        live = self._tracker.live
+        names = [name for name, t in live.items() if t.promised and t.decodes]
+        known, limits = self._known_limits
+        if names != known:  # promises come and go while a step is planned
+            limits = self._find_limits(names, requests)
+            self._known_limits = names, limits
+        return limits
+
+    def _find_limits(self, names: Sequence[str], requests: Sequence[Request]) -> list[TPOTLimit]:
+        start_s = self._clock.start_s
+        places = {request.request_id: place for place, request in enumerate(requests)}
+        found = []
+        for name in names:
+            tracked = self._tracker.live[name]
+            view = self.view(tracked)
+            if view.window_end_s > start_s:  # else it is lost, and hurries nobody
+                limit_s = limit_of(start_s, view, 0.0)
+                tpot_s = tracked.tpot_s * self.counted_share(view)
+                found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
+        return found
+
+    def counted_share(self, view: DecodeView) -> float:
+        """Share of a tree's gain that a step may be stretched for."""
+        hoped = max(self.ahead(), 1.0 + EPS)
+        counted = counted_tokens(self._clock.start_s, view, hoped, self._sure_s())
+        return (counted - 1.0) / (hoped - 1.0)
+
+    def _sure_s(self) -> float:
+        """Seconds of a step of all who decode without trees."""
+        model = self._clock.plain_promise_model
+        plain_s = model.predict_s(max(len(self._state.running), 1), self.context())
+        return STEP_TIME_MARGIN * (plain_s + self._dear_s)
+
+    def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
+        """How many requests keep a TPOT together, by typical step times, and with what trees; asked
+        for every request that waits, so answered once a step."""
+        if self._drafting.out:
+            return self._plain.sustainable(tpot_s)
+        if tpot_s not in self._sustained:
+            trees, _, most = sustained_trees(
+                self._drafting.typical,
+                1.0,
+                tpot_s,
+                self._clock.verifying_model,
+                drafting_s=self.drafting_s(),
+            )
+            self._sustained[tpot_s] = most, trees
+        return self._sustained[tpot_s]
+
+    def plain(self) -> StepTimeModel:
+        """Times of steps without trees, for promises to count on."""
+        return self._plain.plain()
+
+    def speculative(self, tpot_s: float) -> WayToDecode | None:
+        """Decoding with trees that keeps a TPOT, for promises to count on."""
+        if self._drafting.out:
+            return None
+        share, plain = self._measured.share(), self._clock.plain_promise_model
+        speculated, drafting_s, _ = sustained_trees(
+            self._drafting.typical,
+            share,
+            tpot_s,
+            plain,
+            drafting_s=self.drafting_s() * self._clock.margin,
+        )
+        return None if speculated == PLAIN else (plain.besides(drafting_s), speculated)
