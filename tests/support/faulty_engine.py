@@ -78,7 +78,7 @@ class Faults:
 
     def counted(self, counter: str) -> float:
         """A counter of the scheduler's, over all labels."""
-        found = getattr(self.parts.metrics, counter).collect()
+        found = getattr(self.parts.metrics, counter)._series.collect()
         return sum(s.value for f in found for s in f.samples if s.name.endswith("_total"))
 
     def left(self) -> dict[str, int]:

@@ -327,7 +327,7 @@ class WatchedEngine(CheckedEngine):
         counter = getattr(self.scheduler.parts.metrics, f"_{series.removeprefix('promises_')}")
         return sum(
             sample.value
-            for family in counter.collect()
+            for family in counter._series.collect()
             for sample in family.samples
             if sample.name.endswith("_total") and labels.items() <= sample.labels.items()
         )

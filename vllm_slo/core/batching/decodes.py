@@ -142,8 +142,18 @@ def limit_of(start_s: float, decode: DecodeView, shortest_s: float) -> float:
     ``shortest_s`` can save the window, it is given up: the request goes on at its TPOT, and no step
     is shortened for it.
     """
-    fields = decode.due_s, decode.window_end_s, decode.window_left, decode.tpot_s
+    fields = decode.due_s, decode.window_end_s, float(decode.window_left), decode.tpot_s
     return float(_limit(start_s, *fields, shortest_s))
+
+
+def warm_up() -> None:
+    """Compile the functions of this module now instead of in the first step."""
+    one, ones = np.ones(1), np.ones(1, dtype=np.int64)
+    begun = np.ones(1, dtype=np.bool_)
+    rows = Decodes.in_windows(["r"], 0.0, (one, one), begun, one, one, 10, (ones, ones))
+    rows.load()
+    rows.limit_s(0.0, 0.1)
+    limit_of(0.0, DecodeView("r", 1.0, 1.0, 1.0, 1.0), 0.1)
 
 
 @jit

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_slo.core.admission.program import PLAIN, Capacity, work_tokens
+from vllm_slo.core.batching import decodes
 from vllm_slo.core.batching.decodes import Decodes
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
@@ -122,6 +123,8 @@ class Workload:
         self._decoding_load: tuple[tuple[int, int], _DecodingLoad] | None = None
         self._needs: dict[str, _Need] = {}
         self._needs_of = -1
+        decodes.warm_up()
+        lengths.expected_hold("", 1, 1, None, 0)  # compiles it now
 
     # What one request asks.
 
@@ -243,7 +246,9 @@ class Workload:
             )
         return sum(
             self.blocks.needed_by_all(
-                self.lengths.expected_holds(name, *np.array(rows, dtype=np.int64).T)
+                self.lengths.expected_holds(
+                    name, *np.array([*zip(*rows, strict=True)], dtype=np.int64)
+                )
             )
             for name, rows in by_class.items()
         )
