@@ -23,9 +23,16 @@ class Pair(NamedTuple):
     {first}: float
     {second}: float
 
+class {own}(NamedTuple):
+    value: float
+
 @jit
 def scaled(x):
     return FACTOR * x
+
+@jit
+def value_of(x: {own}):
+    return x.value
 """
 CALLER = """
 from __future__ import annotations
@@ -56,9 +63,16 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, factor: float, limit: float = 9.0, fields: tuple[str, str] = ("a", "b")) -> None:
+    def load(
+        self,
+        factor: float,
+        limit: float = 9.0,
+        fields: tuple[str, str] = ("a", "b"),
+        own: str = "Own",
+    ) -> None:
         """Write the first module, and import both as a new process would."""
-        text = CALLEE.format(factor=factor, limit=limit, first=fields[0], second=fields[1])
+        names = {"first": fields[0], "second": fields[1], "own": own}
+        text = CALLEE.format(factor=factor, limit=limit, **names)
         (self.folder / "kept_callee.py").write_text(text)
         for name in ("kept_caller", "kept_callee"):
             sys.modules.pop(name, None)
@@ -107,3 +121,10 @@ def test_a_named_tuple_of_another_file_is_noticed(kept: Kept) -> None:
     assert kept.call("first", kept.callee.Pair(a=1.0, b=8.0)) == (1.0, False)
     kept.load(2.0, fields=("b", "a"))
     assert kept.call("first", kept.callee.Pair(a=1.0, b=8.0)) == (1.0, False)
+
+
+def test_a_named_tuple_that_was_renamed_keeps_no_code_from_loading(kept: Kept) -> None:
+    kept.load(2.0)
+    assert kept.callee.value_of(kept.callee.Own(3.0)) == 3.0
+    kept.load(2.0, own="Other")
+    assert kept.callee.value_of(kept.callee.Other(4.0)) == 4.0

@@ -47,9 +47,8 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
         if inner is not None:
             scope[name] = inner()
     try:
-        digest = _DIGESTS[function] = _foreign_digest(function)
-        if digest:
-            function.__qualname__ += f"_{digest}"
+        digest = _DIGESTS[function] = _digest(function)
+        function.__qualname__ += f"_{digest}"
         compiled: Callable[P, R] = numba.njit(cache=True)(function)
     except (OSError, RuntimeError):
         compiled = numba.njit(function)
@@ -59,24 +58,27 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
 _DIGESTS: dict[Callable[..., Any], str] = {}
 
 
-def _foreign_digest(function: Callable[..., Any]) -> str:
-    """Digest of what the code of ``function`` takes from other files; empty: nothing.
+def _digest(function: Callable[..., Any]) -> str:
+    """Digest of all that the code of ``function`` comes from: its file, and what it takes from
+    other files. It is part of the name under which code is kept on disk.
 
-    numba drops the code that it keeps when the file of the function changes, and then only. With
-    this digest in the name under which code is kept, it is also made anew when a function that it
-    calls, a named tuple that it takes or a constant that it reads has changed in another file.
-    Everything that a function calls must have been compiled before.
+    numba drops kept code when the file of the function changes, but it first reads the code, with
+    the types of its arguments. That fails if a named tuple among them has another name now, or
+    another home. And numba does not notice other files: a function that is called, a named tuple
+    that is taken, or a constant that is read. Everything that a function calls must have been
+    compiled before.
     """
     scope: dict[str, Any] = function.__globals__
-    foreign: list[bytes] = []
+    file = inspect.getfile(function)
+    parts = [Path(file).read_bytes()]
     for name in sorted({*function.__code__.co_names, *map(str, function.__annotations__.values())}):
         value = scope.get(name)
         source = getattr(value, "py_func", value if hasattr(value, "_fields") else None)
         if source is not None:
-            foreign.append(_DIGESTS.get(source, "").encode())
-            file = inspect.getfile(source)
-            if file != inspect.getfile(function):
-                foreign.append(Path(file).read_bytes())
+            parts.append(_DIGESTS.get(source, "").encode())
+            home = inspect.getfile(source)
+            if home != file:
+                parts.append(Path(home).read_bytes())
         elif isinstance(value, int | float):
-            foreign.append(f"{name}={value!r}".encode())
-    return sha256(b"".join(foreign)).hexdigest()[:16] if any(foreign) else ""
+            parts.append(f"{name}={value!r}".encode())
+    return sha256(b"".join(parts)).hexdigest()[:16]
