@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vllm_slo.core.admission.budget_line import EPS
-from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, CommittedLoad, judge_one
+from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, TierLoad, judge_one
 from vllm_slo.core.admission.program import (
     PLAIN,
     Capacity,
@@ -70,7 +70,7 @@ class IncrementalAdmission:
         self._prefill = np.array([d.prefill_tokens for d in ranked], dtype=np.float64)
         self._engine = engine_of(model, capacity)
         self._kv_price = kv_per_token(model, int(self._engine.most_tokens))
-        self._by_tpot: dict[float, tuple[int, CommittedLoad]] = {}
+        self._by_tpot: dict[float, tuple[int, TierLoad]] = {}
 
     def judge(self, demand: Demand, now_s: float) -> Verdict:
         """Whether ``demand`` can be promised beside the committed load, from ``now_s`` on."""
@@ -97,7 +97,7 @@ class IncrementalAdmission:
             return Verdict(True)
         return Verdict(False, "prefill" if sustainable else "decode", after_s or wait_s)
 
-    def prepare(self, tpot_s: float) -> tuple[int, CommittedLoad]:
+    def prepare(self, tpot_s: float) -> tuple[int, TierLoad]:
         """The tier of a request with this TPOT, and the committed load in such tiers; kept."""
         slowed_s = tpot_s * self._factor
         tpots = tiers_of([*(d.tpot_s for d in self._committed), *self._running, slowed_s])
@@ -111,7 +111,7 @@ class IncrementalAdmission:
         for place, demand in zip(tier, self._committed, strict=True):
             contexts[place] += demand.context_tokens
             counts[place] += 1
-        load = CommittedLoad(
+        load = TierLoad(
             self._deadline,
             self._prefill,
             tier,

@@ -21,7 +21,7 @@ NO_BLOCKS: Final = 0.0
 """KV blocks that the request needs here, and that are free: memory is looked at before."""
 
 
-class CommittedLoad(NamedTuple):
+class TierLoad(NamedTuple):
     """What is promised already, in tiers.
 
     Attributes:
@@ -46,7 +46,7 @@ class CommittedLoad(NamedTuple):
 @jit
 def judge_one(
     now_s: float,
-    load: CommittedLoad,
+    load: TierLoad,
     engine: Engine,
     tokens_in: float,
     kv_price: float,

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 
 from vllm_slo.core.admission.budget_line import Engine, Floats, Ints, prefill_wait
-from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, CommittedLoad, judge_one
+from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, TierLoad, judge_one
 from vllm_slo.core.admission.labels import Requests, best_set
 from vllm_slo.core.admission.tiers import kv_per_token, tier_of, tiers_of
 from vllm_slo.core.step_time.model import StepTimeModel
@@ -317,7 +317,7 @@ def warm_up() -> None:
         0.0, [*demands, never], [Demand("c", 1.0, 10, 0.05, 1)], {0.1: 1}, model, capacity
     )
     at, tier = np.ones(1), np.zeros(1, dtype=np.int64)
-    load = CommittedLoad(at, at, tier, at, tier, at, tier)
+    load = TierLoad(at, at, tier, at, tier, at, tier)
     judge_one(
         0.0,
         load,

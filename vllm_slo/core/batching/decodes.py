@@ -154,6 +154,7 @@ def warm_up() -> None:
     rows.load()
     rows.limit_s(0.0, 0.1)
     limit_of(0.0, DecodeView("r", 1.0, 1.0, 1.0, 1.0), 0.1)
+    due_in_window(0.0, 0.0, 1.0, True, 1.0, 1.0, 10)
 
 
 @jit
@@ -188,6 +189,28 @@ def _load(tokens: Ints, context: Ints) -> tuple[int, int, int]:
 
 
 @jit
+def due_in_window(
+    start_s: float,
+    window_s: float,
+    place: float,
+    begun: bool,
+    expected: float,
+    tpot_s: float,
+    window: int,
+) -> tuple[float, float, float]:
+    """(due_s, window_end_s, window_left) of one request; see `Decodes.in_windows`."""
+    if tpot_s == np.inf:
+        return np.inf, np.inf, 1.0
+    at_s, held = window_s, place
+    if not begun:
+        at_s, held = start_s, max(held - 1.0, 0.0)
+    elif held >= window:
+        at_s, held = start_s, held % window
+    due_s = at_s + min(held + expected, float(window)) * tpot_s
+    return due_s, at_s + window * tpot_s, max((window - held) / expected, 1.0)
+
+
+@jit
 def _due(
     start_s: float,
     window_s: Floats,
@@ -200,15 +223,7 @@ def _due(
     count = len(place)
     due_s, end_s, left = np.empty(count), np.empty(count), np.empty(count)
     for i in range(count):
-        if tpot_s[i] == np.inf:
-            due_s[i], end_s[i], left[i] = np.inf, np.inf, 1.0
-            continue
-        at_s, held = window_s[i], place[i]
-        if not begun[i]:
-            at_s, held = start_s, max(held - 1.0, 0.0)
-        elif held >= window:
-            at_s, held = start_s, held % window
-        due_s[i] = at_s + min(held + expected[i], float(window)) * tpot_s[i]
-        end_s[i] = at_s + window * tpot_s[i]
-        left[i] = max((window - held) / expected[i], 1.0)
+        due_s[i], end_s[i], left[i] = due_in_window(
+            start_s, window_s[i], place[i], begun[i], expected[i], tpot_s[i], window
+        )
     return due_s, end_s, left

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV blocks: how many there are, who holds them, what a request needs. Only this reads vLLM's KV
+"""KV blocks: how many there are, which request holds them, what one needs. Only this reads vLLM's KV
 cache manager."""
 
 from __future__ import annotations

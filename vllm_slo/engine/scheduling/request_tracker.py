@@ -12,7 +12,7 @@ FINISH_WEIGHT = 0.1
 
 
 class RequestTracker:
-    """Who is live. Only this says who is promised, so that its indexes hold.
+    """Follows the live requests. Only this changes whether one is promised, so its indexes hold.
 
     Args:
         now_s: the time.

@@ -9,9 +9,9 @@ import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.batching.decodes import NONE as NO_DECODES
-from vllm_slo.core.batching.decodes import Decodes
+from vllm_slo.core.batching.decodes import Decodes, due_in_window
 from vllm_slo.core.lengths.output_length import LengthPrediction
-from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, Demand, PrefillView
+from vllm_slo.core.types import BestEffortView, DecodeView, Demand, PrefillView
 from vllm_slo.engine.scheduling.decode_model import TokenYields
 from vllm_slo.engine.scheduling.request_facts import is_decoding, tokens_to_next_sample
 from vllm_slo.engine.scheduling.slo_request import SLORequest
@@ -37,26 +37,15 @@ def decode_view(
     a window may overrun (SLOs-Serve, section 3.2.3: an SLO is strengthened under uncertainty).
     """
     request = tracked.request
-    tokens = max(request.num_tokens_with_spec - request.num_tokens + 1, 1)
-    name, context = request.request_id, request.num_computed_tokens
-    if tracked.tpot_s == INFINITY:
-        return DecodeView(name, INFINITY, INFINITY, 1, INFINITY, tokens, context)
-    tpot_s = tracked.tpot_s * strength
     window_s, held = tracked.tpot.measure.open_window
     place = held + (request.num_output_placeholders if in_flight is None else in_flight)
-    if tracked.first_token_s is None:
-        window_s, place = start_s, max(place - 1, 0)
-    elif place >= tracked.window:
-        window_s, place = start_s, place % tracked.window
-    return DecodeView(
-        name,
-        window_s + min(place + expected, tracked.window) * tpot_s,
-        window_s + tracked.window * tpot_s,
-        max((tracked.window - place) / expected, 1.0),
-        tpot_s,
-        tokens,
-        context,
+    tpot_s, begun = tracked.tpot_s * strength, tracked.first_token_s is not None
+    due = due_in_window(
+        *(start_s, window_s, float(place), begun),
+        *(float(expected), tpot_s, tracked.window),
     )
+    tokens = max(request.num_tokens_with_spec - request.num_tokens + 1, 1)
+    return DecodeView(request.request_id, *due, tpot_s, tokens, request.num_computed_tokens)
 
 
 def decode_rows(

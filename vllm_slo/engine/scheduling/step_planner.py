@@ -175,13 +175,13 @@ class StepPlanner:
     def _order(
         self, preempt: list[Request], waiting: list[Request], places: int, free_blocks: int
     ) -> list[Request]:
-        """Put best effort in order, in place: who runs, and the first of those who wait. Returns
-        who gives up a place for them.
+        """Put best effort in order, in place: the running requests, and the first of the waiting
+        ones. Returns the running requests that give up their place to these.
 
         Args:
-            preempt: who has to already, for promises.
-            waiting: best effort that waits.
-            places: seats that nobody holds, or is about to.
+            preempt: requests that are preempted for promises already.
+            waiting: best-effort requests that wait.
+            places: seats that are free and that no promise is about to take.
             free_blocks: KV blocks likewise.
         """
         order, out = self._best_effort, set(preempt)
@@ -196,7 +196,7 @@ class StepPlanner:
         return [request for request in chosen if self._state.frees_blocks(request)]
 
     def _finds_headroom(self, one: SLORequest) -> bool:
-        """Whether a request may begin without a promise; nobody behind one who may not."""
+        """Whether a request may begin without a promise. Behind one that may not, none may."""
         self.holding = self.holding or not self._starts.has_headroom(one)
         return not self.holding
 

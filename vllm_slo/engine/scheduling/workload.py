@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_slo.core.admission.program import PLAIN, Capacity, work_tokens
-from vllm_slo.core.batching import decodes
-from vllm_slo.core.batching.decodes import Decodes
+from vllm_slo.core.batching.decodes import Decodes, warm_up
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.sessions.end_to_end import end_to_end_pace
@@ -123,7 +122,7 @@ class Workload:
         self._decoding_load: tuple[tuple[int, int], _DecodingLoad] | None = None
         self._needs: dict[str, _Need] = {}
         self._needs_of = -1
-        decodes.warm_up()
+        warm_up()
         lengths.expected_hold("", 1, 1, None, 0)  # compiles it now
 
     # What one request asks.
