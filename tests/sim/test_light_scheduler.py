@@ -400,7 +400,7 @@ def test_rough_traffic(policy: str, method: str | None, config_folder: Path) -> 
 def test_what_the_twin_does_not_know_it_refuses(
     options: dict[str, Any], config_folder: Path
 ) -> None:
-    with pytest.raises(ValueError, match="drafts of one length, no LoRA"):
+    with pytest.raises(ValueError, match="drafts of one length, but no LoRA"):
         VirtualEngine(LightScheduler, config_folder, lambda shape: 0.01, **options)
 
 

@@ -338,7 +338,12 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
         text=True,
         timeout=patience(280),
         check=False,
-        env=environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)},
+        env=environment()
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(SUPPORT),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        },
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return Said(SEED, folder, json.loads((folder / "said.json").read_text()))
