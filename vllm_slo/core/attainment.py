@@ -75,22 +75,22 @@ class WindowTPOT:
         """Record ``count`` tokens that arrived together at ``time_s`` (never before the last)."""
         if self._tokens and not time_s >= self._last_s:
             raise ValueError(f"token times must not decrease: {time_s} after {self._last_s}")
-        if count == 1:
-            self._add_one(time_s)
-            return
-        for _ in range(count):
-            self._add_one(time_s)
-
-    def _add_one(self, time_s: float) -> None:
-        self._tokens += 1
-        self._last_s = time_s
-        if self._tokens == 1:
+        if not self._tokens:
+            self._tokens, count = 1, count - 1
             self._start_s = self.open_start_s = time_s
-            return
-        self._gaps += 1
-        self.open_tokens += 1
-        if self.open_tokens < self._window:
-            return
+        self._last_s = time_s
+        self._tokens += count
+        room = self._window - self.open_tokens
+        while count >= room:
+            self._gaps += room
+            count -= room
+            room = self._window
+            self._close(time_s)
+        self._gaps += count
+        self.open_tokens += count
+
+    def _close(self, time_s: float) -> None:
+        """A window is full."""
         if self._gaps == 2 * self._window:
             closed_s = (self._end_s - self._start_s) / self._window
             self._closed_worst_s = max(self._closed_worst_s, closed_s)

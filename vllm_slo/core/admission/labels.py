@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from vllm_slo.core.admission.budget_line import (
     EPS,
+    TPOT,
+    WEIGHT,
     Engine,
     Floats,
     Ints,
@@ -281,3 +283,79 @@ def best_set(
         ):
             best = label
     return int(labels.chosen[best])
+
+
+@jit
+def tiers_of_requests(tpot_s: Floats, tpots: Floats) -> Ints:
+    """(N,) tiers of requests by their TPOT: `core.admission.tiers.tier_of`."""
+    tier = np.empty(len(tpot_s), dtype=np.int64)
+    for i in range(len(tpot_s)):
+        tier[i] = max(np.searchsorted(tpots, tpot_s[i], side="right") - 1, 0)
+    return tier
+
+
+@jit
+def decode_costs(
+    tier: Ints,
+    context: Floats,
+    tpots: Floats,
+    decoding: Ints,
+    decoding_context: float,
+    tokens_in: float,
+    kv_price: float,
+) -> Floats:
+    """(2, L) TPOTs and weights: what a decode token of a tier costs, with the reading of its KV.
+
+    A step reads the KV of the requests that decode in it, not of all that run. So the reading is
+    charged to the token: a request that draws a token every other step pays every other.
+
+    Args:
+        tier: (N,) of the requests before their first token.
+        context: (N,) KV tokens that they will read.
+        tpots: (L,) TPOTs of the tiers.
+        decoding: (L,) requests that decode.
+        decoding_context: KV tokens that those read in one step, together.
+        tokens_in: tokens that a step verifies for a request.
+        kv_price: tokens that reading one token's KV costs.
+    """
+    costs = np.empty((2, len(tpots)))
+    each = decoding_context / max(decoding.sum(), 1)
+    for t in range(len(tpots)):
+        total, count = 0.0, 0
+        for i in range(len(tier)):
+            if tier[i] == t:
+                total += context[i]
+                count += 1
+        total += decoding[t] * each
+        count += decoding[t]
+        costs[TPOT, t] = tpots[t]
+        costs[WEIGHT, t] = tokens_in + kv_price * total / max(count, 1)
+    return costs
+
+
+@jit
+def choose(
+    table: Floats,
+    tpots: Floats,
+    decoding: Ints,
+    decoding_context: float,
+    tokens_in: float,
+    kv_price: float,
+    engine: Engine,
+    free_blocks: float,
+    free_seats: int,
+    most: int,
+) -> int:
+    """`best_set` of requests in a table.
+
+    Args:
+        table: (7, N), in deadline order: seconds to the deadline, prefill tokens, TPOT, blocks,
+            value, context tokens, 1 where it is promised already; see `Requests`.
+        tpots, decoding, decoding_context, tokens_in, kv_price: as `decode_costs` takes them.
+        engine, free_blocks, free_seats, most: as `best_set` takes them.
+    """
+    tier = tiers_of_requests(table[2], tpots)
+    costs = decode_costs(tier, table[5], tpots, decoding, decoding_context, tokens_in, kv_price)
+    until_s = np.maximum(table[0], 0.0)
+    requests = Requests(until_s, table[1], tier, table[3], table[4], table[6] > 0.0)
+    return best_set(requests, decoding, costs, engine, free_blocks, free_seats, most)

@@ -23,9 +23,9 @@ from typing import Final
 
 import numpy as np
 
-from vllm_slo.core.admission.budget_line import Engine, Floats, Ints, prefill_wait
+from vllm_slo.core.admission.budget_line import Engine, prefill_wait
 from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, TierLoad, judge_one
-from vllm_slo.core.admission.labels import Requests, best_set
+from vllm_slo.core.admission.labels import choose, decode_costs, tiers_of_requests
 from vllm_slo.core.admission.tiers import kv_per_token, tier_of, tiers_of
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import AdmissionPlan, Demand
@@ -104,7 +104,7 @@ def engine_of(model: StepTimeModel, capacity: Capacity) -> Engine:
 
 
 class _Instance:
-    """One problem in arrays, in deadline order; running promises before new requests on a tie."""
+    """One problem, in deadline order; running promises before new requests on a tie."""
 
     def __init__(
         self,
@@ -119,62 +119,35 @@ class _Instance:
     ) -> None:
         ranked = sorted(
             [(d.deadline_s, 0, d.request_id, d) for d in committed]
-            + [(d.deadline_s, 1, d.request_id, d) for d in new],
-            key=lambda row: row[:3],
+            + [(d.deadline_s, 1, d.request_id, d) for d in new]
         )
-        demands = [row[3] for row in ranked]
         self.capacity = capacity
         self.new = [row[3] for row in ranked if row[1]]
-        self.tpots = tiers_of([d.tpot_s for d in demands] + list(decoding)) or [math.inf]
-        self.requests = Requests(
-            deadline_s=np.array([max(d.deadline_s - now_s, 0.0) for d in demands]),
-            prefill=np.array([float(d.prefill_tokens) for d in demands]),
-            tier=self._tier([d.tpot_s for d in demands]),
-            blocks=np.array([float(d.blocks) for d in demands]),
-            values=np.array([float(d.value) for d in demands]),
-            forced=np.array([row[1] == 0 for row in ranked], dtype=np.bool_),
-        )
-        self.decoding = np.zeros(len(self.tpots), dtype=np.int64)
-        for tpot, count in decoding.items():
-            self.decoding[tier_of(tpot, self.tpots)] += count
+        columns = [
+            (
+                *(d.deadline_s - now_s, d.prefill_tokens, d.tpot_s, d.blocks),
+                *(d.value, d.context_tokens, not is_new),
+            )
+            for _, is_new, _, d in ranked
+        ]
+        self.table = np.array(columns, dtype=np.float64).T.copy()
+        tpots = tiers_of([row[3].tpot_s for row in ranked] + list(decoding)) or [math.inf]
+        running = [0] * len(tpots)
+        for tpot_s, count in decoding.items():
+            running[tier_of(tpot_s, tpots)] += count
+        self.tpots = np.array(tpots)
+        self.decoding = np.array(running, dtype=np.int64)
         self.engine = engine_of(model, capacity)
-        reading = self._reading(demands, decoding_context, model)
-        self.tiers = np.stack([np.array(self.tpots), tokens_in + reading])
-
-    def _tier(self, tpots: Sequence[float]) -> Ints:
-        return np.array([tier_of(tpot_s, self.tpots) for tpot_s in tpots], dtype=np.int64)
-
-    def _reading(
-        self, demands: Sequence[Demand], decoding_context: int, model: StepTimeModel
-    ) -> Floats:
-        """(L,) what a decode token of a tier costs besides itself: its KV is read.
-
-        A step reads the KV of the requests that decode in it, not of all that run. So the reading
-        is charged to the token: a request that draws a token every other step pays every other.
-        """
-        total = np.zeros(len(self.tpots))
-        count = np.zeros(len(self.tpots))
-        for place, demand in zip(self.requests.tier, demands, strict=True):
-            total[place] += demand.context_tokens
-            count[place] += 1
-        total += self.decoding * (decoding_context / max(int(self.decoding.sum()), 1))
-        count += self.decoding
         price = kv_per_token(model, int(self.engine.most_tokens))
-        return np.asarray(price * total / np.maximum(count, 1))
+        self.load = self.tpots, self.decoding, float(decoding_context), tokens_in, price
 
     def solve(self) -> list[Demand]:
         """The admitted requests in deadline order."""
         if not self.new:
             return []
-        bits = best_set(
-            self.requests,
-            self.decoding,
-            self.tiers,
-            self.engine,
-            float(self.capacity.blocks),
-            self.capacity.seats,
-            MAX_LABELS,
-        )
+        capacity = self.capacity
+        free = float(capacity.blocks), capacity.seats
+        bits = choose(self.table, *self.load, self.engine, *free, MAX_LABELS)
         return [demand for number, demand in enumerate(self.new) if bits >> number & 1]
 
     def refusals(self, admitted: Sequence[Demand]) -> dict[str, tuple[str, float]]:
@@ -184,12 +157,15 @@ class _Instance:
             return {}
         capacity, wait_s = self.capacity, max(self.capacity.finish_interval_s, 0.0)
         spare_blocks = capacity.blocks - sum(d.blocks for d in admitted)
-        forced = self.requests.forced
-        tier = np.append(self.requests.tier[forced], self._tier([d.tpot_s for d in admitted]))
-        counts = self.decoding + np.bincount(tier, minlength=len(self.tpots))
-        backlog = float(self.requests.prefill[forced].sum())
-        backlog += sum(d.prefill_tokens for d in admitted)
+        _, prefill, tpot_s, _, _, context, forced = self.table
+        tier, promised = tiers_of_requests(tpot_s, self.tpots), forced > 0.0
+        costs = decode_costs(tier, context, *self.load)
         taken = {d.request_id for d in admitted}
+        served = tiers_of_requests(np.array([d.tpot_s for d in admitted]), self.tpots)
+        counts = self.decoding + np.bincount(tier[promised], minlength=len(self.tpots))
+        counts += np.bincount(served, minlength=len(self.tpots))
+        backlog = float(prefill[promised].sum())
+        backlog += sum(d.prefill_tokens for d in admitted)
         refused: dict[str, tuple[str, float]] = {}
         for demand in self.new:
             if demand.request_id in taken:
@@ -200,9 +176,9 @@ class _Instance:
                 refused[demand.request_id] = "seats", wait_s
             else:
                 beside = counts.copy()
-                beside[tier_of(demand.tpot_s, self.tpots)] += 1
+                beside[tier_of(demand.tpot_s, self.tpots.tolist())] += 1
                 work = backlog + demand.prefill_tokens
-                wait = prefill_wait(work, beside, self.tiers, self.engine)
+                wait = prefill_wait(work, beside, costs, self.engine)
                 reason = "prefill" if wait.sustainable else "decode"
                 refused[demand.request_id] = reason, wait.seconds or wait_s
         return refused

@@ -4,7 +4,7 @@ hundreds of them is planned by a few compiled calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -90,9 +90,16 @@ class Decodes(NamedTuple):
         """(tokens, context tokens, query-key pairs) of one decode step of each."""
         return _load(self.tokens, self.context_tokens)
 
-    def due_before(self, time_s: float) -> Decodes:
-        """Those whose next token is due before a time."""
-        return self.where(self.due_s < time_s)
+    def load_before(self, time_s: float) -> tuple[int, int, int]:
+        """`load` of those whose next token is due before a time."""
+        return _load_before(self.tokens, self.context_tokens, self.due_s, time_s)
+
+    def parted(self, time_s: float) -> tuple[Part, Part]:
+        """Those whose next token is due before a time, and the others."""
+        early, all_of_them = self.load_before(time_s), self.load()
+        late = [whole - part for whole, part in zip(all_of_them, early, strict=True)]
+        mask = self.due_s < time_s
+        return Part(self, mask, *early), Part(self, ~mask, *late)
 
     def where(self, mask: NDArray[np.bool_]) -> Decodes:
         """Those that a (n,) mask marks."""
@@ -129,6 +136,31 @@ class Decodes(NamedTuple):
         return [row[1:] for row in sorted(rows)]
 
 
+class Part(NamedTuple):
+    """Some of the requests.
+
+    Attributes:
+        rows: all of them.
+        mask: (n,) which are meant.
+        tokens, context_tokens, pairs: their `Decodes.load`.
+    """
+
+    rows: Decodes
+    mask: NDArray[np.bool_]
+    tokens: int
+    context_tokens: int
+    pairs: int
+
+    def grants(self) -> Iterable[tuple[str, int]]:
+        """(id, tokens) of each."""
+        grants = zip(self.rows.request_ids, self.rows.tokens.tolist(), strict=True)
+        return compress(grants, self.mask.tolist())
+
+    def by_due(self) -> list[tuple[str, int, int]]:
+        """(id, tokens, context tokens) of each, by due time."""
+        return self.rows.where(self.mask).by_due()
+
+
 _FLOATS, _INTS = np.empty(0), np.empty(0, dtype=np.int64)
 NONE = Decodes((), _FLOATS, _FLOATS, _FLOATS, _FLOATS, _INTS, _INTS)
 """No request."""
@@ -152,6 +184,7 @@ def warm_up() -> None:
     begun = np.ones(1, dtype=np.bool_)
     rows = Decodes.in_windows(["r"], 0.0, (one, one), begun, one, one, 10, (ones, ones))
     rows.load()
+    rows.load_before(0.0)
     rows.limit_s(0.0, 0.1)
     limit_of(0.0, DecodeView("r", 1.0, 1.0, 1.0, 1.0), 0.1)
     due_in_window(0.0, 0.0, 1.0, True, 1.0, 1.0, 10)
@@ -185,6 +218,17 @@ def _load(tokens: Ints, context: Ints) -> tuple[int, int, int]:
         total += tokens[i]
         read += context[i]
         pairs += tokens[i] * context[i] + tokens[i] * (tokens[i] + 1) // 2
+    return total, read, pairs
+
+
+@jit
+def _load_before(tokens: Ints, context: Ints, due_s: Floats, time_s: float) -> tuple[int, int, int]:
+    total = read = pairs = 0
+    for i in range(len(tokens)):
+        if due_s[i] < time_s:
+            total += tokens[i]
+            read += context[i]
+            pairs += tokens[i] * context[i] + tokens[i] * (tokens[i] + 1) // 2
     return total, read, pairs
 
 

@@ -20,9 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from vllm_slo.core.batching.decodes import EPS_S, NONE, Decodes
+from vllm_slo.core.batching.decodes import EPS_S, Decodes, Part
 from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
 
@@ -84,18 +82,19 @@ def plan_step(
     shortest = model.predict_s(decoding, context, pairs=pairs)
     limit = decodes.limit_s(start_s, shortest)
     batch.set_limits(limit, _meet_next_deadline(batch, limit, decodes, prefills))
-    urgent, patient = _split_by_urgency(batch, decodes)
+    # Decodes that must be in this step, and those that may wait for the next.
+    urgent, patient = decodes.parted(start_s + 2 * min(batch.limit_s, batch.longest_s) - EPS_S)
     batch.grant_decodes(urgent, forced=True)
     kept = batch.reserve(
         min(limits.best_effort_tokens, sum(b.remaining_tokens for b in best_effort))
     )
-    held = batch.grant_prefills(prefills, may_start, patient.load()[0])
+    held = batch.grant_prefills(prefills, may_start, patient.tokens)
     batch.grant_decodes(patient, forced=False)
     batch.grant_prefills(prefills, may_start, 0, held)
     batch.release(kept)
     batch.grant_best_effort(best_effort, kept)
     if kept:  # tokens that best effort could not use, for want of a seat
-        batch.grant_decodes(_without_tokens(batch, patient), forced=False)
+        batch.grant_lacking(patient)
         batch.grant_prefills(prefills, may_start, 0, held)
     if held and not batch.used:  # an empty step would gain nothing by holding back
         batch.grant_prefills(prefills, lambda _: True, 0)
@@ -126,27 +125,13 @@ def _meet_next_deadline(
             break
         needed = model.predict_s(due + decoding, ahead + context, pairs=pairs + ahead + context)
         if needed > left + EPS_S:  # with the decodes that cannot wait for the step after
-            tokens, held, more = decodes.due_before(prefill.deadline_s + full).load()
+            tokens, held, more = decodes.load_before(prefill.deadline_s + full)
             needed = model.predict_s(due + tokens, ahead + held, pairs=pairs + ahead + more)
         # Ends in this step only if the next one would come too late for it.
         following = model.predict_s(decoding + 1, ahead + context)
         if needed <= left + EPS_S and left < full + following:
             limit = min(limit, max(left, needed))
     return limit
-
-
-def _split_by_urgency(batch: _Batch, decodes: Decodes) -> tuple[Decodes, Decodes]:
-    """Decodes that must be in this step, and those that may wait for the next."""
-    next_end = batch.start_s + 2 * min(batch.limit_s, batch.longest_s) - EPS_S
-    mask = decodes.due_s < next_end
-    urgent = decodes.where(mask)
-    return urgent, NONE if urgent is decodes else decodes.where(~mask)
-
-
-def _without_tokens(batch: _Batch, decodes: Decodes) -> Decodes:
-    """Those that have no tokens in the step so far."""
-    lacking = [not batch.tokens[name] for name in decodes.request_ids]
-    return decodes.where(np.array(lacking, dtype=np.bool_))
 
 
 class _Batch:
@@ -211,21 +196,21 @@ class _Batch:
             if not before:
                 self.context += context
 
-    def grant_decodes(self, decodes: Decodes, *, forced: bool) -> None:
+    def grant_decodes(self, decodes: Part, *, forced: bool) -> None:
         """Grant one decode step each, by due time where not all fit.
 
         ``forced`` ones are granted beyond the limit, up to the engine's own: all of them slightly
         late is better than some of them far too late.
         """
         limit = INFINITY if forced else self.limit_s
-        tokens, context, pairs = decodes.load()
+        tokens, context, pairs = decodes.tokens, decodes.context_tokens, decodes.pairs
         after = self.used + self.reserved + tokens
         if after <= self.limits.max_step_tokens and (
             forced
             or self.model.predict_s(after, self.context + context, pairs=self.pairs + pairs)
             <= limit
         ):
-            self.tokens.update(zip(decodes.request_ids, decodes.tokens.tolist(), strict=True))
+            self.tokens.update(decodes.grants())
             self.used += tokens
             self.context += context
             self.pairs += pairs
@@ -233,6 +218,12 @@ class _Batch:
         for request_id, tokens, context in decodes.by_due():
             fits = self.fits_decode(limit, tokens, context)
             self.add(request_id, tokens if fits else 0, context)
+
+    def grant_lacking(self, decodes: Part) -> None:
+        """Grant those a decode step that have none so far, as far as they fit."""
+        for request_id, tokens, context in decodes.by_due():
+            if not self.tokens[request_id] and self.fits_decode(self.limit_s, tokens, context):
+                self.add(request_id, tokens, context)
 
     def grant_prefills(
         self,

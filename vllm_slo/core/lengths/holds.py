@@ -13,6 +13,32 @@ Ints = NDArray[np.int64]
 
 
 @jit
+def hold(
+    ranked: Ints,
+    class_longest: int,
+    parts: int,
+    prompt: int,
+    cap: int,
+    declared: int,
+    done: int,
+) -> int:
+    """`holds_of` one request."""
+    now = prompt + done + 1
+    if declared > done:
+        return max(prompt + min(declared, cap), now)
+    longer = np.searchsorted(ranked, done, side="right")
+    survivors = len(ranked) - longer
+    longest, most = min(cap, class_longest), 0
+    for part in range(parts if survivors > 0 else 0):
+        passed = part * survivors // parts
+        length = min(ranked[longer + passed], longest)
+        most = max(most, (prompt + length) * (survivors - passed) // survivors)
+        if length == longest:  # fewer and fewer are there from here on
+            break
+    return max(most, now)
+
+
+@jit
 def holds_of(
     ranked: Ints,
     class_longest: int,
@@ -36,18 +62,6 @@ def holds_of(
     """
     holds = np.empty(len(prompt), dtype=np.int64)
     for i in range(len(prompt)):
-        now = prompt[i] + done[i] + 1
-        if declared[i] > done[i]:
-            holds[i] = max(prompt[i] + min(declared[i], cap[i]), now)
-            continue
-        longer = np.searchsorted(ranked, done[i], side="right")
-        survivors = len(ranked) - longer
-        longest, most = min(cap[i], class_longest), 0
-        for part in range(parts if survivors > 0 else 0):
-            passed = part * survivors // parts
-            length = min(ranked[longer + passed], longest)
-            most = max(most, (prompt[i] + length) * (survivors - passed) // survivors)
-            if length == longest:  # fewer and fewer are there from here on
-                break
-        holds[i] = max(most, now)
+        one = prompt[i], cap[i], declared[i], done[i]
+        holds[i] = hold(ranked, class_longest, parts, *one)
     return holds

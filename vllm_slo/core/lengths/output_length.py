@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_slo.core.lengths.holds import holds_of
+from vllm_slo.core.jit import jit
+from vllm_slo.core.lengths.holds import hold, holds_of
 
 Ints = NDArray[np.int64]
 
@@ -30,8 +31,8 @@ Source = Literal["declared", "quantile", "learnt", "cap"]
 regressor that learnt from all requests (`core.lengths.forecast`), or ``max_tokens``."""
 
 
-_Seen: TypeAlias = tuple[int, bool]
-"""(tokens of an answer, whether it was cut off there)."""
+_Seen: TypeAlias = int
+"""An answer that was seen: twice its tokens, and 1 more where it was cut off there."""
 
 ROUNDING = 1e-6
 """Answers: so little below a whole number is that number."""
@@ -73,44 +74,48 @@ class OutputLengthPredictor:
         self._min_samples = min_samples
         self._arrivals: dict[str, deque[_Seen]] = {}
         self._seen: dict[str, list[_Seen]] = {}
-        self._samples: dict[str, list[int]] = {}
+        self._samples: dict[str, Ints] = {}
         self._ends: dict[str, int] = {}
-        self._arrays: dict[str, Ints] = {}
+
+    def warm_up(self) -> None:
+        """Compile what steps call now instead of in the first step."""
+        one = np.ones(1, dtype=np.int64)
+        self.expected_hold("", 1, 1, None, 0)
+        self.expected_holds("", one, one, one, one)
 
     def observe(self, slo_class: str, tokens: int, *, cut_off: bool = False) -> None:
         """Record that a request of this class ended by itself after ``tokens`` tokens, or that its
         cap ``cut_off`` its answer there."""
         arrivals = self._arrivals.setdefault(slo_class, deque())
         seen = self._seen.setdefault(slo_class, [])
-        arrivals.append((tokens, cut_off))
-        insort(seen, (tokens, cut_off))
+        newest = 2 * tokens + cut_off
+        arrivals.append(newest)
+        insort(seen, newest)
         ends = self._ends.get(slo_class, 0) + (not cut_off)
         if len(arrivals) > self._window:
             oldest = arrivals.popleft()
-            seen.pop(bisect_right(seen, oldest) - 1)
-            ends -= not oldest[1]
+            del seen[bisect_left(seen, oldest)]
+            ends -= oldest % 2 == 0
         self._ends[slo_class] = ends
         self._samples.pop(slo_class, None)
-        self._arrays.pop(slo_class, None)
 
-    def _ranked(self, slo_class: str) -> Sequence[int]:
+    def _ranked(self, slo_class: str) -> Ints:
         """The lengths of a class in ascending order, as many as were seen, with those that were cut
         off replaced by what they would have become; `UNSEEN` where that is not known."""
-        if slo_class not in self._seen:
-            return ()
         sample = self._samples.get(slo_class)
         if sample is None:
-            sample = self._samples[slo_class] = _product_limit(self._seen[slo_class])
+            seen = np.array(self._seen.get(slo_class, ()), dtype=np.int64)
+            sample = self._samples[slo_class] = _product_limit(seen)
         return sample
 
     def _got_to(self, slo_class: str, tokens: int) -> int:
         """How many answers of a class were at least so long."""
         seen = self._seen[slo_class]
-        return len(seen) - bisect_left(seen, (tokens, False))
+        return len(seen) - bisect_left(seen, 2 * tokens)
 
     def _longest(self, slo_class: str) -> int:
         """The longest answer of a class that was seen, whether it ended there or was cut off."""
-        return self._seen[slo_class][-1][0]
+        return self._seen[slo_class][-1] // 2
 
     def predict(
         self,
@@ -135,7 +140,7 @@ class OutputLengthPredictor:
         survivors = len(ranked) - longer
         if survivors > 0:
             share = self._quantile if quantile is None else quantile
-            length = ranked[longer + math.ceil(share * survivors) - 1]
+            length = int(ranked[longer + math.ceil(share * survivors) - 1])
             if length < UNSEEN and self._ends[slo_class] >= self._min_samples:
                 return LengthPrediction(max(min(length, max_tokens), floor), "quantile")
             if length >= max_tokens and self._got_to(slo_class, max_tokens) >= self._min_samples:
@@ -155,8 +160,9 @@ class OutputLengthPredictor:
             return ()
         known = self._ends[slo_class] >= self._min_samples
         place = longer + math.ceil(self._quantile * survivors) - 1
-        quantile = ranked[place] if known else UNSEEN
-        looks = [ranked[longer + part * survivors // self.PARTS] for part in range(self.PARTS)]
+        quantile = int(ranked[place]) if known else UNSEEN
+        steps = [longer + part * survivors // self.PARTS for part in range(self.PARTS)]
+        looks = ranked[steps].tolist()
         longest = self._longest(slo_class)
         return (quantile, *(min(length, longest) for length in looks), survivors)
 
@@ -179,8 +185,8 @@ class OutputLengthPredictor:
         A declared length is believed. If too little is known of the class, only what is needed next
         is set aside.
         """
-        columns = (prompt, max_tokens, declared or 0, generated)
-        return int(self.expected_holds(slo_class, *np.array(columns, dtype=np.int64)[:, None])[0])
+        known = self._believed(slo_class)
+        return int(hold(*known, self.PARTS, prompt, max_tokens, declared or 0, generated))
 
     def expected_holds(
         self, slo_class: str, prompt: Ints, max_tokens: Ints, declared: Ints, generated: Ints
@@ -189,33 +195,38 @@ class OutputLengthPredictor:
 
         A declared length of 0 is none.
         """
+        known = self._believed(slo_class)
+        return holds_of(*known, self.PARTS, prompt, max_tokens, declared, generated)
+
+    def _believed(self, slo_class: str) -> tuple[Ints, int]:
+        """The ranked lengths of a class and the longest one that was seen; none until there are
+        enough of them."""
         ranked = self._ranked(slo_class)
-        believed = len(ranked) >= self._min_samples
-        if slo_class not in self._arrays:
-            self._arrays[slo_class] = np.array(ranked if believed else (), dtype=np.int64)
-        longest = self._longest(slo_class) if believed else 0
-        columns = prompt, max_tokens, declared, generated
-        return holds_of(self._arrays[slo_class], longest, self.PARTS, *columns)
+        if len(ranked) < self._min_samples:
+            return ranked[:0], 0
+        return ranked, self._longest(slo_class)
 
 
-def _product_limit(seen: Sequence[_Seen]) -> list[int]:
+@jit
+def _product_limit(seen: Ints) -> Ints:
     """Quantiles at 1/2n, 3/2n and so on of the product-limit estimator's distribution: n lengths
-    for the n answers ``seen`` (ascending).
+    for the n answers ``seen`` (`_Seen`, ascending).
 
     If no answer was cut off, these are the lengths that were seen. If the longest answers were cut
     off, the estimator does not tell the largest lengths; these are `UNSEEN`.
     """
-    count = len(seen)
+    count, found = len(seen), 0
     survival = 1.0
-    sample: list[int] = []
-    for place, (tokens, cut_off) in enumerate(seen):
-        if cut_off:
+    sample = np.full(count, UNSEEN, dtype=np.int64)
+    for place in range(count):
+        if seen[place] % 2:
             continue
         survival *= 1.0 - 1.0 / (count - place)
         ended = (1.0 - survival) * count + ROUNDING
-        while len(sample) + 0.5 <= ended:
-            sample.append(tokens)
-    return sample + [UNSEEN] * (count - len(sample))
+        while found < count and found + 0.5 <= ended:
+            sample[found] = seen[place] // 2
+            found += 1
+    return sample
 
 
 def length_of(points: Sequence[int], max_tokens: int, declared: int | None) -> int:

@@ -46,10 +46,20 @@ class StagedTPOT:
         tpot_s: its objective.
         tokens: of it, so far.
         tightest_s: the tightest from here on, itself included.
+        is_last: whether no other stage follows.
         measure: its windows.
     """
 
-    __slots__ = ("_done", "_kept", "_tpots_s", "measure", "stage", "tightest_s", "tokens")
+    __slots__ = (
+        "_done",
+        "_kept",
+        "_tpots_s",
+        "is_last",
+        "measure",
+        "stage",
+        "tightest_s",
+        "tokens",
+    )
 
     def __init__(self, tpots_s: Sequence[float], window: int) -> None:
         self._tpots_s = tuple(tpots_s)
@@ -57,6 +67,7 @@ class StagedTPOT:
         self._kept = True
         self.tokens = 0
         self.stage = 0
+        self.is_last = len(self._tpots_s) == 1
         self.tightest_s = min(self._tpots_s)
         self.measure = WindowTPOT(window)
 
@@ -69,11 +80,6 @@ class StagedTPOT:
         """How many stages the answer has."""
         return len(self._tpots_s)
 
-    @property
-    def is_last(self) -> bool:
-        """Whether no other stage follows."""
-        return self.stage + 1 == len(self._tpots_s)
-
     def add(self, time_s: float, count: int = 1) -> None:
         """Record tokens of the stage that goes on."""
         self.measure.add(time_s, count)
@@ -85,6 +91,7 @@ class StagedTPOT:
         self._done.append((self.measure, self.tokens))
         self._kept = self._kept and _keeps(self.tpot_s, self.measure.worst_s)
         self.stage += 1
+        self.is_last = self.stage + 1 == len(self._tpots_s)
         self.tightest_s = min(self._tpots_s[self.stage :])
         ended, self.tokens = self.measure, 0
         self.measure = ended.successor()

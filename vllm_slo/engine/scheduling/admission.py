@@ -94,7 +94,8 @@ class AdmissionController:
 
     def asking(self, start_s: float, *others: SLORequest) -> list[SLORequest]:
         """The requests that the program is to consider in a step that begins at ``start_s``."""
-        asking = [t for t in (*self._tracker, *others) if t.wants_promise(start_s)]
+        unpromised = (*self._tracker.without_promise(), *others)
+        asking = [t for t in unpromised if t.wants_promise(start_s)]
         if self._quotas is not None:
             asking = [t for t in asking if t.request.request_id not in self._quotas.over]
         asking.sort(key=lambda t: (t.planned, t.deadline_s))
@@ -117,7 +118,8 @@ class AdmissionController:
             return
         self._tighten_end_to_end()
         if self._quotas is not None:
-            wanting = [t for t in self._tracker if t.wants_promise(start_s)]
+            unpromised = self._tracker.without_promise()
+            wanting = [t for t in unpromised if t.wants_promise(start_s)]
             waits = self._quotas.charge(wanting, self._clock.now_s, model)
             yield Ruling(refused=dict.fromkeys(waits, REASON), retry_after_s=waits)
         asking = self.asking(start_s)
@@ -130,7 +132,7 @@ class AdmissionController:
         reason = "expired" if self._can_promise else NO_CHUNKED_PREFILL
         hopeless = {
             t.request.request_id: reason
-            for t in self._tracker
+            for t in self._tracker.without_promise()
             if not t.planned
             and t.slo.effective_tier == "guaranteed"
             and not (self._can_promise and t.wants_promise(start_s))
@@ -140,8 +142,8 @@ class AdmissionController:
 
     def _tighten_end_to_end(self) -> None:
         """Answers with an end-to-end objective that began without a promise may have lost time."""
-        for tracked in self._tracker:
-            if tracked.end_s < INFINITY and tracked.decodes and not tracked.promised:
+        for tracked in self._tracker.without_promise():
+            if tracked.end_s < INFINITY and tracked.decodes:
                 length = self._workload.predicted_length(tracked).tokens
                 tracked.keep_end(max(length - tracked.request.num_output_tokens, 1))
 

@@ -180,6 +180,9 @@ class Controller:
             tracked.recorded += count  # a prompt that comes in parts begins its answer anew
             return
         first = tracked.first_token_s is None
+        if not first and tracked.tpot.is_last:
+            tracked.on_tokens(count, self._clock.now_s)
+            return
         while count and not tracked.tpot.is_last:
             stage, before = tracked.tpot.stage, tracked.tpot.tokens
             end = self._marks.end_of(tracked.request, tracked.slo, stage, before, count)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV blocks: how many there are, which request holds them, what one needs. Only this reads vLLM's KV
-cache manager."""
+"""KV blocks: how many there are, which request holds them, what one needs. Only this reads
+vLLM's KV cache manager."""
 
 from __future__ import annotations
 

@@ -55,6 +55,12 @@ class RequestTracker:
         """How many are promised their objectives now."""
         return len(self.live) - self.unpromised
 
+    def without_promise(self) -> list[SLORequest]:
+        """Those that are not promised, in the order in which they arrived."""
+        if not self.unpromised:
+            return []
+        return [tracked for tracked in self.live.values() if not tracked.promised]
+
     def promised_before_first_token(self) -> Iterable[SLORequest]:
         """Those that are promised and have no token yet, by promise."""
         return self._unstarted.values()

@@ -20,6 +20,7 @@ from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_views
 from vllm_slo.engine.scheduling.decode_model import DecodeModel, WayToDecode
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
+from vllm_slo.engine.scheduling.request_facts import is_decoding
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
@@ -47,8 +48,14 @@ class CommittedLoad(NamedTuple):
 
 
 class _DecodingLoad(NamedTuple):
-    """Of `CommittedLoad`, the part of the requests that decode."""
+    """Of `CommittedLoad`, the part of the requests that decode.
 
+    Attributes:
+        resuming: promised requests that had a token and are to be computed again first.
+        tpots_s, context, blocks: as in `CommittedLoad`.
+    """
+
+    resuming: Sequence[SLORequest]
     tpots_s: Mapping[float, int]
     context: int
     blocks: int
@@ -123,7 +130,7 @@ class Workload:
         self._needs: dict[str, _Need] = {}
         self._needs_of = -1
         warm_up()
-        lengths.expected_hold("", 1, 1, None, 0)  # compiles it now
+        lengths.warm_up()
 
     # What one request asks.
 
@@ -211,20 +218,24 @@ class Workload:
         return self._committed[1]
 
     def _load(self, start_s: float, model: StepTimeModel, origin_s: float) -> CommittedLoad:
-        promised = [t for t in self._tracker.live.values() if t.promised]
-        pending = [t for t in promised if not t.decodes]
-        demands = [self.demand(t, start_s, model, origin_s) for t in pending]
         asked = self._clock.ticks, self._tracker.decoding_changes
         if self._decoding_load is None or self._decoding_load[0] != asked:
-            decodes = [t for t in promised if t.decodes] if pending else promised
-            self._decoding_load = asked, self._load_of(decodes)
+            self._decoding_load = asked, self._load_of_decodes()
         decoding = self._decoding_load[1]
+        pending = [*self._tracker.promised_before_first_token(), *decoding.resuming]
+        demands = [self.demand(t, start_s, model, origin_s) for t in pending]
         blocks = decoding.blocks + sum([demand.blocks for demand in demands])
         return CommittedLoad(demands, decoding.tpots_s, decoding.context, blocks)
 
-    def _load_of(self, decodes: Sequence[SLORequest]) -> _DecodingLoad:
+    def _load_of_decodes(self) -> _DecodingLoad:
         """The load of promised requests that decode."""
+        decodes: list[SLORequest] = []
+        resuming: list[SLORequest] = []
+        for tracked in self._tracker.live.values():
+            if tracked.promised and tracked.first_token_s is not None:
+                (decodes if is_decoding(tracked.request) else resuming).append(tracked)
         return _DecodingLoad(
+            resuming,
             Counter([t.reserved_tpot_s for t in decodes]),
             sum([t.request.num_computed_tokens for t in decodes]),
             self._blocks_of_all(decodes),
