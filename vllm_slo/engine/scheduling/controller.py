@@ -180,9 +180,6 @@ class Controller:
             tracked.recorded += count  # a prompt that comes in parts begins its answer anew
             return
         first = tracked.first_token_s is None
-        if not first and tracked.tpot.is_last:
-            tracked.on_tokens(count, self._clock.now_s)
-            return
         while count and not tracked.tpot.is_last:
             stage, before = tracked.tpot.stage, tracked.tpot.tokens
             end = self._marks.end_of(tracked.request, tracked.slo, stage, before, count)
@@ -314,8 +311,13 @@ class Controller:
 
     def on_updated(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         """The output of a step has been processed: requests have their tokens."""
+        now_s = self._clock.now_s
         for tracked in self._tracker.live.values():
-            self._record_new_tokens(tracked)
+            count = tracked.request.num_output_tokens - tracked.recorded
+            if count > 0 and tracked.first_token_s is not None and tracked.tpot.is_last:
+                tracked.on_tokens(count, now_s)  # of most requests in most steps
+            elif count:
+                self._record_new_tokens(tracked)
         if self._best_effort is not None:
             self._best_effort.observe(output, done)
 

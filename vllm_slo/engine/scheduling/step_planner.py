@@ -94,12 +94,12 @@ class StepPlanner:
         self.resuming = 0
         self.holding = False
         self._ranks: dict[str, int] = {}
-        live = self._tracker.live
+        live, is_decoding = self._tracker.live, request_facts.is_decoding
         for request in self._state.running:
             tracked = live.get(request.request_id)
             if tracked is None or not (tracked.promised or self._starts.is_planned_for(tracked)):
                 self.others.append(request)
-            elif request_facts.is_decoding(request):
+            elif is_decoding(request):
                 self.decodes.append(tracked)
             else:
                 self.prefills.append(tracked)
@@ -355,8 +355,8 @@ class StepPlanner:
         reordered = self._tracker.take_reordered()
         if preempt or reordered or self._best_effort is not None:
             out = set(preempt)
-            running = [t.request for t in (*self.decodes, *self.prefills)]
-            running = [r for r in running if r.status == RequestStatus.RUNNING]
+            begun = [t.request for t in self.prefills if t not in starting]
+            running = [t.request for t in self.decodes] + begun
             running += [r for r in self.others if r not in out]
         return StepSchedule(
             preempt,

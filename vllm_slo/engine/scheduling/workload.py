@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -243,25 +243,20 @@ class Workload:
 
     def _blocks_of_all(self, decodes: Sequence[SLORequest]) -> int:
         """KV blocks to set aside for requests that decode."""
-        by_class: dict[str, list[tuple[int, int, int, int]]] = {}
+        by_class: defaultdict[str, list[SLORequest]] = defaultdict(list)
         for tracked in decodes:
-            request = tracked.request
-            by_class.setdefault(tracked.slo_class, []).append(
-                (
-                    request.num_prompt_tokens,
-                    request.max_tokens,
-                    tracked.slo.expected_output_tokens or 0,
-                    tracked.recorded,
-                )
+            by_class[tracked.slo_class].append(tracked)
+        blocks = 0
+        for name, members in by_class.items():
+            columns = (
+                [t.request.num_prompt_tokens for t in members],
+                [t.request.max_tokens for t in members],
+                [t.slo.expected_output_tokens or 0 for t in members],
+                [t.recorded for t in members],
             )
-        return sum(
-            self.blocks.needed_by_all(
-                self.lengths.expected_holds(
-                    name, *np.array([*zip(*rows, strict=True)], dtype=np.int64)
-                )
-            )
-            for name, rows in by_class.items()
-        )
+            tokens = self.lengths.expected_holds(name, *np.array(columns, dtype=np.int64))
+            blocks += self.blocks.needed_by_all(tokens)
+        return blocks
 
     def capacity(self, promised: int, blocks: int) -> Capacity:
         """What is left beside so many promises that hold so many KV blocks."""
