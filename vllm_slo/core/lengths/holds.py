@@ -39,29 +39,21 @@ def hold(
 
 
 @jit
-def holds_of(
-    ranked: Ints,
-    class_longest: int,
-    parts: int,
-    prompt: Ints,
-    cap: Ints,
-    declared: Ints,
-    done: Ints,
-) -> Ints:
+def holds_of(ranked: Ints, class_longest: int, parts: int, requests: Ints) -> Ints:
     """KV tokens to set aside for each of n requests of a class.
 
     Args:
         ranked: lengths of the class in ascending order; empty where it is not believed.
         class_longest: the longest answer of the class that was seen.
         parts: points of the survival curve to look at.
-        prompt, cap, declared, done: (n,) tokens of the prompt, most tokens of the answer, its
-            declared length (0: none), tokens so far.
+        requests: (4, n) tokens of the prompt, most tokens of the answer, its declared length
+            (0: none), tokens so far.
 
     Returns:
         (n,) tokens, as `OutputLengthPredictor.expected_hold` gives them.
     """
-    holds = np.empty(len(prompt), dtype=np.int64)
-    for i in range(len(prompt)):
-        one = prompt[i], cap[i], declared[i], done[i]
-        holds[i] = hold(ranked, class_longest, parts, *one)
+    holds = np.empty(requests.shape[1], dtype=np.int64)
+    for i in range(len(holds)):
+        prompt, cap, declared, done = requests[0, i], requests[1, i], requests[2, i], requests[3, i]
+        holds[i] = hold(ranked, class_longest, parts, prompt, cap, declared, done)
     return holds

@@ -13,10 +13,11 @@ among those that ended there.
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,6 @@ Source = Literal["declared", "quantile", "learnt", "cap"]
 """Where a predicted length comes from: the request itself, what requests of its class did, a
 regressor that learnt from all requests (`core.lengths.forecast`), or ``max_tokens``."""
 
-
-_Seen: TypeAlias = int
-"""An answer that was seen: twice its tokens, and 1 more where it was cut off there."""
 
 ROUNDING = 1e-6
 """Answers: so little below a whole number is that number."""
@@ -72,22 +70,22 @@ class OutputLengthPredictor:
         self._quantile = checked_quantile(quantile)
         self._window = window
         self._min_samples = min_samples
-        self._arrivals: dict[str, deque[_Seen]] = {}
-        self._seen: dict[str, list[_Seen]] = {}
+        # An answer is twice its tokens, and 1 more where it was cut off there.
+        self._arrivals: dict[str, deque[int]] = {}
+        self._seen: dict[str, array[int]] = {}  # ascending
         self._samples: dict[str, Ints] = {}
         self._ends: dict[str, int] = {}
 
     def warm_up(self) -> None:
         """Compile what steps call now instead of in the first step."""
-        one = np.ones(1, dtype=np.int64)
         self.expected_hold("", 1, 1, None, 0)
-        self.expected_holds("", one, one, one, one)
+        self.expected_holds("", np.ones((4, 1), dtype=np.int64))
 
     def observe(self, slo_class: str, tokens: int, *, cut_off: bool = False) -> None:
         """Record that a request of this class ended by itself after ``tokens`` tokens, or that its
         cap ``cut_off`` its answer there."""
         arrivals = self._arrivals.setdefault(slo_class, deque())
-        seen = self._seen.setdefault(slo_class, [])
+        seen = self._seen.setdefault(slo_class, array("q"))
         newest = 2 * tokens + cut_off
         arrivals.append(newest)
         insort(seen, newest)
@@ -104,7 +102,7 @@ class OutputLengthPredictor:
         off replaced by what they would have become; `UNSEEN` where that is not known."""
         sample = self._samples.get(slo_class)
         if sample is None:
-            seen = np.array(self._seen.get(slo_class, ()), dtype=np.int64)
+            seen = np.array(self._seen.get(slo_class, array("q")), dtype=np.int64)
             sample = self._samples[slo_class] = _product_limit(seen)
         return sample
 
@@ -188,15 +186,18 @@ class OutputLengthPredictor:
         known = self._believed(slo_class)
         return int(hold(*known, self.PARTS, prompt, max_tokens, declared or 0, generated))
 
-    def expected_holds(
-        self, slo_class: str, prompt: Ints, max_tokens: Ints, declared: Ints, generated: Ints
-    ) -> Ints:
-        """`expected_hold` of many requests of a class: (n,) tokens of each argument and answer.
+    def expected_holds(self, slo_class: str, requests: Ints) -> Ints:
+        """`expected_hold` of many requests of a class.
 
-        A declared length of 0 is none.
+        Args:
+            slo_class: theirs.
+            requests: (4, n) tokens of the prompt, most tokens of the answer, its declared length
+                (0: none), tokens so far.
+
+        Returns:
+            (n,) tokens.
         """
-        known = self._believed(slo_class)
-        return holds_of(*known, self.PARTS, prompt, max_tokens, declared, generated)
+        return holds_of(*self._believed(slo_class), self.PARTS, requests)
 
     def _believed(self, slo_class: str) -> tuple[Ints, int]:
         """The ranked lengths of a class and the longest one that was seen; none until there are
@@ -210,7 +211,7 @@ class OutputLengthPredictor:
 @jit
 def _product_limit(seen: Ints) -> Ints:
     """Quantiles at 1/2n, 3/2n and so on of the product-limit estimator's distribution: n lengths
-    for the n answers ``seen`` (`_Seen`, ascending).
+    for the n answers ``seen``, ascending, as `OutputLengthPredictor` keeps them.
 
     If no answer was cut off, these are the lengths that were seen. If the longest answers were cut
     off, the estimator does not tell the largest lengths; these are `UNSEEN`.

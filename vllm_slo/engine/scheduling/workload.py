@@ -254,7 +254,7 @@ class Workload:
                 [t.slo.expected_output_tokens or 0 for t in members],
                 [t.recorded for t in members],
             )
-            tokens = self.lengths.expected_holds(name, *np.array(columns, dtype=np.int64))
+            tokens = self.lengths.expected_holds(name, np.array(columns, dtype=np.int64))
             blocks += self.blocks.needed_by_all(tokens)
         return blocks
 

@@ -8,7 +8,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_slo.core.step_time.model import BatchShape
+from vllm_slo.core.step_time.model import BatchShape, chunk_pairs
 
 
 def shape_of(output: SchedulerOutput) -> BatchShape:
@@ -22,13 +22,15 @@ def shape_of(output: SchedulerOutput) -> BatchShape:
     context, requests = sum(contexts), len(scheduled)
     if output.total_num_scheduled_tokens == requests == len(contexts):  # one token of each
         return BatchShape(requests, 0, context, requests, context + requests)
-    chunks = [
-        (scheduled[request.req_id], request.num_computed_tokens)
-        for request in output.scheduled_new_reqs
-    ]
-    chunks += zip(map(scheduled.__getitem__, cached.req_ids), contexts, strict=True)
-    drafts = output.scheduled_spec_decode_tokens.values()
-    return BatchShape.of(chunks, spec_steps=max(map(len, drafts), default=0))
+    known = dict(zip(cached.req_ids, contexts, strict=True))
+    known.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+    context = sum(known.values())
+    pairs = context + requests  # of one token each
+    for name, tokens in scheduled.items():
+        if tokens != 1:
+            pairs += chunk_pairs(tokens, known[name]) - chunk_pairs(1, known[name])
+    drafts = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+    return BatchShape(output.total_num_scheduled_tokens, drafts, context, requests, pairs)
 
 
 class RecordingScheduler(Scheduler):
