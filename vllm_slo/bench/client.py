@@ -425,7 +425,6 @@ def measure_step(
     Raises:
         BenchError: it cannot be measured.
     """
-
     options = options or ClientOptions()
 
     async def work(client: openai.AsyncOpenAI, info: ServerInfo) -> float:

@@ -216,7 +216,6 @@ def verdict(report: BenchReport) -> str:
 
     A server that speculates has another line with its accepted tokens.
     """
-
     lines: list[str] = []
     totals: Sequence[tuple[ServerRun, float, float]] = [
         (server_run, total.attainment or 0.0, total.goodput_requests_per_s)

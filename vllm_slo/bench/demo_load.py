@@ -306,7 +306,6 @@ def rate_at(load: float, zero: ZeroLoad) -> float:
     request's TTFT. On a fast device that may be nothing; then a request costs its share of the
     steps in which it decodes.
     """
-
     low, high = MAX_CONTEXT // 8, MAX_CONTEXT - 64
     token_s = (zero.ttft_s(high) - zero.ttft_s(low)) / (high - low)
     scale = MAX_CONTEXT / 2048

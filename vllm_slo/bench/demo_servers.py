@@ -212,7 +212,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def own_core() -> Iterator[None]:
     """Keep the client off the engine's cores: vLLM on CPU binds its threads to the first cores."""
-
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

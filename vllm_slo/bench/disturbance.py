@@ -92,7 +92,6 @@ class DisturbanceWatch:
 
 def unlike(first: Disturbance, second: Disturbance) -> bool:
     """Whether the machine was too different in two runs to compare them."""
-
     return abs(first.taken - second.taken) > NOTABLE
 
 

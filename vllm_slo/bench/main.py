@@ -15,13 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from vllm_slo.bench.client import (
-    ClientOptions,
-    ServerRun,
-    Tally,
-    measure_zero_load,
-    run_server,
-)
+from vllm_slo.bench.client import ClientOptions, ServerRun, Tally, measure_zero_load, run_server
 from vllm_slo.bench.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -339,7 +333,6 @@ def _workload_options(args: argparse.Namespace) -> WorkloadOptions:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``vllm-slo bench``; returns 0, 1 if no request finished, or 2 for bad input."""
-
     from rich.console import Console
 
     console = Console()

@@ -285,7 +285,6 @@ def draw(report: BenchReport) -> Figure:
 
 def write_png(report: BenchReport, path: Path) -> None:
     """Draw and save a report; BenchError if the file cannot be written."""
-
     figure = draw(report)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

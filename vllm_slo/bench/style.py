@@ -67,7 +67,6 @@ def milliseconds(seconds: float | None) -> str:
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Versions of Python and of ``packages``; None for packages that are not installed."""
-
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in packages:
         try:

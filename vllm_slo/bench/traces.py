@@ -361,7 +361,6 @@ def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
     are drawn from the whole trace and compressed into ``duration_s``, which keeps its shape (each
     class has its peak in turn). Without ``rate`` it is the first ``duration_s`` of the trace.
     """
-
     positive("--duration", options.duration_s)
     path = options.file or _find("adaserve/emission_fluctuating.json")
     source = "synthetic stand-in for adaserve/emission_fluctuating.json"

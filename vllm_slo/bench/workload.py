@@ -370,7 +370,6 @@ def class_from_mapping(name: str, data: Mapping[str, Any]) -> ClassSpec:
     Its keys are ``share``, ``prompt`` and ``output`` (a number, or ``mean``, ``std``, ``minimum``
     and ``maximum``), ``ttft_slowdown``, ``tpot_multiple`` and ``value``.
     """
-
     known = {"share", "prompt", "output", "ttft_slowdown", "tpot_multiple", "value"}
     unknown = sorted(set(data) - known)
     if unknown:

@@ -73,7 +73,6 @@ class ZeroLoad:
 
 def load_zero_load(path: Path) -> ZeroLoad:
     """Read a zero load from a JSON file of its own, or from a bench report."""
-
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -186,7 +186,6 @@ class History:
 
     def _place(self, name: str, labels: Mapping[str, str]) -> int | None:
         """Place of a series in the list of `since`; None: it is not kept."""
-
         kept = KEPT.get(name)
         if kept is None:
             return None

@@ -139,7 +139,6 @@ def _supervision(drain_s: float) -> dict[str, Any]:
 
 def _digests_known_here(args: AppArgs) -> tuple[str, ...]:
     """Digests of the API keys set where the application is built; else the front reads its own."""
-
     keys = api_keys_in(os.environ, args.api_key_env)
     return args.api_key_sha256 or tuple(map(api_key_digest, keys))
 

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_slo.config.command_line import Flags, flag_of
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig
@@ -372,7 +365,6 @@ TOKEN_CPUS: Final = 0.1
 
 def resources(args: AppArgs, *, cluster_has_gpus: bool) -> Resources:
     """The resources of each replica."""
-
     gpus = args.gpus_per_replica
     if gpus is None:
         gpus = float(args.parallel_size) if cluster_has_gpus else 0.0

@@ -122,7 +122,6 @@ class BodyReader:
 
 def _begin() -> None:
     """Set up the process: it ignores signals to its group and ends with the front."""
-
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # JSON has no cycles, and looking for them takes most of the time

@@ -133,7 +133,6 @@ class Child:
 
     async def obituary(self, what: str) -> str:
         """Wait until the child ends; one line with the reason. ``what`` names the child."""
-
         code = await self.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         return f"{what} {how}: {self.last_words()}"

@@ -189,7 +189,6 @@ class Placement:
 
     def failed(self, upstream: Upstream) -> bool:
         """Note that the replica failed before it answered; whether another try is allowed."""
-
         self._failed.add(upstream)
         self.failures += 1
         if self._last is not None and self._last.promised:

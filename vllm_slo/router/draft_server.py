@@ -25,19 +25,8 @@ from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import draft_fleet
 from vllm_slo.router.verifier_link import VerifierLink
-from vllm_slo.wire.draft_messages import (
-    MAX_NAME,
-    MAX_SESSIONS,
-    NAME_PATTERN,
-    WIRE,
-    Hello,
-)
-from vllm_slo.wire.draft_socket import (
-    TOKEN_VARIABLE,
-    check_address,
-    derive_keys,
-    read_token,
-)
+from vllm_slo.wire.draft_messages import MAX_NAME, MAX_SESSIONS, NAME_PATTERN, WIRE, Hello
+from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
 
 logger = logging.getLogger("vllm_slo.draft_server")
 

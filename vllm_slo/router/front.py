@@ -87,7 +87,6 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the front; returns the exit status."""
-
     parser = argparse.ArgumentParser(prog="python -m vllm_slo.router.front")
     parser.add_argument("--host", default="")
     parser.add_argument("--port", type=int, default=8000)

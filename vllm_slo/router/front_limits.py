@@ -12,11 +12,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from vllm_slo.router.front_errors import (
-    ErrorResponse,
-    busy_response,
-    error_response,
-)
+from vllm_slo.router.front_errors import ErrorResponse, busy_response, error_response
 from vllm_slo.slo.body import MAX_BODY_BYTES
 
 logger = logging.getLogger("vllm_slo.front")

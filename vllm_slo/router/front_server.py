@@ -333,7 +333,6 @@ def _is_text(headers: Mapping[str, str]) -> bool:
 
 def warm_up() -> None:
     """Compile the routing code (about a second) before the first request needs it."""
-
     demand = Demand("", math.inf, 1, 0.1, 1)
     state = ReplicaState(
         StepTimeModel.prior(),

@@ -46,12 +46,7 @@ from vllm_slo.router.front_headers import REPLICA_HEADER, REQUEST_ID, returned_h
 from vllm_slo.router.front_limits import Body
 from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.prompts import Prompt, TokenRatio
-from vllm_slo.router.protocol import (
-    AGE_HEADER,
-    TICKET_HEADER,
-    TOKEN_HEADER,
-    UNATTAINABLE_HEADER,
-)
+from vllm_slo.router.protocol import AGE_HEADER, TICKET_HEADER, TOKEN_HEADER, UNATTAINABLE_HEADER
 from vllm_slo.router.upstream import Upstream
 from vllm_slo.slo.verdicts import DECLINED_HEADER
 from vllm_slo.wire.api_errors import is_anthropic
@@ -353,7 +348,6 @@ class Exchange:
     def _learn(self, body: bytes) -> None:
         """Learn from the prompt's token count in an answer. Anthropic's count leaves out cached
         tokens, so it is not used."""
-
         if self._prompt is None or is_anthropic(self._wire.path):
             return
         count = _PROMPT_TOKENS.search(body, max(body.rfind(b'"usage"'), 0))

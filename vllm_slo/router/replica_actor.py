@@ -183,5 +183,4 @@ def require_answer(url: str, token: str, within_s: float = ANSWER_S) -> None:
 
 async def _awaited(response: Any) -> Any:
     """A Serve response as a coroutine, as asyncio's timeouts need it."""
-
     return await response

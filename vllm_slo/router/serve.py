@@ -252,7 +252,6 @@ def _require_port(host: str, port: int) -> None:
 
 def _reason(message: str) -> str:
     """The line of a Serve message with the reason why an actor did not start."""
-
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith(("RuntimeError: the ", "vllm_slo.errors."))]
     line = (ours or lines or ["the deployment failed"])[-1]

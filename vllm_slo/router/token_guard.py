@@ -88,7 +88,6 @@ def _forwarded(headers: dict[bytes, bytes]) -> Forwarded | None:
     Raises:
         ValueError, KeyError: a header has no value that the front writes.
     """
-
     if not headers:
         return None
     age_ms = float(headers.get(AGE_HEADER.encode(), b"0"))

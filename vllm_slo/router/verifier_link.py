@@ -247,7 +247,6 @@ class VerifierLink:
 
     def _send(self, message: FromDrafter) -> bool:
         """Send a message; false, and nothing sent, if there is no connection or it is stuck."""
-
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:

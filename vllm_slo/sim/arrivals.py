@@ -201,7 +201,6 @@ def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     Raises:
         SimulationError: the file cannot be read or is broken; names file, line and field.
     """
-
     path = trace_file
     if path is None:
         folder = traces.data_folder()

@@ -64,7 +64,6 @@ class ShedEDF(LightScheduler):
 
     def _deadline_s(self, request: Request) -> float:
         """A request's deadline for its first token; 0 for preempted requests, which go first."""
-
         if request.num_output_tokens:
             return 0.0
         extra = request.sampling_params.extra_args or {}

@@ -366,7 +366,6 @@ def _kind(data: Any) -> str:
 
 def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str:
     """One line about one mistake: an unknown key if there is one, else the first mistake."""
-
     mistakes = error.errors(include_url=False)
     unknown = [mistake for mistake in mistakes if mistake["type"] == "extra_forbidden"]
     first = (unknown or mistakes)[0]

@@ -404,7 +404,6 @@ class VirtualEngine:
 
     def _drawn(self, request_id: str, made: int, drafted: int) -> list[int]:
         """The accepted drafts after ``made`` tokens, and one more token."""
-
         acceptance, accepted = self.outcomes[request_id].acceptance, 0
         while accepted < drafted and self._rng.random() < acceptance:
             accepted += 1

@@ -194,7 +194,6 @@ class LightScheduler(AsyncScheduler):
 
         Returns whether it got them, and its index in ``running`` now.
         """
-
         allocate, ahead = self.kv_cache_manager.allocate_slots, self.num_lookahead_tokens
         while allocate(request, new, num_lookahead_tokens=ahead) is None:
             if self.policy == SchedulingPolicy.PRIORITY:

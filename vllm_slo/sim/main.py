@@ -217,7 +217,6 @@ def add_points(
 
 def run(args: argparse.Namespace) -> int:
     """Run ``vllm-slo simulate``; bad input raises SimulationError before the first simulation."""
-
     from rich.console import Console
 
     options = options_of(args)

@@ -125,7 +125,6 @@ def measure_job(result: JobResult) -> JobMeasure:
 
 def counted(jobs: Sequence[Job], warmup: float = DEFAULT_WARMUP) -> list[Job]:
     """The jobs that count, by arrival: all but the first ``warmup`` share of their number."""
-
     if not 0 <= warmup < 1:
         raise SimulationError(f"warmup: must be a share from 0 to below 1, got {warmup}")
     ordered = sorted(jobs, key=lambda job: job.arrival_s)

@@ -258,7 +258,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``vllm-slo plan``: 0 with a plan, 1 if ``--max-replicas`` are not enough."""
-
     from rich.console import Console
 
     rate = number("--rate", args.rate, 0, above=True)

@@ -177,7 +177,6 @@ def percent(share: float | None) -> str:
 
 def table(title: str, first: str, headings: Sequence[str]) -> Table:
     """An empty table in the project's style; all columns but the first are right-aligned."""
-
     made = style.table(title)
     made.add_column(first)
     for heading in headings:

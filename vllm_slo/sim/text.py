@@ -11,7 +11,6 @@ _FILLER = 5
 
 def own_text(name: str, length: int) -> list[int]:
     """Token ids of a prompt with a unique beginning, so that no block of it is cached."""
-
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     head = [3 + number // 997**place % 997 for place in range(6)]
     return [*head, *[_FILLER] * (length - len(head))][:length]

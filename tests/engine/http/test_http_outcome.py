@@ -52,12 +52,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_slo.engine import gate
 from vllm_slo.engine.http import response as http_response
 from vllm_slo.engine.http.middleware import SLOMiddleware
-from vllm_slo.engine.http.outcome import (
-    Asked,
-    rewrite_event,
-    rewrite_json,
-    served_service_tier,
-)
+from vllm_slo.engine.http.outcome import Asked, rewrite_event, rewrite_json, served_service_tier
 from vllm_slo.slo.model import SLO
 from vllm_slo.slo.verdicts import Declined, Invalid, pack_report, unpack
 

@@ -17,12 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
-from importlib.metadata import (
-    Distribution,
-    DistributionFinder,
-    PackageNotFoundError,
-    distribution,
-)
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, distribution
 from os import PathLike
 from types import ModuleType
 from typing import Any
