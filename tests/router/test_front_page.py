@@ -77,10 +77,7 @@ def test_the_page_adds_up_what_replicas_say(front: FrontProcess, fakes: list[Fak
     assert page.headers["content-type"].startswith("text/html")
     assert "script-src 'sha256-" in page.headers["content-security-policy"]
     first = front.get("/slo/data").json()
-    assert first["samples"] == [
-        [1_000_000, 2.0, {"0": 7}, {}],
-        [1_002_000, 2.0, {"0": 11}, {}],
-    ]
+    assert first["samples"] == [[1_000_000, 2.0, {"0": 7}, {}], [1_002_000, 2.0, {"0": 11}, {}]]
     assert first["reset"]
     assert first["about"]["model"] == "fake"
     later = front.get("/slo/data?since=1000000&other=1&minutes=2").json()

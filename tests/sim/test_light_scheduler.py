@@ -187,11 +187,7 @@ def first_difference(light: Record, real: Record) -> str | None:
 
 
 def both(
-    policy: str,
-    scenario: str,
-    seed: int,
-    conditions: Conditions | None = None,
-    drafts: int = 0,
+    policy: str, scenario: str, seed: int, conditions: Conditions | None = None, drafts: int = 0
 ) -> tuple[Record, Record]:
     """One trace under the light scheduler and under the real scheduler object."""
     conditions = conditions or Conditions()

@@ -161,10 +161,7 @@ def _classes_from_file(path: Path) -> tuple[ClassSpec, ...]:
 
 
 def parse_server(
-    text: str,
-    model: str | None,
-    no_slo: Sequence[str],
-    credentials: Credentials = NO_CREDENTIALS,
+    text: str, model: str | None, no_slo: Sequence[str], credentials: Credentials = NO_CREDENTIALS
 ) -> ServerTarget:
     """``URL[=name]``; without a name it is the host and port."""
     url, _, name = text.rpartition("=") if "=" in text else (text, "", "")

@@ -208,12 +208,7 @@ def _gpus() -> list[str]:
 def machine() -> dict[str, Any]:
     """The client's machine: system, processor, usable cores, GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "system": platform.platform(),
-        "cpu": _cpu_model(),
-        "cores": cores,
-        "gpus": _gpus(),
-    }
+    return {"system": platform.platform(), "cpu": _cpu_model(), "cores": cores, "gpus": _gpus()}
 
 
 def versions() -> dict[str, str | None]:

@@ -116,10 +116,7 @@ def tiny_arguments(given: Collection[str]) -> dict[str, Any]:
 
 
 def tree_arguments(
-    speculation: SpeculationConfig,
-    given: Collection[str],
-    *,
-    spelled: Callable[[str], str] = str,
+    speculation: SpeculationConfig, given: Collection[str], *, spelled: Callable[[str], str] = str
 ) -> dict[str, Any]:
     """The arguments of vLLM's engine with which it verifies trees; none without drafts.
 

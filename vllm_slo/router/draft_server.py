@@ -50,11 +50,7 @@ class Drafter(Protocol):
 
 
 def serve(
-    link: VerifierLink,
-    drafter: Drafter,
-    stopped: Callable[[], bool],
-    *,
-    clock: Clock | None = None,
+    link: VerifierLink, drafter: Drafter, stopped: Callable[[], bool], *, clock: Clock | None = None
 ) -> None:
     """Draft what the verifier asks for until ``stopped`` returns true.
 

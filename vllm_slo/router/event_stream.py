@@ -76,9 +76,7 @@ class EventStream:
             await self._response.write(end)
 
 
-async def first_event(
-    answer: aiohttp.ClientResponse,
-) -> tuple[bytes, Mapping[str, Any] | None]:
+async def first_event(answer: aiohttp.ClientResponse) -> tuple[bytes, Mapping[str, Any] | None]:
     """A stream up to the first event that shows that the request has begun, and its error.
 
     The error is None unless that event is one that another replica might not send.

@@ -186,9 +186,7 @@ def _check_guarantee(slo: SLO) -> None:
 
 
 def slo_of_fields(
-    explicit: Mapping[str, object],
-    weak: Mapping[str, object],
-    classes: Mapping[str, SLO] | None,
+    explicit: Mapping[str, object], weak: Mapping[str, object], classes: Mapping[str, SLO] | None
 ) -> SLO | None:
     """The SLO of `explicit` fields, completed by their class and then by the `weak` ones.
 

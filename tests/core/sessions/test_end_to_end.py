@@ -40,9 +40,7 @@ def test_the_parts_add_up_and_are_stretched_alike(
 
 
 @given(
-    st.lists(st.floats(0.0, 2.0), min_size=1, max_size=9),
-    st.integers(1, 30),
-    st.floats(-5.0, 60.0),
+    st.lists(st.floats(0.0, 2.0), min_size=1, max_size=9), st.integers(1, 30), st.floats(-5.0, 60.0)
 )
 def test_who_keeps_the_pace_of_the_rest_is_in_time(
     gaps_s: list[float], left: int, ahead_s: float

@@ -303,11 +303,7 @@ def test_inner_http_middleware_sees_the_same() -> None:
 
 
 def check_declined(
-    response: httpx.Response,
-    path: str,
-    seconds: str = "2",
-    millis: str = "1500",
-    status: int = 429,
+    response: httpx.Response, path: str, seconds: str = "2", millis: str = "1500", status: int = 429
 ) -> None:
     text = refused_in_any_shape(response, path, status)
     assert f"retry after {millis} ms" in text and "(prefill)" in text

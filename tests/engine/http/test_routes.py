@@ -55,11 +55,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": TALK, "max_tokens": 4},
     "/invocations": {"prompt": PROMPT, "max_tokens": 4},
     "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}},
-    "/generative_scoring": {
-        "query": "a",
-        "items": ["b", "c"],
-        "label_token_ids": [5, 6],
-    },
+    "/generative_scoring": {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6]},
 }
 # Routes that this server does not have: audio needs a model that hears, Cohere's its SDK.
 ELSEWHERE = {"/v1/audio/transcriptions", "/v1/audio/translations", "/cohere/v2/chat"}
@@ -219,10 +215,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "continue_final_message": True,
         },
     ),
-    "structured": (
-        "/v1/chat/completions",
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-    ),
+    "structured": ("/v1/chat/completions", {"structured_outputs": {"choice": ["yes", "no"]}}),
     "forced tool": (
         "/v1/chat/completions",
         {

@@ -88,9 +88,6 @@ class _AliasFinder(DistributionFinder):
         return [self._alias] if asked else []
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         return None  # a finder of metadata: it finds no module

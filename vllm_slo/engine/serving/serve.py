@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
     # vLLM takes underscores for dashes in its flags, so ours do too.
     parser.add_argument(
-        "--slo-config",
-        "--slo_config",
-        help="YAML file: classes, tiers, margins (see the README)",
+        "--slo-config", "--slo_config", help="YAML file: classes, tiers, margins (see the README)"
     )
     parser.add_argument(
         "--draft-model",
