@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_slo.core.types import BestEffortOrder, LengthSource
 
-__all__ = ["BestEffortConfig"]
-
 
 class BestEffortConfig(BaseModel):
     """The order in which requests without a promise are served; see LAPS-SD."""

@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_slo.slo.model import SLO, OnUnattainable, Speculate, Tier
 
-__all__ = ["ClassConfig", "StageConfig"]
-
 
 class StageConfig(BaseModel):
     """A stage of the answers of a class."""

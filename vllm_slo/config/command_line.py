@@ -9,8 +9,6 @@ from typing import Final
 
 import yaml
 
-__all__ = ["Flags", "flag_of"]
-
 _ALIASES: Final = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",

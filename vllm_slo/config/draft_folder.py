@@ -10,8 +10,6 @@ from typing import Any
 
 from vllm_slo.errors import ConfigError
 
-__all__ = ["check_draft_folder", "check_vocabulary"]
-
 
 def check_draft_folder(draft: str, model: str, tokenizer: str) -> None:
     """Refuse a draft model of which its folder alone says that it will not do.

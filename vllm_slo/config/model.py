@@ -35,8 +35,6 @@ from vllm_slo.slo.access_config import (
 from vllm_slo.slo.carriers import Policy
 from vllm_slo.slo.model import SLO
 
-__all__ = ["CONFIG_KEY", "SLOConfig"]
-
 CONFIG_KEY: Final = "slo_config"
 """Key of vLLM's `--additional-config` that holds a path to a YAML file, or the mapping itself."""
 

@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_slo.core.types import Backup, RoutingPolicy
 
-__all__ = ["RoutingConfig"]
-
 
 class RoutingConfig(BaseModel):
     """How the front of several replicas routes; a single server ignores it."""

@@ -27,18 +27,6 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.speculation import DRAFT_KEY, SpeculationConfig, pool_value
 from vllm_slo.errors import ConfigError
 
-__all__ = [
-    "BUILT_IN_DRAFTS",
-    "TINY",
-    "given_arguments",
-    "proposer_of",
-    "runs_on_cpu",
-    "serve_arguments",
-    "tiny_arguments",
-    "tree_arguments",
-    "with_draft",
-]
-
 TINY: Final = "tiny"
 """Name of the built-in model, and of its draft, wherever a model is named."""
 TINY_KV_BYTES: Final = 1 << 30

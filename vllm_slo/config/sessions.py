@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["SessionsConfig"]
-
 
 class SessionsConfig(BaseModel):
     """Jobs of several rounds: requests that share a session_id."""

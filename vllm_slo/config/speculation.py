@@ -10,16 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from vllm_slo.core.types import DraftShares
 
-__all__ = [
-    "DRAFT_KEY",
-    "SERVERS_KEY",
-    "TOKEN_FILE_KEY",
-    "SpeculationConfig",
-    "check_pool",
-    "check_source",
-    "pool_value",
-]
-
 DRAFT_KEY: Final = "draft_model"
 """Key of vLLM's `--additional-config` that names the draft model, or lists several. It overrides
 the YAML file."""

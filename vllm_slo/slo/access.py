@@ -22,8 +22,6 @@ from vllm_slo.slo.access_config import AccessConfig, GrantConfig, KeyConfig
 from vllm_slo.slo.keys import INTERNAL_KEYS, SEAL_KEY, is_slo_key
 from vllm_slo.slo.model import SLO
 
-__all__ = ["SEAL_VARIABLE", "Access", "Seal", "bearer_of", "check_internal"]
-
 SEAL_VARIABLE: Final = "VLLMSLO_SEAL"
 """Environment variable with the secret of the seal. The first process of a server makes it up, and
 its children inherit it. Where engines run on other machines, the operator sets it on all."""

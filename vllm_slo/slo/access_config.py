@@ -11,8 +11,6 @@ from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.fields import MAX_TPOT_MS, MAX_TTFT_MS, MAX_VALUE
 from vllm_slo.slo.model import SLO, Tier
 
-__all__ = ["AccessConfig", "GrantConfig", "KeyConfig", "QuotaConfig", "QuotasConfig"]
-
 _SECRETS: Final = ("sha256", "env", "file")
 
 

@@ -17,18 +17,6 @@ from vllm_slo.slo.keys import has_slo_key
 from vllm_slo.slo.model import SLO, OnUnattainable
 from vllm_slo.slo.resolve import check_thinking, resolve_slo
 
-__all__ = [
-    "FORWARDED",
-    "QUOTE_ROUTE",
-    "ROUTES",
-    "Carriers",
-    "Forwarded",
-    "Policy",
-    "asked_by",
-    "carriers_of",
-    "slo_headers",
-]
-
 ROUTES: Final = frozenset(
     {
         "/v1/completions",

@@ -29,8 +29,6 @@ from vllm_slo.slo.fields import (
 )
 from vllm_slo.slo.keys import DDL_KEY, PREFIX, TPOT_S_KEY, is_slo_key
 
-__all__ = ["HEADER_FIELDS", "Claims"]
-
 HEADER_FIELDS: Final[Mapping[str, str]] = {
     "x-llm-d-slo-ttft-ms": "ttft_ms",
     "x-llm-d-slo-tpot-ms": "tpot_ms",

@@ -9,23 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = [
-    "AGE_KEY",
-    "DDL_KEY",
-    "EACH_KEY",
-    "EXEMPT_KEY",
-    "GROUP_KEY",
-    "INTERNAL_KEYS",
-    "PREFIX",
-    "QUOTE_KEY",
-    "SEAL_KEY",
-    "TICKET_KEY",
-    "TPOT_S_KEY",
-    "has_slo_key",
-    "is_slo_key",
-    "slo_keys_of",
-]
-
 AGE_KEY: Final = "slo_age_ms"
 """Internal key of `extra_args`: for how long a front has had the request, milliseconds."""
 

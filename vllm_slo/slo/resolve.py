@@ -10,8 +10,6 @@ from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.claims import Claims
 from vllm_slo.slo.model import SLO, slo_of_fields
 
-__all__ = ["SERVICE_TIERS", "check_thinking", "resolve_slo"]
-
 SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority")
 """OpenAI's values of `service_tier`. ``flex`` is best effort. Any other value, known or not, asks
 for nothing unless the configuration maps it to a class."""

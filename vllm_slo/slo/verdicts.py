@@ -13,20 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-__all__ = [
-    "DECLINED_HEADER",
-    "REPORT_KEY",
-    "Declined",
-    "Invalid",
-    "Quoted",
-    "Verdict",
-    "pack_quote",
-    "pack_report",
-    "unpack",
-    "unpack_quote",
-    "unpack_report",
-]
-
 REPORT_KEY: Final = "vllm_slo"
 DECLINED_HEADER: Final = "x-vllm-slo-declined"
 """Header by which a server tells the front, whatever the status, that it declined. The value: the

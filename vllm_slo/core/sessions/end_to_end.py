@@ -6,8 +6,6 @@ from __future__ import annotations
 from vllm_slo.core.sessions.rounds import RoundPace
 from vllm_slo.core.types import INFINITY
 
-__all__ = ["end_to_end_pace", "pace_of_rest"]
-
 SHORTEST_S = 1e-6
 """Seconds per token, fewer than any engine takes: the pace of an answer that is late already."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from vllm.v1.attention import selector
 
-__all__ = ["forget_chosen_backends"]
-
 
 def forget_chosen_backends() -> None:
     """Make vLLM choose attention backends anew.

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["enable_amx"]
-
 
 def enable_amx() -> None:
     """Ask the kernel for AMX on CPUs that have it.

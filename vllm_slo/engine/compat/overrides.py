@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["OVERRIDDEN"]
-
 OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", "vllm_slo.engine.scheduler.Scheduler"): {
         "_reserve_prefill_lookahead": "limits a request's tokens in a step to what is planned",

@@ -14,8 +14,6 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-__all__ = ["KV_GROUP", "RunnerBatch", "registered_layers"]
-
 Ints = NDArray[np.int64]
 
 KV_GROUP: Final = 0

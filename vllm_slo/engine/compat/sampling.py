@@ -11,8 +11,6 @@ import torch
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
-__all__ = ["draw_once", "with_min_tokens_by_row"]
-
 
 def with_min_tokens_by_row(processor: Any, rows: Iterable[tuple[int, int]]) -> Any:
     """A logits processor of requests as one of sampler rows.

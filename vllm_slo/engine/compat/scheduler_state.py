@@ -16,8 +16,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-__all__ = ["SchedulerState"]
-
 
 class SchedulerState:
     """Reads a vLLM scheduler. What it holds changes with every step, so nothing is copied.

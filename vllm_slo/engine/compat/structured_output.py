@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-__all__ = ["constraint_start", "grammar_of", "next_token_mask"]
-
 
 def constraint_start(manager: StructuredOutputManager, request: Request) -> int:
     """After how many more tokens the grammar applies; 0: to the next one."""

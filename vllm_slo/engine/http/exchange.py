@@ -24,8 +24,6 @@ from vllm_slo.slo.verdicts import DECLINED_HEADER, Declined, Invalid, Quoted, Ve
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Exchange"]
-
 logger = logging.getLogger("vllm_slo.http")
 
 _DISCONNECT: Final = {"type": "http.disconnect"}

@@ -27,8 +27,6 @@ from vllm_slo.live.page import DATA_PATH, PAGE_PATH, Answer, Sampler, page
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
-__all__ = ["LivePage"]
-
 _OURS: Final = "vllm_slo:"
 _THEIRS: Final = tuple(name for name in KEPT if not name.startswith(_OURS))
 

@@ -30,8 +30,6 @@ from vllm_slo.slo.carriers import QUOTE_ROUTE
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["SLOMiddleware"]
-
 EAGER: Final = frozenset(path for path, info in ROUTES.items() if info.kind == "generates")
 """Routes on which every request generates, so mistakes can be answered at once."""
 

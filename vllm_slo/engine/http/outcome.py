@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from vllm_slo.slo.model import SLO
 
-__all__ = ["Asked", "rewrite_event", "rewrite_json", "served_service_tier"]
-
 Reports = Mapping[int, Mapping[str, Any]]
 """Choice -> its report."""
 

@@ -24,8 +24,6 @@ from vllm_slo.slo.keys import QUOTE_KEY
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["answer_quote"]
-
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 MAX_QUOTES: Final = 8

@@ -14,8 +14,6 @@ from vllm_slo.slo.carriers import Carriers, Forwarded, Policy, asked_by, carrier
 from vllm_slo.slo.keys import INTERNAL_KEYS
 from vllm_slo.slo.model import SLO, OnUnattainable
 
-__all__ = ["Rules", "read_request", "sealed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rules:

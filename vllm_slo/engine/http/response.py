@@ -13,8 +13,6 @@ from vllm_slo.slo.body import read_body
 if TYPE_CHECKING:
     from starlette.types import Message, Send
 
-__all__ = ["Response"]
-
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 """Of a response that is to get a report; a longer one goes out as it comes."""
 

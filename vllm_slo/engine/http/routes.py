@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-__all__ = ["ROUTES", "RouteInfo", "unlisted"]
-
 Kind: TypeAlias = Literal["generates", "renders", "pools", "other"]
 
 
