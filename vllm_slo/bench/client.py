@@ -34,7 +34,6 @@ class ClientOptions:
 
     Attributes:
         vocab_size: prompt ids are below it.
-        temperature: of sampling.
         drain_s: time after the last arrival until unfinished requests are cut off.
         warmup_requests: sent first and not counted.
         seed: of the prompts of probes.
@@ -332,9 +331,7 @@ def run_server(
     Errors of single requests are in the result.
 
     Args:
-        target: the server.
         workload: at least one request.
-        options: of the client.
         on_progress: called with the tally after every event.
 
     Raises:

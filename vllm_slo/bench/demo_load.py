@@ -195,7 +195,6 @@ class DemoLoad:
     """The requests to every server, and how their rate was found.
 
     Attributes:
-        workload: the requests.
         carried: requests with an objective per second that stock vLLM can serve.
         load: rate of arrivals as a multiple of ``carried``.
     """

@@ -56,10 +56,8 @@ class Candidate:
     """One server of the demo.
 
     Attributes:
-        name: in reports.
         command: the arguments after ``python``.
         send_slo: whether requests have the ``slo`` field.
-        replicas: behind one port.
         routing: policy of the front of several replicas; None for a single server.
         draft: whether it has the built-in draft model.
     """

@@ -318,5 +318,4 @@ def _end_s(sent: SentRequest, elapsed_s: float) -> float:
     if record.token_times_s:
         return record.token_times_s[-1]
     # A refusal comes at once; a request cut off without a token waited to the end.
-
     return record.arrival_s if record.outcome == "declined" else elapsed_s

@@ -20,7 +20,6 @@ class ZeroLoad:
     Attributes:
         ttft_points: (prompt tokens, seconds) by rising prompt length, at least one.
         tpot_s: mean gap between tokens of a lone request.
-        server: where it was measured.
 
     Raises:
         BenchError: values are empty, unordered or not positive.

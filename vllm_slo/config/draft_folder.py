@@ -57,7 +57,6 @@ def check_vocabulary(
     ids that does no harm.
 
     Args:
-        draft: its name or folder.
         theirs, ours: vocabulary sizes of the draft model and of the served one; None: not known.
         their_ids, our_ids: ids of the tokens; empty: not known.
 

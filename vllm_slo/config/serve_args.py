@@ -173,9 +173,6 @@ def with_draft(
     """vLLM's ``additional_config`` with the draft models by names that the engine can load.
 
     Args:
-        additional: as given.
-        speculation: the configuration in it.
-        model: name or folder of the served model.
         tokenizer: name or folder of its tokenizer; None: the model's.
 
     Raises:

@@ -119,7 +119,6 @@ class History:
 
         Args:
             now_s: epoch seconds. If the clock went back, samples after ``now_s`` are dropped.
-            families: the current series.
         """
         with self._lock:
             first = self._before_s is None

@@ -31,7 +31,6 @@ def merged(
     caller must then ask the other servers for everything.
 
     Args:
-        answers: of the servers.
         coarse: whether samples are of a minute.
         places: of the series; new series are added. None: there are none yet.
     """
@@ -188,7 +187,6 @@ class MergedHistory:
         self._samples = dict(sorted(self._samples.items())[-self._most :])
         kept = self._servers.values()
         self._changed = {key for key in self._changed if any(key in each.samples for each in kept)}
-
         return oldest
 
 

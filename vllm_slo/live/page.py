@@ -107,7 +107,6 @@ class Sampler:
         Args:
             query: of the URL. ``since``: time of the page's last sample, milliseconds;
                 ``minutes=1``: samples of a minute.
-
         """
         asked = parse_qs(query.decode("latin-1"), max_num_fields=8) if len(query) < 256 else {}
         since = asked.get("since", ["0"])[0]

@@ -124,7 +124,6 @@ class Placement:
     A replica that failed is not tried again. A replica that refused is tried again only as backup.
 
     Args:
-        cluster: all replicas.
         routed: the request as routing sees it; None: plain round robin.
     """
 

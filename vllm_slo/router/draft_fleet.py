@@ -44,9 +44,7 @@ class Watched(TypedDict):
     """The state of one draft server.
 
     Attributes:
-        node: name of the node.
         pid: of the process; 0: it does not run.
-        starts: how often the process was started.
         error: why it cannot run at all, or "".
     """
 

@@ -43,7 +43,6 @@ class Drafter(Protocol):
         """A draft for each ask, in order; at most as long as granted, possibly empty.
 
         Args:
-            asks: the prefixes to continue.
             deadline_s: seconds from now at which drafts are returned, finished or not.
             interrupted: called now and then; if true, the drafts are no longer needed.
         """

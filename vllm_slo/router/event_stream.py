@@ -152,7 +152,6 @@ def _server_error(event: bytes) -> Mapping[str, Any] | None:
     with suppress(ValueError, RecursionError):
         content = json.loads(event)
         error = content.get("error") if isinstance(content, dict) else None
-
         if isinstance(error, dict):
             code = error.get("code")
             return error if not isinstance(code, int) or code >= 500 else None

@@ -16,7 +16,6 @@ class FrontConfig:
     """The configuration of a front, from its command line.
 
     Attributes:
-        slo: the operator's SLO configuration.
         served_model_names: for operators; vLLM checks the names itself.
         api_keys: SHA-256 of each accepted key; empty: no key is needed.
     """
@@ -46,5 +45,4 @@ class FrontConfig:
             raise ConfigError(f"--config: {error}") from error
         if any(len(key) != hashlib.sha256().digest_size for key in keys):
             raise ConfigError("--config: an entry of api_key_sha256 is not a SHA-256")
-
         return cls(slo, names, keys)

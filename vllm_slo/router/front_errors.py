@@ -106,7 +106,6 @@ def stream_end(path: str, sent: bytes, text: str) -> bytes:
     Args:
         path: of the request; it decides the shape.
         sent: the newest bytes that the client got, up to the end of an event.
-        text: one line for the client.
 
     Returns:
         An error event and the end of streams of this API. There is no error event if the stream was

@@ -62,7 +62,6 @@ class Server(web.Server):
     """aiohttp's low-level server with limits.
 
     Args:
-        handler: answers one request.
         most: connections at the same time.
     """
 
@@ -204,7 +203,6 @@ class Body:
             raise too_large()
         if self._held.total > MAX_HELD_BYTES:
             text = "the front holds too many bytes of other requests; try again shortly"
-
             raise _closing(busy_response(text))
 
 

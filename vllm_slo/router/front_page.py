@@ -56,7 +56,6 @@ class _Histories:
     """The histories of the replicas in one resolution.
 
     Attributes:
-        merged: all histories in one.
         newest: brings `merged` up to date; whether any replica answered.
     """
 
@@ -106,8 +105,6 @@ class FrontPages:
     """The pages that the front answers itself.
 
     Args:
-        cluster: the replicas.
-        metrics: the front's.
         accepts: whether the front takes new requests.
     """
 

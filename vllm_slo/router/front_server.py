@@ -67,7 +67,6 @@ class Front:
     """Serves clients until `stop` is set.
 
     Args:
-        config: of the front.
         report: called with each message for the parent.
         epoch: returns epoch seconds, for `prefill_ddl`.
     """

@@ -20,7 +20,6 @@ class Once(Generic[T]):
     The call goes on if those who wait for it are cancelled.
 
     Args:
-        call: returns the result.
         kept_s: largest age of the result, seconds from the end of the call.
     """
 

@@ -126,7 +126,6 @@ def interruptible() -> Iterator[None]:
     finally:
         if _signals:
             _signals = 2  # this process is about to end, so the next signal ends it at once
-
         else:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -64,7 +64,6 @@ class Failed:
 
     Attributes:
         reason: a label value of ``vllm_slo:front_retries``.
-        response: the replica's answer, if there was one.
     """
 
     reason: str
@@ -94,12 +93,9 @@ class Wire:
     """A request as it is sent to replicas.
 
     Attributes:
-        request: the client's.
-        path: of the request.
         target: path and query.
         headers: to send, without the front's own.
         body: as received; released when no other replica can be tried.
-        request_id: the client's or a new one.
         arrival_s: on the monotonic clock.
     """
 
@@ -116,10 +112,7 @@ class Exchange:
     """One request and its answer.
 
     Args:
-        relay: shared parts.
-        wire: the request.
         routed: the request as routing sees it; None: no SLO routing (models, embeddings, ...).
-        prompt: its prompt, if it was read.
         label: the result that is counted if it is served without a promise.
     """
 

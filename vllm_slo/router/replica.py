@@ -51,7 +51,6 @@ class Replica:
     """One replica from its start to its end.
 
     Args:
-        args: vLLM's, parsed.
         drain_s: seconds for running requests to end after SIGTERM.
         folder: private and empty; for the socket of the state.
         announce: called once with the line for the parent.

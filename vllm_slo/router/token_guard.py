@@ -41,8 +41,6 @@ class TokenGuard:
     headers of clients, so clients cannot set it.
 
     Args:
-        app: vLLM's app.
-        token: required in the header.
         feed: served under `STATE_PATH`.
     """
 

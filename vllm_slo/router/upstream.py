@@ -71,7 +71,6 @@ class Upstream:
     time in which this process itself was held up does not count.
 
     Args:
-        spec: address of the replica.
         stale_after_s, dead_after_s: as in `RoutingConfig`.
     """
 
@@ -155,7 +154,6 @@ class Upstream:
         """Detect silence.
 
         Args:
-            now_s: monotonic seconds.
             held_up_s: seconds in which this process itself could not read.
         """
         if self._heard_s is None:
@@ -298,5 +296,4 @@ class Upstream:
         except ValueError as error:
             if not self._unreadable:
                 logger.warning("replica %s: its state cannot be read: %s", self.name, error)
-
             self._unreadable = True

@@ -79,7 +79,6 @@ def draw(
 
     Args:
         kind: one of ``ARRIVALS``, or ``adaserve``.
-        count: how many, at least 1.
         seed: chooses the stretch of the trace, or the random times.
         rate: requests/s; only ``thin`` uses it.
         fit: ``rescale`` stretches a run of neighbouring rows to the rate. ``thin`` keeps the

@@ -41,7 +41,6 @@ class ShedEDF(LightScheduler):
     """Drop requests that can no longer meet their TTFT; start the others by earliest deadline.
 
     Args:
-        clock: time.
         step_time: predicts how long a prompt takes, with its safety factor.
     """
 

@@ -37,7 +37,6 @@ class Run:
     Attributes:
         results: one for each job, in the order of the jobs; only jobs that ended if ``aborted``.
         end_s: virtual time at which the last job ended.
-        steps: engine steps taken.
         gpus: GPUs of the whole system.
         scheduler_s: wall-clock seconds spent in schedulers.
         wall_s: wall-clock seconds of the simulation.
@@ -70,15 +69,7 @@ def slo_of(job: Job, place: int) -> SLO:
 
 
 class Simulation:
-    """One run: clients send rounds, replicas serve them.
-
-    Args:
-        jobs: what the clients send.
-        system: policy of every replica and its settings.
-        hardware: of one engine.
-        conditions: replicas, routing, errors of the step-time model.
-        watch: may stop the run; None runs to the end.
-    """
+    """One run: clients send rounds, replicas serve them."""
 
     def __init__(
         self,
@@ -181,10 +172,6 @@ def simulate(
 
     Args:
         jobs: with unique ids; arrival times in any order.
-        system: policy and its settings.
-        hardware: step times, memory and request limit of one engine.
-        conditions: replicas, errors of the step-time model.
-        watch: may stop the run.
 
     Raises:
         SimulationError: there are no jobs, a job does not fit the engine, or a system that
@@ -202,7 +189,6 @@ def simulate(
             f"job {longest.job_id}: its {longest.tokens} tokens do not fit max_model_len "
             f"({hardware.max_model_len}) and kv_tokens ({kv_tokens}) of {hardware.name}"
         )
-
     began_s = time.perf_counter()
     simulation = Simulation(jobs, system, hardware, conditions, watch)
     simulation.run()

@@ -24,7 +24,6 @@ class Front:
     """Sends requests to replicas.
 
     Args:
-        replicas: all of them.
         policy: as ``core.routing.policy`` names it. Under ``slo``, replicas that promise nothing
             are not asked: they take turns, and a replica that caches the prefix goes first.
         max_hops: replicas asked for a promise before a request becomes best effort.

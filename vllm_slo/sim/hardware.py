@@ -40,7 +40,6 @@ class Draft:
     The time of one of its sequential steps is the step-time model's second coefficient.
 
     Attributes:
-        name: of the model.
         token_s: seconds per token that the target computes, because the draft computes it, too.
         kv_share: share of the target's KV tokens that still fit, in (0, 1].
 
@@ -68,11 +67,9 @@ class Hardware:
     """One replica.
 
     Attributes:
-        name: of the profile.
         gpus: GPUs per replica (tensor parallel); rates are reported per GPU.
         step_time: batch shape -> seconds.
         kv_tokens: KV-cache size, tokens.
-        block_size: tokens per KV block.
         max_num_seqs: most requests in one step.
         max_model_len: most tokens of one request, prompt and answer.
         frontend_s: seconds before the engine sees a request; part of every TTFT.

@@ -141,11 +141,9 @@ class VirtualEngine:
         scheduler_cls: vLLM's, vllm-slo's, or a light one.
         model: folder with a ``config.json``; no weights are read.
         step_time: the true time of a step by its shape, seconds.
-        shape: the engine's size.
         believed: the step-time model of vllm-slo's scheduler; None: it learns one from its prior.
         margin: safety factor on it until live steps have shown one.
         overlap: schedule each step while the one before it runs, as async scheduling does.
-        slo_config: configuration of vllm-slo, inline.
         overhead: seconds to schedule a step of so many requests. ``None``: no time.
             ``"measured"``: the time that it takes in this process.
         seed: of which drafts are accepted.
@@ -239,15 +237,11 @@ class VirtualEngine:
             request_id: unique among the live requests.
             prompt: token ids, or how many.
             output_tokens: length of the answer; the scheduler does not see it.
-            slo: its objectives.
             max_tokens: the request's own limit; None: ``output_tokens``.
-            priority: vLLM's.
             arrival_s: on the virtual clock; None: now.
             acceptance: probability that a drafted token is accepted.
             ticket: number that a front gave the request; 0: none.
             stage_ends: see ``KnownEnds``.
-            quote: only ask what the request would be promised.
-            stop: texts that may end the answer.
         """
         ids = own_text(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked: dict[str, Any] | None = slo.to_extra_args() if slo else None

@@ -66,11 +66,8 @@ class RoundResult:
     """One request as its client saw it.
 
     Attributes:
-        sent_s: when the client sent it.
         token_times_s: when each token came, never decreasing.
-        finished: whether the whole answer came.
         promised: whether the scheduler promised its objectives; None if it promises nothing.
-        replica: number of the replica that served it.
         reason: why no promise was made when it was first asked for, or None.
     """
 

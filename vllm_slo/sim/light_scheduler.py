@@ -32,7 +32,6 @@ class LightOutput(SchedulerOutput):
     """One step, reduced to what a simulation reads.
 
     Attributes:
-        batch: shape of the step.
         sampling: requests that sample a token in it, in the order in which they were scheduled.
     """
 

@@ -70,11 +70,9 @@ class Plan:
 
     Attributes:
         setting: of one replica.
-        system: what each replica runs.
         rate: jobs/s of all replicas.
         question: the attainment to keep in every window.
         replicas: the smallest number found to keep it; None if ``max_replicas`` do not.
-        max_replicas: the most that were allowed.
         jobs: per window.
         points: replicas -> measures, for ``replicas`` (or the most) and one fewer.
         shares: replicas -> shares of an engine that the rate needs on average.
@@ -197,13 +195,6 @@ def make_plan(
     that the rate would keep half busy, so that a window is long enough to build a queue.
 
     Args:
-        setting: of one replica.
-        system: what each replica runs.
-        rate: jobs/s of all replicas.
-        question: the attainment to keep in every window.
-        seeds: of the windows.
-        max_replicas: the most to try.
-        processes: as ``run_tasks``.
         progress: called with how many numbers were tried, and the most that a search can try.
     """
     hardware = setting.hardware

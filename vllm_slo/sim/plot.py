@@ -256,7 +256,6 @@ def write_pictures(report: Report, folder: Path, target: float) -> list[Path]:
     """Draw the pictures of a report; returns the paths of the written files.
 
     Args:
-        report: of ``simulate``.
         folder: gets ``attainment.png``, ``load.png`` and ``capacity.png``, if there is data for it.
 
         target: the line in the attainment picture, a share.

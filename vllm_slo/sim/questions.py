@@ -71,7 +71,6 @@ class Watcher:
     """A ``cluster.Watch``: it collects evidence as jobs end and stops when all is answered.
 
     Args:
-        jobs: all jobs of the run.
         warmup: share of them that does not count.
         questions: to answer; without any it never stops.
     """

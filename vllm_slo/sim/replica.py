@@ -19,7 +19,6 @@ class RoundRequest:
         name: unique in the run.
         prompt: token ids.
         output_tokens: length of the answer; policies do not see it.
-        slo: its objectives.
         sent_s, seen_s: when the client sent it, and when an engine can see it.
         acceptance: probability that a drafted token of its answer is accepted.
         stage_ends: number of the last token of each stage but the last; policies learn an end when
@@ -37,11 +36,7 @@ class RoundRequest:
 
 
 class Replica(Protocol):
-    """Serves requests on its own clock.
-
-    Attributes:
-        steps: steps so far.
-    """
+    """Serves requests on its own clock."""
 
     steps: int
 

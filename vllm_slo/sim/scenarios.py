@@ -111,7 +111,6 @@ class Application:
     """One SLO class.
 
     Attributes:
-        name: of the class.
         arrivals: default arrivals (SLOs-Serve, table 2).
         prompt: tokens of each round's prompt.
         stages: (tokens, TPOT in seconds) of each stage of the (last) answer.

@@ -21,7 +21,6 @@ class Setting:
 
     Attributes:
         scenario: one of ``scenarios.SCENARIOS``.
-        hardware: of one engine.
         conditions: replicas, errors of the step times; the window's seed replaces its ``seed``.
         jobs: per window and engine, so that windows of one rate per GPU last equally long.
         warmup: share of them, by arrival, that does not count.

@@ -37,7 +37,6 @@ class System:
 
     Attributes:
         name: as ``parse_system`` reads it.
-        policy: of the scheduler.
         token_budget: most tokens of a step (``--max-num-batched-tokens``).
         prefill, decode: engines of each kind if disaggregated, else 0.
         drafts: tokens drafted for each decoding request in a step; 0: no speculation.
@@ -121,7 +120,6 @@ def families(step_time: StepTimeModel, tightest_tpot_s: float) -> dict[str, tupl
     """Name of a baseline -> the settings among which the best is chosen.
 
     Args:
-        step_time: of the engine.
         tightest_tpot_s: of the scenario; Sarathi's token budget is the largest step within it.
     """
     sarathi = min(max(step_time.time_to_tokens(tightest_tpot_s), 64), 8192)

@@ -47,7 +47,6 @@ def say_left_out(settings: Sequence[Setting], console: Console) -> None:
         kinds = spec.arrivals if spec.trace or setting.arrivals is None else (setting.arrivals,)
         for kind in set(kinds).intersection(TRACES):
             trace = read_trace(kind, setting.trace_file)
-
             if trace.rows_left_out:
                 lines[left_out_line(trace.source, trace.rows_left_out)] = None
     for line in lines:

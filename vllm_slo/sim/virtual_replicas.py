@@ -121,8 +121,6 @@ class Colocated:
     """One engine that does prefill and decode.
 
     Args:
-        engine: serves the requests.
-        number: of this replica.
         priorities: whether a request's priority is its deadline.
     """
 
@@ -286,7 +284,6 @@ class Disaggregated:
         now_s, name = heapq.heappop(self._handed)
         request = self._requests[name]
         target = min(self._decode, key=lambda replica: replica.engine.live)
-
         target.accept(
             replace(
                 request,

@@ -84,7 +84,6 @@ def run_tasks(
         function: of a module's top level.
         arguments: picklable.
         processes: ``Workers``, or how many to start for this call only.
-        progress: called after each task.
 
     Raises:
         SimulationError: a process died.
@@ -103,7 +102,6 @@ def run_tasks(
         return results
     pool = processes.pool()
     futures = [pool.submit(function, *given) for given in arguments]
-
     try:
         for done, finished in enumerate(as_completed(futures), 1):
             finished.result()

@@ -128,7 +128,6 @@ def check_internal(extra: Mapping[str, Any] | None, seal: Seal | None) -> None:
     """Refuse internal keys without a valid seal.
 
     Args:
-        extra: the flat keys of a request.
         seal: of this server; None: it has none, so no internal key is valid.
 
     Raises:
@@ -163,10 +162,6 @@ def _written(value: object) -> str:
 class Access:
     """The API keys of one server and their grants.
 
-    Args:
-        config: section ``access``.
-        environ: environment variables, which may hold keys.
-
     Raises:
         ConfigError: a key cannot be read, or two names have the same key; one line without the key.
     """
@@ -194,7 +189,6 @@ class Access:
         Args:
             slo: of the request, its class applied.
             raw_headers: ASGI headers, with the key.
-            classes: configured classes by name.
             own: whether the request states the SLO itself. If not, it is of the default class; a
                 key that may not have that class is served best effort.
 

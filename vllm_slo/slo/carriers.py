@@ -53,7 +53,6 @@ class Policy:
     """The part of the configuration with which requests are read.
 
     Attributes:
-        classes: configured classes by name.
         service_tiers: service tier -> class name.
         default: SLO of the requests that carry none; None when no default class is configured.
         thinking: whether the server tells the model's thinking from its answer.
@@ -81,7 +80,6 @@ class Carriers:
         xargs: the body field ``vllm_xargs``, of any type.
         in_xargs: whether one of its keys is the SLO's.
         headers: the SLO headers, names in lower case.
-        service_tier: OpenAI's body field, or None.
         hints: see `vllm_slo.slo.hints`.
     """
 

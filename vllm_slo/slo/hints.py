@@ -70,8 +70,6 @@ def fields_of_hints(
     """The hints as valid fields of an SLO.
 
     Args:
-        hints: as `hints_of` returns them.
-        classes: configured classes.
         priorities: priority -> class name.
         reads_session_id: whether vLLM's session id names the session.
     """

@@ -33,13 +33,10 @@ def resolve_slo(
     (``flex``: tier best_effort; any tier mapped in `service_tiers`: that class); then `hints`.
 
     Args:
-        body_slo: the body field ``slo``.
         xargs: the body field ``vllm_xargs``; keys that are not the SLO's are ignored.
         headers: request headers, any case; only those in `HEADER_FIELDS` are read.
-        service_tier: OpenAI's ``service_tier``, as sent.
         hints: valid SLO fields that gateways state in words of their own. They fill fields that
             are still open. Without a class or an objective among them, they ask for nothing.
-        classes: configured classes by name.
         service_tiers: service tier -> class name.
         arrival_s: arrival, epoch seconds; needed for ``prefill_ddl`` only.
 
@@ -71,10 +68,6 @@ def _of_service_tier(
 
 def check_thinking(slo: SLO, *, told: bool) -> None:
     """Refuse an objective for thinking where the server cannot tell thinking from the answer.
-
-    Args:
-        slo: of a request.
-        told: whether the server tells them apart.
 
     Raises:
         InvalidSLOError: the SLO has such an objective, and the server does not.

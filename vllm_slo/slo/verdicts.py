@@ -26,12 +26,7 @@ _QUOTE: Final = "slo_quote:"
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """The objectives cannot be promised, and the request asked to be refused then.
-
-    Attributes:
-        retry_after_ms: milliseconds after which to retry.
-        reason: as in reports.
-    """
+    """The objectives cannot be promised, and the request asked to be refused then."""
 
     retry_after_ms: int
     reason: str

@@ -30,7 +30,6 @@ class LengthQuery:
 
     Attributes:
         slo_class: the name by which lengths are learnt.
-        prompt_tokens: length of the prompt.
         max_tokens: most output tokens, at least 1.
         declared: output tokens that the request announced, or None.
         prompt_token_ids: the prompt; empty where it is not tokens.

@@ -115,7 +115,6 @@ class Perception:
         rounds: gamma, rounds in which the acceptance rate must have stood still. 0: it is taken to
             be the typical one until the request's own rounds say otherwise.
         change: delta, by which it may have moved in them.
-        typical: rounds of all requests.
 
     Attributes:
         attained_s: service since it arrived.
@@ -216,7 +215,6 @@ class ServiceView(NamedTuple):
     """A request without a promise, for its place in the order.
 
     Attributes:
-        request_id: its id.
         arrival: by which first come is first served.
         waited_s: seconds since it last had service, or arrived.
         length: predicted tokens of its whole answer.
@@ -249,7 +247,6 @@ class ServiceOrder:
 
     Attributes:
         policy: see the module; `fcfs` keeps what arrived first in front.
-        queues: thresholds.
         ageing_s: seconds of waiting after which a small request goes first.
         preempt_known: whether places of perceptible requests can be taken at any time.
     """
@@ -305,7 +302,6 @@ class ServiceOrder:
         Args:
             ranked: all requests, the most urgent first.
             places: free ones.
-            free_blocks: free KV blocks.
 
         Returns:
             Their ids. No place is taken for a request that could not begin even so.

@@ -50,7 +50,6 @@ class Session:
     """One job.
 
     Attributes:
-        key: its tenant and id.
         slo_class: of its latest round.
         started_s: arrival of its first round.
         deadline_s: end of the last token of its last round; infinite without an objective.
@@ -115,9 +114,7 @@ class Sessions:
         """Note that a request of a session has come.
 
         Args:
-            key: the session's.
             slo_class: its class, of which the typical number of rounds is learnt.
-            now_s: its arrival.
             e2e_s: the job's end-to-end objective, seconds from its first arrival.
             expected: rounds that it is to have altogether, if the client knows.
             has_objective: whether the request has one, the job's included.
@@ -148,11 +145,8 @@ class Sessions:
         """What the round that has just begun may take, so that the whole job is in time.
 
         Args:
-            session: its job.
-            now_s: when it came.
             lone_ttft_s: what its prompt takes an engine without other work.
             tokens: how long its answer will be; None: that is not known.
-            last: whether it is the last one.
         """
         left_s = session.deadline_s - now_s
         if left_s == INFINITY or left_s <= 0.0:
@@ -181,8 +175,6 @@ class Sessions:
         """Note that a request of a session has ended; returns the session if that has ended, too.
 
         Args:
-            key: the session's.
-            now_s: when.
             attained: whether the request kept its objectives; None without any, or if it was
                 aborted.
             last: whether no other round follows.

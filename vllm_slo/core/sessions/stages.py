@@ -24,7 +24,6 @@ class StageResult(NamedTuple):
     Attributes:
         tpot_s: its objective, seconds per token; infinite without one.
         worst_s: its worst window; None while it has no gap between two tokens.
-        tokens: of it, so far.
         attained: whether it keeps its objective; None without one, or where it did not begin.
     """
 
@@ -43,10 +42,7 @@ class StagedTPOT:
 
     Attributes:
         stage: number of the stage that goes on.
-        tpot_s: its objective.
-        tokens: of it, so far.
         tightest_s: the tightest from here on, itself included.
-        measure: its windows.
     """
 
     __slots__ = ("_done", "_kept", "_tpots_s", "measure", "stage", "tightest_s", "tokens")

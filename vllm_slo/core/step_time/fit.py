@@ -25,11 +25,9 @@ class FitReport:
     """A fitted model and how well it fits.
 
     Attributes:
-        model: the model.
         r2: share of the variance of the step times that it explains.
         worst_residual_s: largest |predicted - actual|, seconds.
         worst_residual_ratio: largest |predicted / actual - 1|.
-        n: samples used.
     """
 
     model: StepTimeModel
@@ -56,7 +54,6 @@ def fit(
     Args:
         samples: (shape, seconds); those that `is_usable` rejects are left out.
         kv_term, pair_term: False leaves that term at 0.
-        max_tokens: of the model.
 
     Raises:
         ProfileError: fewer than two usable samples.

@@ -47,7 +47,6 @@ class BatchShape:
         tokens: scheduled tokens of all requests.
         spec_steps: sequential steps of the draft model (SLOs-Serve's #SpecStep).
         context_tokens: KV tokens attended to before this step, summed over the requests.
-        requests: how many are scheduled.
         pairs: query-key pairs, the sum of `chunk_pairs` over the requests; 0: not known, not
             priced.
     """

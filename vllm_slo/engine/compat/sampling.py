@@ -19,7 +19,6 @@ def with_min_tokens_by_row(processor: Any, rows: Iterable[tuple[int, int]]) -> A
     processors that vLLM allows beside speculation keep no state per request.
 
     Args:
-        processor: of the requests.
         rows: (request, depth below the root) of each row.
     """
     if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
@@ -52,7 +51,6 @@ def draw_once(sampler: Sampler, logits: torch.Tensor, generator: torch.Generator
     """Advance a generator as sampling one token with it does.
 
     Args:
-        sampler: vLLM's.
         logits: of any step; only the shape counts, [rows, vocabulary].
         generator: is mutated.
     """

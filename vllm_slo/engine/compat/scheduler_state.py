@@ -18,11 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 
 class SchedulerState:
-    """Reads a vLLM scheduler. What it holds changes with every step, so nothing is copied.
-
-    Args:
-        scheduler: vLLM's, or one that is derived from it.
-    """
+    """Reads a vLLM scheduler. What it holds changes with every step, so nothing is copied."""
 
     __slots__ = ("_scheduler",)
 
@@ -89,7 +85,6 @@ class SchedulerState:
         """Take a running request's KV, and put it back into the waiting queue.
 
         Args:
-            request: the request.
             timestamp: of the event that vLLM notes, on the monotonic clock.
         """
         scheduler = self._scheduler

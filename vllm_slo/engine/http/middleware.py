@@ -51,7 +51,6 @@ class SLOMiddleware:
     it. It then reaches the scheduler with every request that has an SLO, its own or the default.
 
     Args:
-        app: the application behind this middleware.
         clock: epoch seconds, for `prefill_ddl`.
     """
 

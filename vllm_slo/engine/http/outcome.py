@@ -32,7 +32,6 @@ class Asked:
     """What one request asked for.
 
     Attributes:
-        slo: its SLO; None: it has none.
         service_tier: as sent; None: not sent.
     """
 
@@ -65,7 +64,6 @@ def rewrite_json(body: bytes, asked: Asked, report: Mapping[str, Any] | None) ->
 
     Args:
         body: the response of status 200 as vLLM wrote it.
-        asked: what the request asked for.
         report: of its first choice; None: there is no report.
     """
     if report is None and asked.service_tier is None:
@@ -85,7 +83,6 @@ def rewrite_event(chunk: bytes, asked: Asked, reports: Reports) -> bytes:
 
     Args:
         chunk: one chunk of an SSE body. vLLM sends whole events; a part of one is left as it is.
-        asked: what the request asked for.
         reports: choice -> report, as far as they are there.
     """
     if not _ENDS.search(chunk):

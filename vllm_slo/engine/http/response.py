@@ -21,7 +21,6 @@ class Response:
     """A response on its way to the client.
 
     Args:
-        send: the client's.
         eager: whether the request is read before the application has it.
 
     Attributes:
@@ -30,7 +29,6 @@ class Response:
         reports: choice -> its report, as far as they are there.
         has_output: whether the engine has had output.
         started: whether the client has a part of the response.
-        stored_id: id of the stored response.
     """
 
     def __init__(self, send: Send, *, eager: bool) -> None:

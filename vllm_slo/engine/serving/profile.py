@@ -35,8 +35,6 @@ def profile(
     Prefix caching and asynchronous scheduling are off meanwhile (see RecordingScheduler).
 
     Args:
-        model: name or folder.
-        quick: a coarser grid.
         time_limit_s: for the measuring itself; None: 25 s if quick, else 300 s.
         on_progress: is told the scenarios done and their number.
         engine_args: arguments of ``vllm.LLM``, those with which the server will run.
