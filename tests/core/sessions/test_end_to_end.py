@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from vllm_slo.core.sessions.end_to_end import end_to_end_pace, pace_of_rest
+from vllm_slo.core.sessions.rounds import end_to_end_pace, pace_of_rest
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 from vllm_slo.core.lengths.output_length import (
     LengthPrediction,
     OutputLengthPredictor,
-    Source,
     checked_quantile,
 )
 
@@ -103,32 +102,3 @@ def forecast_error(predicted: float, actual: int) -> ForecastError:
     """How far off a predicted length was; an empty answer counts as one token."""
     actual = max(actual, 1)
     return ForecastError(predicted / actual, abs(predicted - actual) / actual)
-
-
-class ForecastErrors:
-    """Errors of late by where the prediction came from.
-
-    Args:
-        memory: requests of each source that its means are over, more or less.
-    """
-
-    def __init__(self, memory: int = 256) -> None:
-        self._memory = memory
-        self._means: dict[Source, tuple[RunningMean, RunningMean]] = {}
-
-    def add(self, prediction: LengthPrediction, tokens: int) -> ForecastError:
-        """Take in what became of a prediction made at arrival; returns its error."""
-        error = forecast_error(prediction.tokens, tokens)
-        means = self._means.setdefault(
-            prediction.source, (RunningMean(self._memory), RunningMean(self._memory))
-        )
-        for mean, value in zip(means, error, strict=True):
-            mean.add(value)
-        return error
-
-    def means(self) -> dict[Source, ForecastError]:
-        """Source -> its mean ratio and mean relative error; sources without a request left out."""
-        return {
-            source: ForecastError(ratio.mean, relative.mean)
-            for source, (ratio, relative) in self._means.items()
-        }

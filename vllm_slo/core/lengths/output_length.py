@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_slo.core.lengths.holds import holds_of
+from vllm_slo.core.jit import jit
 
 Ints = NDArray[np.int64]
 
@@ -196,6 +196,47 @@ class OutputLengthPredictor:
         longest = self._longest(slo_class) if believed else 0
         columns = prompt, max_tokens, declared, generated
         return holds_of(self._arrays[slo_class], longest, self.PARTS, *columns)
+
+
+@jit
+def holds_of(
+    ranked: Ints,
+    class_longest: int,
+    parts: int,
+    prompt: Ints,
+    cap: Ints,
+    declared: Ints,
+    done: Ints,
+) -> Ints:
+    """KV tokens to set aside for each of n requests of a class.
+
+    Args:
+        ranked: lengths of the class in ascending order; empty where it is not believed.
+        class_longest: the longest answer of the class that was seen.
+        parts: points of the survival curve to look at.
+        prompt, cap, declared, done: (n,) tokens of the prompt, most tokens of the answer, its
+            declared length (0: none), tokens so far.
+
+    Returns:
+        (n,) tokens, as `OutputLengthPredictor.expected_hold` gives them.
+    """
+    holds = np.empty(len(prompt), dtype=np.int64)
+    for i in range(len(prompt)):
+        now = prompt[i] + done[i] + 1
+        if declared[i] > done[i]:
+            holds[i] = max(prompt[i] + min(declared[i], cap[i]), now)
+            continue
+        longer = np.searchsorted(ranked, done[i], side="right")
+        survivors = len(ranked) - longer
+        longest, most = min(cap[i], class_longest), 0
+        for part in range(parts if survivors > 0 else 0):
+            passed = part * survivors // parts
+            length = min(ranked[longer + passed], longest)
+            most = max(most, (prompt[i] + length) * (survivors - passed) // survivors)
+            if length == longest:  # fewer and fewer are there from here on
+                break
+        holds[i] = max(most, now)
+    return holds
 
 
 def _product_limit(seen: Sequence[_Seen]) -> list[int]:
