@@ -176,8 +176,6 @@ class _Session:
             "cache_salt": self._cache_salt,
         }
         slo = request.slo_body() if self._target.send_slo else None
-        if slo is not None and self._target.send_class:
-            slo["class"] = request.slo_class
         if slo is not None:
             extra["slo"] = slo
         return extra

@@ -31,9 +31,9 @@ from vllm_slo.bench.disturbance import Disturbance, DisturbanceWatch
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.endpoint import ServerTarget
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import WorkloadOptions, bench_server, build_workload, finish
+from vllm_slo.bench.main import bench_server, build_workload, finish
 from vllm_slo.bench.report import BenchReport, batch_tokens_per_s
-from vllm_slo.bench.workload import Workload
+from vllm_slo.bench.workload import Workload, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 
 if TYPE_CHECKING:

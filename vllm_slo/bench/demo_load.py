@@ -29,8 +29,8 @@ from vllm_slo.bench.workload import (
     DEFAULT_CLASSES,
     ClassSpec,
     PlannedRequest,
-    SyntheticOptions,
     Workload,
+    WorkloadOptions,
     planned,
     synthetic,
 )
@@ -241,9 +241,14 @@ def choose_load(
     return DemoLoad(replace(online, name="demo", requests=tuple(requests)), carried, load)
 
 
-def _options(rate: float, duration_s: float, seed: int, scale: float) -> SyntheticOptions:
-    return SyntheticOptions(
-        rate, duration_s, seed, ONLINE, max_context=_longest(scale), length_scale=scale
+def _options(rate: float, duration_s: float, seed: int, scale: float) -> WorkloadOptions:
+    return WorkloadOptions(
+        rate=rate,
+        duration_s=duration_s,
+        seed=seed,
+        classes=ONLINE,
+        max_context=_longest(scale),
+        length_scale=scale,
     )
 
 

@@ -31,7 +31,6 @@ class ServerTarget:
         base_url: see `api_root`.
         model: None: its first model.
         send_slo: whether requests have the ``slo`` field (a stock server ignores it).
-        send_class: whether that field names the class, which the server must know.
 
     Raises:
         BenchError: ``base_url`` is not the address of a server.
@@ -41,7 +40,6 @@ class ServerTarget:
     base_url: str
     model: str | None = None
     send_slo: bool = True
-    send_class: bool = False
     credentials: Credentials = NO_CREDENTIALS
 
     def __post_init__(self) -> None:
