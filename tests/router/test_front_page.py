@@ -22,7 +22,7 @@ from prometheus_client import Metric
 
 from vllm_slo.live.history import History
 from vllm_slo.live.merge import LAG_MS, RECENT, MergedHistory, merged
-from vllm_slo.router.once import Once
+from vllm_slo.router.upstream import Once
 
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0)}
 KEPT_S = 1.0

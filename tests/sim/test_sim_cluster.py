@@ -30,8 +30,7 @@ from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.sim.jobs import Job, JobResult, Round, Stage
-from vllm_slo.sim.replica import RoundRequest
+from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage
 from vllm_slo.sim.systems import OURS, System, parse_system
 from vllm_slo.sim.text import answer_text, own_text
 from vllm_slo.sim.virtual_replicas import Disaggregated

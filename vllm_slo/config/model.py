@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from vllm_slo.config.best_effort import BestEffortConfig
-from vllm_slo.config.classes import ClassConfig, StageConfig
-from vllm_slo.config.routing import RoutingConfig
-from vllm_slo.config.sessions import SessionsConfig
+from vllm_slo.config.sections import (
+    BestEffortConfig,
+    ClassConfig,
+    RoutingConfig,
+    SessionsConfig,
+    StageConfig,
+)
 from vllm_slo.config.speculation import (
     DRAFT_KEY,
     SERVERS_KEY,
@@ -31,6 +34,7 @@ from vllm_slo.slo.access_config import (
     KeyConfig,
     QuotaConfig,
     QuotasConfig,
+    Section,
 )
 from vllm_slo.slo.carriers import Policy
 from vllm_slo.slo.model import SLO
@@ -41,10 +45,8 @@ CONFIG_KEY: Final = "slo_config"
 _UNMAPPED_TIERS: Final = ("auto", "default")
 
 
-class SLOConfig(BaseModel):
+class SLOConfig(Section):
     """All settings of the operator. Immutable; checked when it is loaded."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     classes: dict[str, ClassConfig] = Field(
         default_factory=dict,

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vllm_slo.core.types import DraftShares
+from vllm_slo.slo.access_config import Section
 
 DRAFT_KEY: Final = "draft_model"
 """Key of vLLM's `--additional-config` that names the draft model, or lists several. It overrides
@@ -62,11 +63,9 @@ def check_source(draft_model: Any, draft_servers: Any) -> None:
         )
 
 
-class SpeculationConfig(BaseModel):
+class SpeculationConfig(Section):
     """Token trees drafted by small models and verified by the served one; see AdaServe and, for
     several models, SpecRouter. Or chains drafted by servers elsewhere; see GoodSpeed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     draft_model: str | list[str] | None = Field(
         default=None,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-from vllm_slo.config.routing import RoutingConfig
+from vllm_slo.config.sections import RoutingConfig
 from vllm_slo.core.routing.demand_meter import DemandMeter
 from vllm_slo.core.routing.policy import Route, route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest

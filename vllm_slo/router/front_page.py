@@ -22,8 +22,7 @@ from vllm_slo.live.page import DATA_PATH, PAGE_PATH, page
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.front_errors import SERVER_HEADER, error_response, json_response, not_found
 from vllm_slo.router.front_metrics import FrontMetrics
-from vllm_slo.router.once import KEPT_S, Once
-from vllm_slo.router.upstream import Upstream
+from vllm_slo.router.upstream import KEPT_S, Once, Upstream
 
 PATHS: Final = (PAGE_PATH, DATA_PATH)
 PATIENCE_S: Final = 3.0

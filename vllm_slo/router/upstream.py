@@ -7,18 +7,17 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import aiohttp
 from yarl import URL
 
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.virtual_replica import VirtualReplica
-from vllm_slo.router.once import KEPT_S, Once
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER
 
@@ -33,7 +32,45 @@ LONGEST_PAUSE_S: Final = 1.0
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 MAX_URLS: Final = 256
 METRICS_PATIENCE_S: Final = 10.0
+KEPT_S: Final = 2.0
+"""Largest age of a replica's page, seconds: the period of the live page and of servers' samples."""
 _SKIPPED: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """The result of a call that is made once for all who ask meanwhile, and kept for a while.
+
+    The call goes on if those who wait for it are cancelled.
+
+    Args:
+        kept_s: largest age of the result, seconds from the end of the call.
+    """
+
+    def __init__(self, call: Callable[[], Awaitable[T]], kept_s: float) -> None:
+        self._call = call
+        self._kept_s = kept_s
+        self._task: asyncio.Task[T] | None = None
+        self._ended_s = 0.0
+
+    async def get(self) -> T:
+        """The result.
+
+        Raises:
+            Exception: whatever the call raised.
+        """
+        task = self._task
+        if task is None or (task.done() and time.monotonic() - self._ended_s >= self._kept_s):
+            task = self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(task)
+
+    async def _run(self) -> T:
+        try:
+            return await self._call()
+        finally:
+            self._ended_s = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)

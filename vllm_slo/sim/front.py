@@ -10,14 +10,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
 from vllm_slo.core.routing.policy import prefix_first, route
+from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.types import INFINITY, RoutingPolicy
-from vllm_slo.sim.replica import Replica, RoundRequest
+from vllm_slo.sim.jobs import RoundRequest, RoundResult
 
 STATE_INTERVAL_S: Final = 0.02
+
+
+class Replica(Protocol):
+    """Serves requests on its own clock."""
+
+    steps: int
+
+    @property
+    def scheduler_s(self) -> float:
+        """Wall-clock seconds that its schedulers have taken so far."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has anything to do."""
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time of its next step."""
+
+    def state(self) -> ReplicaState | None:
+        """The state that a front may see; None if the replica promises nothing."""
+
+    def promise(self, request: RoundRequest, ticket: int) -> bool:
+        """Take the request if its objectives can be promised now; whether it was taken."""
+
+    def accept(self, request: RoundRequest, ticket: int) -> None:
+        """Take the request."""
+
+    def step(self) -> list[str]:
+        """Do one step; names of the requests that ended."""
+
+    def take(self, name: str) -> tuple[RoundResult, list[int]]:
+        """Remove a request that ended; its result, and its prompt with the answer."""
 
 
 class Front:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_slo.slo.model import SLO
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -59,6 +61,30 @@ class Job:
     def tokens(self) -> int:
         """Prompt and answer tokens, each counted once."""
         return sum(r.prompt_tokens + r.output_tokens for r in self.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRequest:
+    """One round of a job as a request.
+
+    Attributes:
+        name: unique in the run.
+        prompt: token ids.
+        output_tokens: length of the answer; policies do not see it.
+        sent_s, seen_s: when the client sent it, and when an engine can see it.
+        acceptance: probability that a drafted token of its answer is accepted.
+        stage_ends: number of the last token of each stage but the last; policies learn an end when
+            it is reached.
+    """
+
+    name: str
+    prompt: list[int]
+    output_tokens: int
+    slo: SLO
+    sent_s: float
+    seen_s: float
+    acceptance: float
+    stage_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,22 +15,24 @@ from vllm_slo.sim.capacity import best_of_family, find_capacities, sweep
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.options import (
     add_setting_arguments,
+    bar,
     check_drafts,
     listed,
     need_vllm,
     number,
     out_of,
     processes_of,
+    say_left_out,
     seeds_of,
     settings_of,
     whole,
+    wide_console,
 )
 from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import Report, Row, render, write_json
 from vllm_slo.sim.scenarios import SCENARIOS
 from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.systems import DRAFTS, System, families, parse_system
-from vllm_slo.sim.terminal import bar, say_left_out, wide_console
 from vllm_slo.sim.workers import Processes, Workers, quiet
 
 if TYPE_CHECKING:

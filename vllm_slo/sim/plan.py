@@ -15,19 +15,21 @@ from typing import Any, Final
 from vllm_slo.sim.demand import Demand, binding, demand
 from vllm_slo.sim.options import (
     add_setting_arguments,
+    bar,
     check_drafts,
     need_vllm,
     number,
     processes_of,
+    say_left_out,
     seeds_of,
     settings_of,
     whole,
+    wide_console,
 )
 from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import hardware_dict, machine, percent, versions
 from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.systems import System, parse_system
-from vllm_slo.sim.terminal import bar, say_left_out, wide_console
 from vllm_slo.sim.windows import Point, measure_window, run_jobs
 from vllm_slo.sim.workers import Processes, Progress, Workers, quiet, run_tasks
 

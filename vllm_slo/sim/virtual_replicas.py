@@ -17,11 +17,11 @@ from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
+from vllm_slo.sim.front import Replica
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
-from vllm_slo.sim.jobs import RoundResult
+from vllm_slo.sim.jobs import RoundRequest, RoundResult
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
-from vllm_slo.sim.replica import Replica, RoundRequest
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.text import answer_text
 
