@@ -33,7 +33,7 @@ STEP_S = 2.0
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[FrontProcess]:
     with processes() as keep:
-        yield keep(FrontProcess(ROUTING, {"once.KEPT_S": KEPT_S}))
+        yield keep(FrontProcess(ROUTING, {"upstream.KEPT_S": KEPT_S}))
 
 
 @pytest.fixture
