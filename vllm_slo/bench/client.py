@@ -64,7 +64,6 @@ class Tally:
 
     @property
     def done(self) -> int:
-        """Requests that have ended."""
         return self.finished + self.declined + self.failed
 
 
@@ -165,7 +164,6 @@ class _Session:
         self.start_s = time.perf_counter()
 
     def now_s(self) -> float:
-        """Seconds since the session began."""
         return time.perf_counter() - self.start_s
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:

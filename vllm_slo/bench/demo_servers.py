@@ -133,8 +133,6 @@ def servers(
 
 
 class _Running(NamedTuple):
-    """A started server."""
-
     url: str
     log: Path
     process: subprocess.Popen[bytes]

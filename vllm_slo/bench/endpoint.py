@@ -47,7 +47,6 @@ class ServerTarget:
 
     @property
     def api_url(self) -> str:
-        """Address of the OpenAI API, ending in ``/v1``."""
         return f"{api_root(self.base_url)}/v1"
 
 

@@ -216,7 +216,6 @@ def run_bench(
 
 
 def _say(text: str, style: str | None = None) -> None:
-    """One line on stderr."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(text, style=style, markup=False, soft_wrap=True)

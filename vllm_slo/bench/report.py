@@ -65,7 +65,6 @@ class BenchReport:
     disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
 
     def warnings(self, run: ServerRun) -> list[str]:
-        """Reasons not to trust a run."""
         disturbance = self.disturbances.get(run.target.name)
         return [*warnings_of(run), *(disturbance.warnings() if disturbance else [])]
 

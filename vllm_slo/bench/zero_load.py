@@ -51,7 +51,6 @@ class ZeroLoad:
         return max(estimate, points[0][1])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, seconds."""
         return {
             "ttft_points": [list(p) for p in self.ttft_points],
             "tpot_s": self.tpot_s,

@@ -56,7 +56,6 @@ class ProfileReport:
 
     @property
     def model(self) -> StepTimeModel:
-        """The fitted step-time model."""
         return self.fit.model
 
 

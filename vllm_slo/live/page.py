@@ -91,7 +91,6 @@ class Sampler:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

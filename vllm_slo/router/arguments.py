@@ -225,7 +225,6 @@ class AppArgs(BaseModel):
 
     @property
     def most(self) -> int:
-        """The largest number of replicas."""
         return self.replicas or self.max_replicas or 1
 
     @property
@@ -250,7 +249,6 @@ class AppArgs(BaseModel):
 
     @property
     def served_model_names(self) -> list[str]:
-        """The names of the model in requests."""
         given = Flags(self.vllm_args).with_config_file().values("--served-model-name")
         return given or [self.model]
 

@@ -77,7 +77,6 @@ class Cluster:
         return [*first, *ready.values()][: self.routing.max_hops]
 
     def next_turn(self) -> int:
-        """The number of the next request, for round robin."""
         self._turn += 1
         return self._turn
 
@@ -140,7 +139,6 @@ class Placement:
         self._last: Route | None = None
 
     def next(self, now_s: float) -> Choice:
-        """The replica to try now."""
         able = [each for each in self.cluster.ready() if each not in self._failed]
         if not able:
             return Choice(None, None, None)

@@ -91,7 +91,6 @@ class Supervisor:
         self._row += 1
 
     async def stop(self) -> None:
-        """End the process."""
         if self._child is not None:
             await self._child.terminate(GRACE_S)
 
@@ -161,8 +160,6 @@ def beside(args: argparse.Namespace) -> None:
 
 
 class _Fleet:
-    """The actors on a connected cluster."""
-
     def __init__(self, args: argparse.Namespace, rest: Sequence[str], count: int) -> None:
         import ray
 

@@ -159,7 +159,6 @@ class Body:
         self.release()
 
     def release(self) -> None:
-        """Drop the data."""
         self._held.total -= self._counted
         self._counted = 0
         self.data = b""

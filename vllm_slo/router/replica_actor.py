@@ -54,7 +54,6 @@ class ReplicaSpec:
     secret_env: tuple[str, ...]
 
     def command(self, private_host: str) -> list[str]:
-        """The command line of the child."""
         return [
             *(sys.executable, "-m", self.module),
             *("--private-host", private_host, "--drain-s", str(self.drain_s), "--"),

@@ -125,8 +125,6 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Deployment:
-    """The application on a connected cluster."""
-
     def __init__(self, given: Mapping[str, Any], ray_address: str | None) -> None:
         import ray
         from ray import serve

@@ -52,7 +52,6 @@ class TokenGuard:
         """Requests in progress, without streams of the state."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

@@ -164,7 +164,6 @@ class Upstream:
 
     @property
     def ready(self) -> bool:
-        """Whether it may get new requests."""
         return self.connected and self.listed and not self._silent and self.is_serving
 
     @property
@@ -209,7 +208,6 @@ class Upstream:
     # --- requests --------------------------------------------------------------------------------
 
     def next_ticket(self) -> int:
-        """The ticket of the next request sent to this replica."""
         self._ticket += 1
         return self._ticket
 

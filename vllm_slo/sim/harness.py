@@ -292,7 +292,6 @@ class VirtualEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to schedule or to wait for."""
         return bool(self._flight) or self.scheduler.has_requests()
 
     def step(self) -> SchedulerOutput:
@@ -392,7 +391,6 @@ class VirtualEngine:
         return LightResult(output.sampling, sampled)
 
     def _tokens(self, request_id: str, drafted: int) -> list[int]:
-        """The tokens that a request samples in a step."""
         request = self.scheduler.requests.get(request_id)
         return self._drawn(request_id, request.num_output_tokens if request else 0, drafted)
 

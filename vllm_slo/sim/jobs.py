@@ -39,7 +39,6 @@ class Round:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the whole answer."""
         return sum(stage.tokens for stage in self.stages)
 
     @property

@@ -98,7 +98,6 @@ class Plan:
         return self.replicas - 1 or None
 
     def text(self) -> str:
-        """The answer in words."""
         setting = self.setting
         asked = self.question.percent
         head = f"{setting.scenario}, {self.rate:g} jobs/s on {setting.hardware.name}"
@@ -139,7 +138,6 @@ class Plan:
         )
 
     def to_dict(self, command: str) -> dict[str, Any]:
-        """JSON form."""
         return {
             "schema": SCHEMA,
             "command": command,

@@ -48,7 +48,6 @@ class Evidence:
         self.missed: Counter[str] = Counter()
 
     def add(self, application: str, attained: bool) -> None:
-        """Count a job that has ended."""
         (self.attained if attained else self.missed)[application] += 1
 
     def answer(self, question: Question) -> bool | None:

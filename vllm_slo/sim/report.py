@@ -51,7 +51,6 @@ class Row:
 
     @property
     def replicas(self) -> int:
-        """Replicas that share the load."""
         return self.setting.conditions.replicas
 
 

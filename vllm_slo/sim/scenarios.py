@@ -60,7 +60,6 @@ class Lengths:
     most: float = math.inf
 
     def sample(self, rng: np.random.Generator, count: int) -> Ints:
-        """``count`` token counts."""
         if self.family == "beta":
             raw = self._beta(rng, count)
         elif self.family == "lognormal":
@@ -127,7 +126,6 @@ class Application:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a whole job."""
         rounds = self.loop.rounds if self.loop else 1.0
         return rounds * (self.prompt.mean + sum(lengths.mean for lengths, _ in self.stages))
 

@@ -51,7 +51,6 @@ class System:
 
     @property
     def engines(self) -> int:
-        """Engines of one replica."""
         return self.prefill + self.decode or 1
 
     @property
@@ -60,7 +59,6 @@ class System:
         return self.policy in ("fcfs", "priority")
 
     def overhead_s(self, requests: int) -> float:
-        """Seconds to schedule a step of so many requests."""
         step_s, request_s = OVERHEAD_S[self.policy == "slo"]
         return step_s + request_s * requests
 

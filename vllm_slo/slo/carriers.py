@@ -102,11 +102,9 @@ class Carriers:
         return not (self.explicit or self.service_tier is not None or self.hints)
 
     def with_xargs(self, xargs: Mapping[str, Any]) -> Carriers:
-        """These carriers with other ``vllm_xargs``."""
         return replace(self, xargs=xargs, in_xargs=has_slo_key(xargs))
 
     def without_hints(self, names: Collection[str]) -> Carriers:
-        """These carriers without some hints."""
         left = {name: value for name, value in self.hints.items() if name not in names}
         return replace(self, hints=left)
 

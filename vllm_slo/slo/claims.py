@@ -63,7 +63,6 @@ class Claims:
     by_name: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     def values(self) -> dict[str, object]:
-        """Attribute -> value."""
         return {name: value for name, (value, _) in self.by_name.items()}
 
     def add(self, name: str, value: object, carrier: str) -> None:
@@ -82,7 +81,6 @@ class Claims:
             )
 
     def add_body(self, body: object) -> None:
-        """Read the body field ``slo``."""
         if not isinstance(body, Mapping):
             fix = 'give an object, for example {"ttft_ms": 500, "tpot_ms": 50} or {"class": "chat"}'
             raise InvalidSLOError("slo", f"{echo(body)} is not an object", fix)

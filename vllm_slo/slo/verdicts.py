@@ -51,7 +51,6 @@ class Invalid:
     text: str
 
     def pack(self) -> str:
-        """The stop reason."""
         return _INVALID + self.text
 
 

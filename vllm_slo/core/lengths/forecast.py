@@ -86,7 +86,6 @@ class RunningMean:
         self.mean = 0.0
 
     def add(self, value: float) -> None:
-        """Take in one value."""
         self._count += 1
         self.mean += (value - self.mean) / min(self._count, self._memory)
 

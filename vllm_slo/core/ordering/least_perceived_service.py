@@ -101,7 +101,6 @@ class TypicalRounds:
         self.round_s = self.drafted = self.accepted = 0.0
 
     def observe(self, seconds: float, drafted: int, accepted: int) -> None:
-        """Take in a round."""
         self._count = min(self._count + 1, self.MEMORY)
         self.round_s += (seconds - self.round_s) / self._count
         self.drafted += (drafted - self.drafted) / self._count

@@ -62,12 +62,10 @@ class StagedTPOT:
 
     @property
     def stages(self) -> int:
-        """How many stages the answer has."""
         return len(self._tpots_s)
 
     @property
     def is_last(self) -> bool:
-        """Whether no other stage follows."""
         return self.stage + 1 == len(self._tpots_s)
 
     def add(self, time_s: float, count: int = 1) -> None:
@@ -106,7 +104,6 @@ class StagedTPOT:
         return max((stage_s for stage_s in worst_s if stage_s is not None), default=None)
 
     def results(self) -> list[StageResult]:
-        """How each stage went, or goes."""
         begun = [*self._done, (self.measure, self.tokens)]
         results = []
         for number, tpot_s in enumerate(self._tpots_s):

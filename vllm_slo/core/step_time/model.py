@@ -118,7 +118,6 @@ class StepTimeModel:
         return max(low, high) + attention
 
     def predict_shape_s(self, shape: BatchShape) -> float:
-        """Seconds a step of this shape takes."""
         return self.predict_s(shape.tokens, shape.context_tokens, shape.spec_steps, shape.pairs)
 
     def lines(self) -> Lines:

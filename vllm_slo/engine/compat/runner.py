@@ -37,7 +37,6 @@ class RunnerBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the models run."""
         device: torch.device = self._runner.device
         return device
 
@@ -45,7 +44,6 @@ class RunnerBatch:
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         group = self._runner.kv_cache_config.kv_cache_groups[KV_GROUP]
         return int(group.kv_cache_spec.block_size)
 
@@ -116,7 +114,6 @@ class RunnerBatch:
 
     @property
     def sampling(self) -> SamplingMetadata:
-        """How the requests are sampled."""
         return self._runner.input_batch.sampling_metadata
 
     # The step.

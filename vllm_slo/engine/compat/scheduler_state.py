@@ -34,7 +34,6 @@ class SchedulerState:
 
     @property
     def running(self) -> list[Request]:
-        """The requests that run."""
         return self._scheduler.running
 
     @property
@@ -49,7 +48,6 @@ class SchedulerState:
 
     @property
     def any_waits(self) -> bool:
-        """Whether a request waits in either queue."""
         return bool(self._scheduler.waiting) or bool(self._scheduler.kv_holding_waiting)
 
     @property
@@ -112,7 +110,6 @@ class SchedulerState:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block."""
         return int(self._scheduler.block_size)
 
     @property
@@ -137,5 +134,4 @@ class SchedulerState:
 
     @property
     def vllm_config(self) -> Any:
-        """The engine's configuration."""
         return self._scheduler.vllm_config

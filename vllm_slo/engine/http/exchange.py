@@ -72,7 +72,6 @@ class Exchange:
         self._answered: asyncio.Event | None = None
 
     async def run(self, app: ASGIApp) -> None:
-        """Let the application serve the request."""
         token = CALLER.set(self)
         try:
             await app(self._scope, self.receive, self.send)
@@ -168,7 +167,6 @@ class Exchange:
     # --- what the gate calls ----------------------------------------------------------------------
 
     def admit(self, extra_args: Mapping[str, Any] | None, n: int) -> Mapping[str, Any] | None:
-        """As `gate.Caller`."""
         given = slo_keys_of(extra_args)
         if self._asked is None:
             self._read(None)
@@ -205,7 +203,6 @@ class Exchange:
         return sealed({**flat, **internal}, rules) if sealing else flat
 
     def admit_pooling(self) -> None:
-        """As `gate.Caller`."""
         fields = peek(self._body) if self._body else None
         if carriers_of(fields or {}, slo_headers(self._scope["headers"])).explicit:
             raise InvalidSLOError(
@@ -213,12 +210,10 @@ class Exchange:
             )
 
     def begin(self) -> int:
-        """As `gate.Caller`."""
         self._numbers += 1
         return self._numbers - 1
 
     def has_output(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """As `gate.Caller`."""
         self._response.has_output = True
         self._response.reports.update(reports)
 

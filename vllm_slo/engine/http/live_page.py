@@ -59,7 +59,6 @@ class LivePage:
         return True
 
     def close(self) -> None:
-        """Stop sampling."""
         self._sampler.stop()
 
     def _begin(self, scope: Scope) -> None:

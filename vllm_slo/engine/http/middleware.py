@@ -63,7 +63,6 @@ class SLOMiddleware:
             gate.install(engine)  # it was imported before the plugin could wrap it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if await self._page.answered(scope, send):
             return
         rules = functools.partial(self.rules, scope)

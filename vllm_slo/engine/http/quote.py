@@ -87,7 +87,6 @@ class _QuoteExchange(Exchange):
         super().__init__(rules, inner, receive, send, eager=True, arrival_s=arrival_s)
 
     async def run(self, app: ASGIApp) -> None:
-        """Let vLLM answer."""
         try:
             await super().run(app)
         finally:

@@ -124,6 +124,5 @@ class Response:
 
 
 def _id_of(body: bytes) -> str | None:
-    """The id of a response object."""
     response_id = (read_body(body) or {}).get("id")
     return response_id if isinstance(response_id, str) else None

@@ -41,7 +41,6 @@ class Scenario:
 
     @property
     def cost(self) -> int:
-        """Tokens to compute."""
         climbed = self.chunk_context + sum(self.chunks)
         return self.batches[0] * self.decode_context + len(self.batches) * climbed
 
