@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -122,12 +121,7 @@ class BenchReport:
 
     def write_json(self, path: Path) -> None:
         """Write ``to_dict()``; BenchError if the file cannot be written."""
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise BenchError("--out-json", f"cannot write {path}: {error.strerror}") from error
+        style.write_json(self.to_dict(), path, partial(BenchError, "--out-json"))
 
 
 def _request_dict(sent: SentRequest) -> dict[str, Any]:
@@ -206,7 +200,7 @@ def _gpus() -> list[str]:
 
 def machine() -> dict[str, Any]:
     """The client's machine: system, processor, usable cores, GPUs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = style.usable_cores()
     return {"system": platform.platform(), "cpu": _cpu_model(), "cores": cores, "gpus": _gpus()}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -26,7 +27,7 @@ from vllm_slo.config.speculation import (
     check_pool,
     check_source,
 )
-from vllm_slo.config.yaml_nodes import line_of, refuse_duplicates
+from vllm_slo.config.yaml_nodes import line_of, parse
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access_config import (
     AccessConfig,
@@ -43,6 +44,21 @@ CONFIG_KEY: Final = "slo_config"
 """Key of vLLM's `--additional-config` that holds a path to a YAML file, or the mapping itself."""
 
 _UNMAPPED_TIERS: Final = ("auto", "default")
+
+
+def read_additional_config(text: str) -> dict[str, Any]:
+    """The value of ``--additional-config``.
+
+    Raises:
+        ConfigError: it is not a JSON object.
+    """
+    try:
+        additional = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config: not JSON ({error})") from None
+    if not isinstance(additional, dict):
+        raise ConfigError("--additional-config: not a JSON object")
+    return additional
 
 
 class SLOConfig(Section):
@@ -245,17 +261,7 @@ class SLOConfig(Section):
 
     @classmethod
     def _from_yaml(cls, text: str, origin: str) -> SLOConfig:
-        try:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f"{origin}:{mark.line + 1}" if mark is not None else origin
-            problem = getattr(error, "problem", None) or "not valid YAML"
-            raise ConfigError(f"{line}: broken YAML: {problem}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{origin}: broken YAML: {error}") from error
-        refuse_duplicates(node, origin, ConfigError)
+        node, data = parse(text, origin, ConfigError)
         return cls._from_data({} if data is None else data, origin, node)
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_slo.config.command_line import Flags, flag_of
-from vllm_slo.config.model import CONFIG_KEY, SLOConfig
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, tree_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, pool_value
 from vllm_slo.errors import ConfigError
@@ -279,12 +279,7 @@ def embedded_config(
     Raises:
         ConfigError: the JSON or the SLO configuration cannot be used.
     """
-    try:
-        additional: Any = json.loads(additional_json or "{}")
-    except ValueError as error:
-        raise ConfigError(f"--additional-config: not JSON ({error})") from None
-    if not isinstance(additional, dict):
-        raise ConfigError("--additional-config: not a JSON object")
+    additional = read_additional_config(additional_json or "{}")
     draft = draft_model and pool_value(draft_model)
     for key, value in ((CONFIG_KEY, slo_config), (DRAFT_KEY, draft)):
         if value is not None:

@@ -189,7 +189,9 @@ class _Fleet:
                     if state["error"]:
                         raise ConfigError(state["error"].removeprefix("vllm-slo: error: "))
                     if state["pid"] and state != known.get(name):
-                        _say(f"draft server {name}: process {state['pid']} on {state['node']}")
+                        ray_session.say(
+                            f"draft server {name}: process {state['pid']} on {state['node']}"
+                        )
                     known[name] = state
                 time.sleep(POLL_S)
         finally:
@@ -216,8 +218,4 @@ class _Fleet:
             stopping: list[Any] = [actor.stop.remote() for actor in self._actors.values()]
             self._ray.wait(stopping, num_returns=len(stopping), timeout=GRACE_S + POLL_S)
         except RayError as error:
-            _say(f"stopping: {error}")
-
-
-def _say(text: str) -> None:
-    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            ray_session.say(f"stopping: {error}")

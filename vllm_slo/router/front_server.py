@@ -54,7 +54,6 @@ TICK_S: Final = 0.1
 REPORT_S: Final = 1.0
 LAST_WORDS_S: Final = 2.0
 """Time after a drain for clients to receive the error that ends their stream."""
-MAX_STDIN_LINE_BYTES: Final = 16 * 1024 * 1024
 PROXIED: Final = frozenset({"/tokenize", "/detokenize", "/version"})
 PROXIED_METHODS: Final = frozenset({"GET", "POST", "OPTIONS", "DELETE"})
 ONE_REPLICA_ONLY: Final[Mapping[str, str]] = {

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -129,3 +130,8 @@ def interruptible() -> Iterator[None]:
         else:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Print one line for the user on stderr."""
+    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201

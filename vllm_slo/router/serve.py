@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -164,7 +163,7 @@ class _Deployment:
             self._await_ready()
             self._watch()
         except KeyboardInterrupt:
-            _say("stopping; a second signal stops at once")
+            ray_session.say("stopping; a second signal stops at once")
             self._drain()
         finally:
             # A local cluster ends anyway, so it is waited for only if the application ran.
@@ -181,7 +180,7 @@ class _Deployment:
                     raise VllmSLOError(f"{_reason(message or status.message)}; logs: {_logs()}")
                 if message and message != told:
                     told = message
-                    _say(f"{name}: {message.splitlines()[0]}")
+                    ray_session.say(f"{name}: {message.splitlines()[0]}")
             if status and status.status == "RUNNING" and self._ready() >= self._args.fewest:
                 break
             time.sleep(POLL_S)
@@ -200,7 +199,7 @@ class _Deployment:
             time.sleep(STATUS_EVERY_S)
             ready = self._ready()
             if ready != known:
-                _say(f"{ready} of {self._args.fewest} replicas ready")
+                ray_session.say(f"{ready} of {self._args.fewest} replicas ready")
                 known = ready
 
     def _ready(self) -> int:
@@ -262,7 +261,3 @@ def _logs() -> str:
     with suppress(AttributeError, RuntimeError):
         return str(ray._private.worker._global_node.get_logs_dir_path())
     return "in the cluster"
-
-
-def _say(text: str) -> None:
-    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_slo.config import profiles
-from vllm_slo.config.yaml_nodes import line_of, refuse_duplicates
+from vllm_slo.config.yaml_nodes import line_of, parse
 from vllm_slo.core.step_time.model import DEFAULT_MAX_TOKENS, StepTimeModel, chunk_pairs
 from vllm_slo.errors import ProfileError
 from vllm_slo.sim.errors import SimulationError
@@ -343,18 +343,7 @@ def _parse(path: Path) -> tuple[yaml.Node | None, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise SimulationError(f"hardware: cannot read {str(path)!r}: {reason}") from error
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise SimulationError(f"{line}: broken YAML: {problem}") from error
-    except (ValueError, RecursionError) as error:
-        raise SimulationError(f"{path}: broken YAML: {error}") from error
-    refuse_duplicates(node, path, SimulationError)
-    return node, data
+    return parse(text, path, SimulationError)
 
 
 def _kind(data: Any) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,6 @@ from vllm_slo.sim.setting import Setting
 from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.windows import Point
-from vllm_slo.sim.workers import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -137,11 +135,7 @@ def _capacity_dict(capacity: Capacity, base: Capacity | None) -> dict[str, Any]:
 
 def hardware_dict(hardware: Hardware) -> dict[str, Any]:
     """JSON form of a hardware profile."""
-    data = asdict(hardware)
-    data["step_time"] = {
-        name: data["step_time"][name] for name in ("terms", "kv_s", "pair_s", "max_tokens")
-    }
-    return data
+    return asdict(hardware) | {"step_time": hardware.step_time.to_dict()}
 
 
 def versions() -> dict[str, str | None]:
@@ -151,17 +145,12 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """The machine of the simulation; the results do not depend on it."""
-    return {"system": platform.platform(), "cores": usable_cores()}
+    return {"system": platform.platform(), "cores": style.usable_cores()}
 
 
 def write_json(data: dict[str, Any], path: Path, option: str) -> None:
     """Write ``data``; if that fails, SimulationError names ``option``."""
-    text = json.dumps(data, indent=1, allow_nan=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SimulationError(f"{option}: cannot write {path}: {error.strerror}") from error
+    style.write_json(data, path, lambda text: SimulationError(f"{option}: {text}"))
 
 
 # --- tables ---------------------------------------------------------------------------------------

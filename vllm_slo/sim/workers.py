@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from vllm_slo.bench.style import usable_cores
 from vllm_slo.sim.errors import SimulationError
 
 T = TypeVar("T")
@@ -114,10 +115,3 @@ def run_tasks(
     finally:
         for future in futures:
             future.cancel()
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

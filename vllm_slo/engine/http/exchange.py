@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.compat.api_server import fail_stored_response
 from vllm_slo.engine.gate import CALLER
-from vllm_slo.engine.http.messages import error_messages, json_messages
+from vllm_slo.engine.http.messages import error_messages, json_messages, retry_headers
 from vllm_slo.engine.http.outcome import Asked
 from vllm_slo.engine.http.reading import Rules, read_request, sealed
 from vllm_slo.engine.http.response import Response
@@ -255,11 +255,7 @@ class Exchange:
 
     async def _decline(self, declined: Declined) -> None:
         wait_ms, status = declined.retry_after_ms, self._rules().policy.decline_status
-        headers = [
-            (b"retry-after", b"%d" % max(1, -(-wait_ms // 1000))),
-            (b"retry-after-ms", b"%d" % wait_ms),
-            (b"x-slo-reason", declined.reason.encode()),
-        ]
+        headers = retry_headers(wait_ms, declined.reason)
         if FORWARDED in self._scope:
             headers.append((DECLINED_HEADER.encode(), b"%d" % wait_ms))
         await self._refuse(status, "slo_unattainable", declined.text, "slo", headers)

@@ -73,12 +73,10 @@ class SLOMiddleware:
         elif scope["method"] != "POST" or scope["path"].endswith("/render"):
             await self.app(scope, receive, send)
         elif _is(scope, "POST", {QUOTE_ROUTE}):
-            await answer_quote(
-                self.app, lambda: self.rules(scope), scope, receive, send, self._clock()
-            )
+            await answer_quote(self.app, rules, scope, receive, send, self._clock())
         else:
             exchange = Exchange(
-                lambda: self.rules(scope),
+                rules,
                 scope,
                 receive,
                 send,

@@ -7,7 +7,7 @@ route calls it. The list is for the documentation, and a test compares it with v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["generates", "renders", "pools", "other"]
@@ -83,8 +83,3 @@ ROUTES: Final[Mapping[str, RouteInfo]] = {
         _OTHER,
     ),
 }
-
-
-def unlisted(paths: Iterable[str]) -> set[str]:
-    """The POST routes among ``paths`` that the list lacks."""
-    return set(paths) - ROUTES.keys()
