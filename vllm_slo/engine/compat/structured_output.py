@@ -26,5 +26,4 @@ def next_token_mask(manager: StructuredOutputManager, request: Request) -> NDArr
     """Bit mask of the tokens that the grammar allows next, in its state now, [words]."""
     rows = manager.grammar_bitmask({request.request_id: request}, [request.request_id], {})
     assert rows is not None
-    mask: NDArray[np.int32] = rows[0].copy()
-    return mask
+    return rows[0].copy()
