@@ -88,6 +88,7 @@ def draw(
     Raises:
         SimulationError: an unknown kind, a broken file, a window that is empty or too small.
     """
+    rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
     if kind not in TRACES:
         if kind not in ARRIVALS:
             raise SimulationError(
@@ -96,11 +97,9 @@ def draw(
         if fit == "thin" or trace_file is not None:
             option = "fit: thin" if fit == "thin" else "trace_file"
             raise SimulationError(f"{option}: {kind} arrivals come from no trace; do not set it")
-        rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
         even = np.sort(rng.random(count)) * count
         return Stretch(even if kind == "poisson" else _square(even))
     trace = read_trace(kind, trace_file)
-    rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
     if fit == "thin":
         return _thinned(trace, count, rate, rng)
     return _whole(trace, count, rng) if kind == "adaserve" else _neighbours(trace, count, rng)

@@ -58,11 +58,7 @@ def test_inverse_by_hand() -> None:
 
 
 @settings(max_examples=examples(500))
-@given(
-    models,
-    st.one_of(st.floats(0, 10), st.floats(1e-300, 1e-6)),
-    st.integers(0, 10**6),
-)
+@given(models, st.one_of(st.floats(0, 10), st.floats(1e-300, 1e-6)), st.integers(0, 10**6))
 def test_inverse_is_exact(model: StepTimeModel, time_s: float, context: int) -> None:
     n = model.time_to_tokens(time_s, context)
     assert 0 <= n <= model.max_tokens

@@ -160,10 +160,7 @@ class StepTimeEstimator:
     """Octaves of tokens that samples must span: a slope cannot be told from steps of one size."""
 
     def __init__(
-        self,
-        base: StepTimeModel | None = None,
-        *,
-        horizon: int = DEFAULT_HORIZON,
+        self, base: StepTimeModel | None = None, *, horizon: int = DEFAULT_HORIZON
     ) -> None:
         self.base = base if base is not None else StepTimeModel.prior()
         self.learn = base is None
