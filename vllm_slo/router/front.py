@@ -25,8 +25,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from vllm_slo.errors import ConfigError
-from vllm_slo.router.front_config import FrontConfig
-from vllm_slo.router.front_server import Front
+from vllm_slo.router.front_server import Front, FrontConfig
 from vllm_slo.router.upstream import ReplicaSpec
 
 logger = logging.getLogger("vllm_slo.front")

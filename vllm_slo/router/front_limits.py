@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from types import TracebackType
 from typing import Any, Final
 
 from aiohttp import web
@@ -136,7 +135,7 @@ class HeldBytes:
 
 
 class Body:
-    """The body of one request; it counts until `release` or the end of the `with` block.
+    """The body of one request; it counts until it is closed.
 
     Attributes:
         data: as received; empty after its release.
@@ -147,18 +146,8 @@ class Body:
         self._held = held
         self._counted = 0
 
-    def __enter__(self) -> Body:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
+    def close(self) -> None:
+        """Stop counting, and drop the data."""
         self._held.total -= self._counted
         self._counted = 0
         self.data = b""

@@ -216,7 +216,7 @@ class Exchange:
         upstream = choice.upstream
         assert upstream is not None
         route, routed, now_s = choice.route, self._routed, time.monotonic()
-        ticket = upstream.next_ticket()
+        ticket = next(upstream.tickets)
         headers = self._wire.headers.copy()
         headers[TOKEN_HEADER] = upstream.spec.token
         headers[AGE_HEADER] = f"{(now_s - self._wire.arrival_s) * 1000:.3f}"
@@ -259,7 +259,7 @@ class Exchange:
 
     def _began(self, upstream: Upstream, choice: Choice) -> None:
         """Count the request when its answer is certain, before the client gets any of it."""
-        self._wire.body.release()
+        self._wire.body.close()
         promised = choice.route is not None and choice.route.promised
         self._count("promised" if promised else self._label, choice.route)
         if self._prompt is not None:

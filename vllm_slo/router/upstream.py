@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import time
@@ -129,7 +130,7 @@ class Upstream:
         self._silent = True
         self._aborted = False
         # Grows over restarts of the front, too, because a replica keeps the highest ticket it saw.
-        self._ticket = time.time_ns() // 1_000
+        self.tickets = itertools.count(time.time_ns() // 1_000 + 1)
         self._scopes: set[asyncio.Timeout] = set()
         self._urls: dict[str, URL] = {}
         self._unreadable = False
@@ -206,10 +207,6 @@ class Upstream:
                 self._listening.reschedule(0.0)  # a new connection may work
 
     # --- requests --------------------------------------------------------------------------------
-
-    def next_ticket(self) -> int:
-        self._ticket += 1
-        return self._ticket
 
     @asynccontextmanager
     async def exchange(self) -> AsyncIterator[None]:

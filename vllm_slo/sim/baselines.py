@@ -21,7 +21,8 @@ class PrefillFirst(LightScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         prefills = [r for r in self.running if r.is_prefill_chunk]
         decodes = [r for r in self.running if not r.is_prefill_chunk]
-        if not (prefills or self._can_start()):
+        can_start = bool(self.waiting) and len(self.running) < self.max_num_active_reqs
+        if not (prefills or can_start):
             return super().schedule(throttle_prefills)
         most = self.max_num_active_reqs
         self.max_num_active_reqs = most - len(decodes)
@@ -32,9 +33,6 @@ class PrefillFirst(LightScheduler):
         if output.num_scheduled_tokens:
             return output
         return super().schedule(throttle_prefills)
-
-    def _can_start(self) -> bool:
-        return bool(self.waiting) and len(self.running) < self.max_num_active_reqs
 
 
 class ShedEDF(LightScheduler):

@@ -20,9 +20,8 @@ from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.front import Front, Replica
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.jobs import Job, JobResult, RoundRequest, RoundResult
+from vllm_slo.sim.jobs import Job, JobResult, RoundRequest, RoundResult, own_text
 from vllm_slo.sim.systems import System
-from vllm_slo.sim.text import own_text
 from vllm_slo.slo.model import SLO, Stage
 
 Watch = Callable[[JobResult], bool]

@@ -8,6 +8,7 @@ other replica is left to ask.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from random import Random
 from typing import Final, Protocol
@@ -78,7 +79,7 @@ class Front:
         self._rng = Random(seed)
         self._shadows = [VirtualReplica(str(number)) for number in range(len(replicas))]
         self._turn = 0
-        self._tickets = 0
+        self._tickets = itertools.count(1)
         self._sent: dict[str, tuple[int, int]] = {}
         self._told_s = [-INFINITY] * len(replicas)
         for number in range(len(replicas)):
@@ -132,12 +133,8 @@ class Front:
             shadows = [self._shadows[int(name)] for name in choice.left]
             hops, turn = choice.hops, 0
 
-    def _ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
-
     def _promise(self, number: int, request: RoundRequest, seen: RoutedRequest) -> bool:
-        ticket = self._ticket()
+        ticket = next(self._tickets)
         if not self.replicas[number].promise(request, ticket):
             return False
         self._note(number, ticket, request, seen, promised=True)
@@ -146,7 +143,7 @@ class Front:
     def _accept(
         self, number: int, request: RoundRequest, seen: RoutedRequest, *, promised: bool = False
     ) -> None:
-        ticket = self._ticket()
+        ticket = next(self._tickets)
         self.replicas[number].accept(request, ticket)
         self._note(number, ticket, request, seen, promised=promised)
 

@@ -314,7 +314,8 @@ class _Profile(_Keys):
 def _from_yaml(path: Path) -> Hardware:
     node, data = _parse(path)
     if not isinstance(data, dict):
-        raise SimulationError(f"{path}: expected keys such as 'kv_tokens:', got {_kind(data)}")
+        got = "nothing" if data is None else type(data).__name__
+        raise SimulationError(f"{path}: expected keys such as 'kv_tokens:', got {got}")
     try:
         profile = _Profile.model_validate(data)
     except ValidationError as error:
@@ -344,10 +345,6 @@ def _parse(path: Path) -> tuple[yaml.Node | None, Any]:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise SimulationError(f"hardware: cannot read {str(path)!r}: {reason}") from error
     return parse(text, path, SimulationError)
-
-
-def _kind(data: Any) -> str:
-    return "nothing" if data is None else type(data).__name__
 
 
 def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str:

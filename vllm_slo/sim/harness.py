@@ -37,8 +37,8 @@ from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.sim.baselines import ShedEDF
+from vllm_slo.sim.jobs import STOP_TOKEN, own_text
 from vllm_slo.sim.light_scheduler import LightOutput, LightResult, LightScheduler
-from vllm_slo.sim.text import STOP_TOKEN, own_text
 from vllm_slo.slo.access import Seal
 from vllm_slo.slo.keys import QUOTE_KEY, TICKET_KEY
 from vllm_slo.slo.model import SLO

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated jobs of one or more rounds, and their results.
+"""Simulated jobs of one or more rounds, their made-up tokens and their results.
 
 A job is one request, or a chain of requests that a tool loop sends (SLOs-Serve, table 1). Each
 round is one request to the engine. Its answer has one or more stages, each with its own TPOT
@@ -8,9 +8,13 @@ round is one request to the engine. Its answer has one or more stages, each with
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from vllm_slo.slo.model import SLO
+
+STOP_TOKEN = 2
+_FILLER = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +114,20 @@ class JobResult:
 
     job: Job
     rounds: tuple[RoundResult, ...]
+
+
+def own_text(name: str, length: int) -> list[int]:
+    """Token ids of a prompt with a unique beginning, so that no block of it is cached."""
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
+    head = [3 + number // 997**place % 997 for place in range(6)]
+    return [*head, *[_FILLER] * (length - len(head))][:length]
+
+
+def answer_token(place: int, length: int) -> int:
+    """Token ``place`` (from 0) of an answer of ``length`` tokens; the last one ends it."""
+    return STOP_TOKEN if place + 1 >= length else 3 + place % 1000
+
+
+def answer_text(length: int) -> list[int]:
+    """A whole answer."""
+    return [answer_token(place, length) for place in range(length)]

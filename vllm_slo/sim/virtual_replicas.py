@@ -20,10 +20,9 @@ from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.front import Replica
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
-from vllm_slo.sim.jobs import RoundRequest, RoundResult
+from vllm_slo.sim.jobs import RoundRequest, RoundResult, answer_text
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
 from vllm_slo.sim.systems import System
-from vllm_slo.sim.text import answer_text
 
 SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
     "slo": (LightSLOScheduler, Scheduler),

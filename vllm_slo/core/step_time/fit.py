@@ -194,13 +194,10 @@ def _predict(lines: FloatArray, shared: FloatArray, x: FloatArray) -> FloatArray
     return predicted
 
 
-def _huber_delta(residual: FloatArray) -> float:
-    """1.345 robust standard deviations (median absolute deviation), at least 1%."""
-    return max(1.345 * 1.4826 * float(np.median(np.abs(residual))), 0.01)
-
-
 def _huber_weights(residual: FloatArray) -> FloatArray:
-    weights: FloatArray = _huber_delta(residual) / np.maximum(np.abs(residual), 1e-300)
+    """Weights beyond 1.345 robust standard deviations (median absolute deviation), at least 1%."""
+    delta = max(1.345 * 1.4826 * float(np.median(np.abs(residual))), 0.01)
+    weights: FloatArray = delta / np.maximum(np.abs(residual), 1e-300)
     return weights.clip(max=1.0)
 
 
