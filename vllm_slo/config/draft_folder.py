@@ -16,9 +16,8 @@ def check_draft_folder(draft: str, model: str, tokenizer: str) -> None:
 
     Names that are not folders are left to vLLM, and so is all that takes a model's code to know.
 
-    Args:
-        draft, model, tokenizer: name or folder of the draft model, and of the served one and its
-            tokenizer.
+    ``draft``, ``model``, ``tokenizer``: name or folder of the draft model, and of the served one
+    and its tokenizer.
 
     Raises:
         ConfigError: there is no such folder, or no model in it, or its vocabulary is another.

@@ -228,8 +228,7 @@ class SLOConfig(Section):
     def http_policy(self, *, thinking: bool = True) -> Policy:
         """The part with which HTTP requests are read.
 
-        Args:
-            thinking: whether the server tells the model's thinking from its answer.
+        ``thinking``: whether the server tells the model's thinking from its answer.
         """
         classes = self.slo_classes()
         return Policy(
@@ -268,11 +267,10 @@ class SLOConfig(Section):
     def from_additional_config(cls, additional_config: Any) -> SLOConfig:
         """Read vLLM's `additional_config`; keys of others in it are ignored.
 
-        Args:
-            additional_config: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
-                YAML file or the mapping itself, ``draft_model`` a draft model's name or folder, or
-                a list of them, ``draft_servers`` and ``draft_token_file`` as in the YAML file.
-                Anything without these keys gives the defaults.
+        ``additional_config``: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
+        YAML file or the mapping itself, ``draft_model`` a draft model's name or folder, or a list
+        of them, ``draft_servers`` and ``draft_token_file`` as in the YAML file. Anything without
+        these keys gives the defaults.
 
         Raises:
             ConfigError: as `load`.
@@ -293,8 +291,7 @@ class SLOConfig(Section):
     def with_drafts(self, given: Mapping[str, Any]) -> SLOConfig:
         """The same configuration with drafts from elsewhere.
 
-        Args:
-            given: `DRAFT_KEY`, `SERVERS_KEY`, `TOKEN_FILE_KEY` and their values.
+        ``given``: `DRAFT_KEY`, `SERVERS_KEY`, `TOKEN_FILE_KEY` and their values.
 
         Raises:
             ConfigError: a value is not valid, or drafts would come from two sources.

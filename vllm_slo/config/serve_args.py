@@ -95,8 +95,7 @@ def tiny_arguments(given: Collection[str]) -> dict[str, Any]:
     """The arguments of vLLM's engine that suit the built-in model: the KV cache that it needs, as
     vLLM would set aside nine tenths of the memory, and not start where less is free.
 
-    Args:
-        given: names of the arguments that the user gave.
+    ``given``: names of the arguments that the user gave.
     """
     if any(name in given for name in _MEMORY_ARGUMENTS):
         return {}
@@ -172,8 +171,7 @@ def with_draft(
 ) -> dict[str, Any]:
     """vLLM's ``additional_config`` with the draft models by names that the engine can load.
 
-    Args:
-        tokenizer: name or folder of its tokenizer; None: the model's.
+    ``tokenizer``: name or folder of its tokenizer; None: the model's.
 
     Raises:
         ConfigError: as `check_draft_folder`.

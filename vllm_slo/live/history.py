@@ -117,8 +117,7 @@ class History:
     def add(self, now_s: float, families: Iterable[Metric]) -> None:
         """Add a sample. The first one only shows where counters begin.
 
-        Args:
-            now_s: epoch seconds. If the clock went back, samples after ``now_s`` are dropped.
+        ``now_s``: epoch seconds. If the clock went back, samples after ``now_s`` are dropped.
         """
         with self._lock:
             first = self._before_s is None

@@ -109,8 +109,7 @@ class MergedHistory:
     Everything is summed again when a server joins, leaves or resets. `take` may run in a thread
     beside `answer`, but not twice at the same time.
 
-    Args:
-        coarse: whether samples are of a minute.
+    ``coarse``: whether samples are of a minute.
     """
 
     def __init__(self, *, coarse: bool) -> None:

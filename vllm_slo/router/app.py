@@ -52,8 +52,7 @@ def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 def build(args: Mapping[str, Any]) -> Application:
     """The application, for ``serve run vllm_slo.router.app:build model=...`` and config files.
 
-    Args:
-        args: see `AppArgs`.
+    ``args``: see `AppArgs`.
 
     Raises:
         ConfigError: one line that names the argument and the fix.

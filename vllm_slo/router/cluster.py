@@ -122,8 +122,7 @@ class Placement:
 
     A replica that failed is not tried again. A replica that refused is tried again only as backup.
 
-    Args:
-        routed: the request as routing sees it; None: plain round robin.
+    ``routed``: the request as routing sees it; None: plain round robin.
     """
 
     def __init__(self, cluster: Cluster, routed: RoutedRequest | None) -> None:

@@ -57,8 +57,7 @@ class Watched(TypedDict):
 class Supervisor:
     """Keeps one draft server running; the class of a Ray actor.
 
-    Args:
-        argv: the command line; it is visible to others, so it must hold no secret.
+    ``argv``: the command line; it is visible to others, so it must hold no secret.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:

@@ -58,11 +58,7 @@ def allow_files() -> int:
 
 
 class Server(web.Server):
-    """aiohttp's low-level server with limits.
-
-    Args:
-        most: connections at the same time.
-    """
+    """aiohttp's low-level server with limits. ``most``: connections at the same time."""
 
     def __init__(self, handler: Any, most: int) -> None:
         super().__init__(
@@ -137,8 +133,7 @@ class HeldBytes:
 class Body:
     """The body of one request; it counts until it is closed.
 
-    Attributes:
-        data: as received; empty after its release.
+    ``data``: as received; empty after its release.
     """
 
     def __init__(self, held: HeldBytes) -> None:

@@ -54,8 +54,7 @@ class LivePage:
 class _Histories:
     """The histories of the replicas in one resolution.
 
-    Attributes:
-        newest: brings `merged` up to date; whether any replica answered.
+    ``newest``: brings `merged` up to date; whether any replica answered.
     """
 
     def __init__(self, listed: Mapping[str, Upstream], *, coarse: bool) -> None:
@@ -103,8 +102,7 @@ async def replica_metrics(upstream: Upstream | None) -> web.Response:
 class FrontPages:
     """The pages that the front answers itself.
 
-    Args:
-        accepts: whether the front takes new requests.
+    ``accepts``: whether the front takes new requests.
     """
 
     def __init__(

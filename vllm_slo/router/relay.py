@@ -62,8 +62,7 @@ _PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,9})')
 class Failed:
     """A try that failed before the answer began.
 
-    Attributes:
-        reason: a label value of ``vllm_slo:front_retries``.
+    ``reason``: a label value of ``vllm_slo:front_retries``.
     """
 
     reason: str

@@ -40,8 +40,7 @@ class TokenGuard:
     It moves the content of the front's headers to `FORWARDED` in the scope. The front drops such
     headers of clients, so clients cannot set it.
 
-    Args:
-        feed: served under `STATE_PATH`.
+    ``feed``: served under `STATE_PATH`.
     """
 
     def __init__(self, app: ASGIApp, token: str, feed: StateFeed) -> None:

@@ -46,8 +46,7 @@ class Once(Generic[T]):
 
     The call goes on if those who wait for it are cancelled.
 
-    Args:
-        kept_s: largest age of the result, seconds from the end of the call.
+    ``kept_s``: largest age of the result, seconds from the end of the call.
     """
 
     def __init__(self, call: Callable[[], Awaitable[T]], kept_s: float) -> None:
@@ -108,8 +107,7 @@ class Upstream:
     ``stale_after_s``, and the replica neither drains nor is dead. `tick` detects silence;
     time in which this process itself was held up does not count.
 
-    Args:
-        stale_after_s, dead_after_s: as in `RoutingConfig`.
+    ``stale_after_s``, ``dead_after_s``: as in `RoutingConfig`.
     """
 
     def __init__(self, spec: ReplicaSpec, stale_after_s: float, dead_after_s: float) -> None:
@@ -188,11 +186,7 @@ class Upstream:
         return None if self._heard_s is None else max(now_s - self._heard_s, 0.0)
 
     def tick(self, now_s: float, held_up_s: float) -> None:
-        """Detect silence.
-
-        Args:
-            held_up_s: seconds in which this process itself could not read.
-        """
+        """Detect silence. ``held_up_s``: seconds in which this process itself could not read."""
         if self._heard_s is None:
             return
         self._heard_s += held_up_s

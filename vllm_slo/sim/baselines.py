@@ -38,8 +38,7 @@ class PrefillFirst(LightScheduler):
 class ShedEDF(LightScheduler):
     """Drop requests that can no longer meet their TTFT; start the others by earliest deadline.
 
-    Args:
-        step_time: predicts how long a prompt takes, with its safety factor.
+    ``step_time``: predicts how long a prompt takes, with its safety factor.
     """
 
     def __init__(self, *args: Any, clock: Clock, step_time: StepTimeModel, **kwargs: Any) -> None:

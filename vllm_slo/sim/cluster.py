@@ -168,8 +168,7 @@ def simulate(
 ) -> Run:
     """Serve ``jobs`` with ``system``.
 
-    Args:
-        jobs: with unique ids; arrival times in any order.
+    ``jobs``: with unique ids; arrival times in any order.
 
     Raises:
         SimulationError: there are no jobs, a job does not fit the engine, or a system that

@@ -67,8 +67,7 @@ class Outcome:
 class KnownEnds:
     """The ends of stages, which a simulation knows beforehand.
 
-    Attributes:
-        ends: request id -> number of the last token of each of its stages but the last.
+    ``ends``: request id -> number of the last token of each of its stages but the last.
     """
 
     def __init__(self) -> None:
@@ -150,8 +149,7 @@ class VirtualEngine:
         options: further arguments of the scheduler class.
         engine_args: further arguments of vLLM's ``EngineArgs``.
 
-    Attributes:
-        keep_history: whether ``history`` keeps the output of every step.
+    ``keep_history``: whether ``history`` keeps the output of every step.
     """
 
     def __init__(

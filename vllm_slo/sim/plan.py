@@ -194,8 +194,7 @@ def make_plan(
     Every number of replicas gets the same windows: ``setting.jobs`` jobs for each of the engines
     that the rate would keep half busy, so that a window is long enough to build a queue.
 
-    Args:
-        progress: called with how many numbers were tried, and the most that a search can try.
+    ``progress``: called with how many numbers were tried, and the most that a search can try.
     """
     hardware = setting.hardware
     need = demand(replace(setting, fit="rescale").make(rate, setting.jobs, 0), hardware)

@@ -117,8 +117,7 @@ def parse_system(text: str) -> System:
 def families(step_time: StepTimeModel, tightest_tpot_s: float) -> dict[str, tuple[System, ...]]:
     """Name of a baseline -> the settings among which the best is chosen.
 
-    Args:
-        tightest_tpot_s: of the scenario; Sarathi's token budget is the largest step within it.
+    ``tightest_tpot_s``: of the scenario; Sarathi's token budget is the largest step within it.
     """
     sarathi = min(max(step_time.time_to_tokens(tightest_tpot_s), 64), 8192)
     swept = sorted({*SWEPT_BUDGETS, sarathi})

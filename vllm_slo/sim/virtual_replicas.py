@@ -119,8 +119,7 @@ def _overhead(
 class Colocated:
     """One engine that does prefill and decode.
 
-    Args:
-        priorities: whether a request's priority is its deadline.
+    ``priorities``: whether a request's priority is its deadline.
     """
 
     def __init__(self, engine: VirtualEngine, number: int, *, priorities: bool = False) -> None:

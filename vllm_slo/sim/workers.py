@@ -44,8 +44,7 @@ def quiet() -> None:
 class Workers:
     """Processes for several calls of ``run_tasks``, so that each imports vLLM once.
 
-    Args:
-        processes: how many; None: one per usable core; 1: run tasks in this process.
+    ``processes``: how many; None: one per usable core; 1: run tasks in this process.
     """
 
     def __init__(self, processes: int | None = None) -> None:

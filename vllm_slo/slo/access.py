@@ -60,8 +60,7 @@ class Seal:
     It proves that the keys were checked and have not changed since. A seal that is copied is valid
     for the same keys and values only.
 
-    Args:
-        secret: shared by the processes that seal and that check.
+    ``secret``: shared by the processes that seal and that check.
     """
 
     def __init__(self, secret: str) -> None:
@@ -127,8 +126,7 @@ class Seal:
 def check_internal(extra: Mapping[str, Any] | None, seal: Seal | None) -> None:
     """Refuse internal keys without a valid seal.
 
-    Args:
-        seal: of this server; None: it has none, so no internal key is valid.
+    ``seal``: of this server; None: it has none, so no internal key is valid.
 
     Raises:
         InvalidSLOError: `extra` has internal keys, and they are not sealed.

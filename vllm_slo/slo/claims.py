@@ -56,8 +56,7 @@ _DECIMAL: Final = re.compile(r"[+-]?(\d{1,32}(\.\d{0,32})?|\.\d{1,32})([eE][+-]?
 class Claims:
     """What the carriers that were read so far state.
 
-    Attributes:
-        by_name: attribute of the SLO -> (value, carrier).
+    ``by_name``: attribute of the SLO -> (value, carrier).
     """
 
     by_name: dict[str, tuple[object, str]] = field(default_factory=dict)

@@ -37,8 +37,7 @@ def preemptions(
 ) -> tuple[str, ...]:
     """Best-effort requests whose KV must go so that promises find ``needed_blocks``.
 
-    Args:
-        victims: (request id, blocks it would free), in the order in which they are to give way.
+    ``victims``: (request id, blocks it would free), in the order in which they are to give way.
 
     Returns:
         The shortest prefix of ``victims`` that frees enough; all of them if that is too little.

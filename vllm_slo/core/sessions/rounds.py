@@ -92,8 +92,7 @@ class _Typical:
 class Sessions:
     """The jobs of one engine.
 
-    Args:
-        idle_s: seconds without a request after which a session counts as ended.
+    ``idle_s``: seconds without a request after which a session counts as ended.
     """
 
     def __init__(self, idle_s: float) -> None:

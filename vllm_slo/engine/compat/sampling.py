@@ -18,8 +18,7 @@ def with_min_tokens_by_row(processor: Any, rows: Iterable[tuple[int, int]]) -> A
     Only minimum output lengths depend on the row, whose path counts as output. The other
     processors that vLLM allows beside speculation keep no state per request.
 
-    Args:
-        rows: (request, depth below the root) of each row.
+    ``rows``: (request, depth below the root) of each row.
     """
     if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
         return processor

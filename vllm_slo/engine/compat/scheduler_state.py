@@ -82,8 +82,7 @@ class SchedulerState:
     def preempt(self, request: Request, timestamp: float) -> None:
         """Take a running request's KV, and put it back into the waiting queue.
 
-        Args:
-            timestamp: of the event that vLLM notes, on the monotonic clock.
+        ``timestamp``: of the event that vLLM notes, on the monotonic clock.
         """
         scheduler = self._scheduler
         scheduler.running.remove(request)

@@ -147,8 +147,7 @@ class Exchange:
     def _read(self, xargs: Mapping[str, Any] | None) -> None:
         """Read the SLO.
 
-        Args:
-            xargs: the SLO's keys that reached the engine; None: those of the body.
+        ``xargs``: the SLO's keys that reached the engine; None: those of the body.
 
         Raises:
             InvalidSLOError, ConfigError: the request is to be refused.
@@ -182,8 +181,7 @@ class Exchange:
     def _keys(self, n: int) -> dict[str, Any]:
         """Keys for the scheduler; empty: the request passes unchanged.
 
-        Args:
-            n: choices of each prompt.
+        ``n``: choices of each prompt.
         """
         assert self._asked is not None
         rules, slo = self._rules(), self._asked.slo

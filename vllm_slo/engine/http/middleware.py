@@ -50,8 +50,7 @@ class SLOMiddleware:
     Behind a front the scope holds `FORWARDED`; the process that sets it keeps clients from setting
     it. It then reaches the scheduler with every request that has an SLO, its own or the default.
 
-    Args:
-        clock: epoch seconds, for `prefill_ddl`.
+    ``clock``: epoch seconds, for `prefill_ddl`.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.time) -> None:

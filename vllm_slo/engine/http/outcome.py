@@ -29,11 +29,7 @@ _ENDED: Final = ("response.completed", "response.incomplete", "response.failed")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one request asked for.
-
-    Attributes:
-        service_tier: as sent; None: not sent.
-    """
+    """What one request asked for. ``service_tier``: as sent; None: not sent."""
 
     slo: SLO | None = None
     service_tier: object = None

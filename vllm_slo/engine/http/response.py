@@ -20,8 +20,7 @@ MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 class Response:
     """A response on its way to the client.
 
-    Args:
-        eager: whether the request is read before the application has it.
+    ``eager``: whether the request is read before the application has it.
 
     Attributes:
         asked: what the request asks for; None: it was not read yet.

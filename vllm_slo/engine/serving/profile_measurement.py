@@ -71,8 +71,7 @@ def scenarios(limits: Limits, *, fill_tokens: int, quick: bool = False) -> list[
 
     The cheapest come first, so that a run that is cut short still covers all kinds.
 
-    Args:
-        fill_tokens: tokens that one scenario may compute to prepare its decodes.
+    ``fill_tokens``: tokens that one scenario may compute to prepare its decodes.
     """
     factor = 4 if quick else 2
     contexts = [16, *_powers(256, limits.request_tokens, factor)]
