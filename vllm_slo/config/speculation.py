@@ -14,15 +14,12 @@ from vllm_slo.slo.access_config import Section
 DRAFT_KEY: Final = "draft_model"
 """Key of vLLM's `--additional-config` that names the draft model, or lists several. It overrides
 the YAML file."""
-
 SERVERS_KEY: Final = "draft_servers"
 """Key of vLLM's `--additional-config` with the address to which draft servers connect. It overrides
 the YAML file."""
-
 TOKEN_FILE_KEY: Final = "draft_token_file"
 """Key of vLLM's `--additional-config` that names the file with the token of draft servers. It
 overrides the YAML file."""
-
 MAX_POOL: Final = 4
 """Most draft models of one server."""
 

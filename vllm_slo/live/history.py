@@ -26,7 +26,6 @@ COARSE: Final = 360
 """Samples of a minute: six hours."""
 MOST_SERIES: Final = 1_024
 """Most series; later ones are not kept. Labels have few values, but users choose class names."""
-
 KEPT: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm_slo:admissions_total": ("slo_class", "outcome", "reason"),
     "vllm_slo:requests_finished_total": ("slo_class", "promised", "attained"),

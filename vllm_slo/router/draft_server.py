@@ -72,9 +72,6 @@ def serve(
             link.answer(wanted, drafts)
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a draft server; all others are those of vLLM's engine."""
     parser.add_argument(

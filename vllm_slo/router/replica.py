@@ -186,9 +186,6 @@ def _server(app: TokenGuard, args: argparse.Namespace) -> Any:
     return NoSignalServer(config)
 
 
-# --- the process ---------------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one replica in this process."""
     options, served = _options(sys.argv[1:] if argv is None else argv)

@@ -193,9 +193,6 @@ def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) ->
     return Stretch(at, tuple(trace.rows[i] for i in kept))
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     """The recording of a kind: ``trace_file``, else the data folder's, else a seeded stand-in.
 

@@ -167,9 +167,6 @@ class Hardware:
         )
 
 
-# --- built-in profiles and files ------------------------------------------------------------------
-
-
 def built_in() -> list[str]:
     """Names of the built-in profiles, in alphabetical order."""
     return sorted(path.stem for path in _DATA.glob("*.yaml"))

@@ -216,9 +216,6 @@ def need_vllm() -> None:
         )
 
 
-# --- the terminal ---------------------------------------------------------------------------------
-
-
 def wide_console() -> Console:
     """A console for results; 140 columns wide where the output is no terminal."""
     from rich.console import Console

@@ -153,9 +153,6 @@ def write_json(data: dict[str, Any], path: Path, option: str) -> None:
     style.write_json(data, path, lambda text: SimulationError(f"{option}: {text}"))
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
 def percent(share: float | None) -> str:
     """A share in percent, never rounded up to 100."""
     if share is None:

@@ -30,10 +30,8 @@ LOOSE_TPOT_S: Final = 0.100
 """TPOT objectives, seconds (SLOs-Serve, table 3)."""
 TOOL_WAIT_S: Final = 1.0
 """Mean seconds that a tool works between two rounds (exponential); assumed, not in the paper."""
-
 _TAIL_SHARE: Final = 0.02
 """Share of a ``tailed`` column's draws in its tail; half of them are above the 99th percentile."""
-
 _TAIL_SPREAD: Final = 0.10
 """Relative standard deviation of that tail. A choice: table 4 gives no more than three numbers."""
 

@@ -22,7 +22,6 @@ OVERHEAD_S: Final[Mapping[bool, tuple[float, float]]] = {
 Measured on the real scheduler objects with a prompt in every step, 16 to 256 requests, on one core
 of an Intel Xeon with AMX (benchmarks/scheduler_overhead.py).
 """
-
 DRAFTS: Final = 8
 """Tokens drafted if a name has no number. With the verifier's own token a length stays below 10
 (SLOs-Serve, appendix D)."""

@@ -25,7 +25,6 @@ from vllm_slo.slo.model import SLO
 SEAL_VARIABLE: Final = "VLLMSLO_SEAL"
 """Environment variable with the secret of the seal. The first process of a server makes it up, and
 its children inherit it. Where engines run on other machines, the operator sets it on all."""
-
 _NO_OBJECTIVES: Final = frozenset(
     {
         "value",

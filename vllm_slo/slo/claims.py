@@ -40,7 +40,6 @@ HEADER_FIELDS: Final[Mapping[str, str]] = {
     "x-slo-session-id": "session_id",
 }
 """Request header (lower case) -> SLO field. Of two names for one field, llm-d's wins."""
-
 EXPIRED_TTFT_MS: Final = SHORTEST_MS
 """TTFT of a `prefill_ddl` that lies in the past: valid, and never attainable."""
 

@@ -28,11 +28,8 @@ Ints = NDArray[np.int64]
 Source = Literal["declared", "quantile", "learnt", "cap"]
 """Where a predicted length comes from: the request itself, what requests of its class did, a
 regressor that learnt from all requests (`core.lengths.forecast`), or ``max_tokens``."""
-
-
 _Seen: TypeAlias = tuple[int, bool]
 """(tokens of an answer, whether it was cut off there)."""
-
 ROUNDING = 1e-6
 """Answers: so little below a whole number is that number."""
 UNSEEN = 1 << 40

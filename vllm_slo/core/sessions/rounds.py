@@ -16,7 +16,6 @@ from vllm_slo.core.types import INFINITY
 
 Key: TypeAlias = tuple[str | None, str]
 """(tenant, session id)."""
-
 MOST_SESSIONS: Final = 4_096
 """Sessions that are remembered: a limit of memory. Beyond it, the one that was quiet the longest is
 closed."""
@@ -28,7 +27,6 @@ TOOLS_SHARE: Final = 0.9
 choice: however slow tools were, a round keeps some time, since they may be quicker than usual."""
 TIGHT: Final = 3.0
 """TTFT of a round, in multiples of a lone request's (SLOs-Serve, table 3), where none was asked."""
-
 SHORTEST_S: Final = 1e-6
 """Seconds per token, fewer than any engine takes: the pace of an answer that is late already."""
 

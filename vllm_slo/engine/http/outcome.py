@@ -19,7 +19,6 @@ from vllm_slo.slo.model import SLO
 
 Reports = Mapping[int, Mapping[str, Any]]
 """Choice -> its report."""
-
 _ENDS: Final = re.compile(
     rb'"finish_reason": ?"|"type": ?"(?:message_delta|response\.(?:completed|incomplete|failed))"'
 )
