@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from vllm_slo.config.speculation import (
     check_pool,
     check_source,
 )
-from vllm_slo.config.yaml_nodes import line_of, parse
+from vllm_slo.config.yaml_nodes import line_of, near, parse
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access_config import (
     AccessConfig,
@@ -343,9 +342,7 @@ def _describe(error: ValidationError, origin: str, node: yaml.Node | None) -> st
         model = _SECTIONS.get(loc[0], SLOConfig) if len(loc) > 1 else SLOConfig
         model = StageConfig if loc[2:3] == ("stages",) else model
         model = _SECTIONS.get(".".join(loc[:2]), model) if len(loc) > 2 else model
-        near = difflib.get_close_matches(loc[-1], model.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(model.model_fields)
-        message = f"{key}: unknown key; {hint}"
+        message = f"{key}: unknown key; {near(loc[-1], model.model_fields)}"
     elif first["type"] == "value_error":
         message = str(first["ctx"]["error"])
         message = f"{key}: {message}" if loc[:1] in (("access",), ("quotas",)) else message

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of YAML values, and duplicate keys: the parser knows both, the parsed values do not."""
+"""YAML with its lines and without duplicate keys, and hints for unknown keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import yaml
@@ -61,3 +62,10 @@ def _refuse_duplicates(
             raise error(f"{origin}:{line}: {name}: duplicate key; keep one")
         seen.add(name)
         _refuse_duplicates(value, origin, error, depth - 1)
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown word: the known one that is most like it, else all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(names)

@@ -7,7 +7,6 @@ its source), a YAML file with the same keys, or a JSON file that ``vllm-slo prof
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_slo.config import profiles
-from vllm_slo.config.yaml_nodes import line_of, parse
+from vllm_slo.config.yaml_nodes import line_of, near, parse
 from vllm_slo.core.step_time.model import DEFAULT_MAX_TOKENS, StepTimeModel, chunk_pairs
 from vllm_slo.errors import ProfileError
 from vllm_slo.sim.errors import SimulationError
@@ -191,7 +190,7 @@ def load_hardware(name_or_path: str | Path, **options: Any) -> Hardware:
     known = [f.name for f in fields(Hardware) if f.name not in ("step_time", "sources", "draft")]
     for key in chosen:
         if key not in known:
-            raise SimulationError(f"hardware: unknown option {key!r}; {_near(key, known)}")
+            raise SimulationError(f"hardware: unknown option {key!r}; {near(key, known)}")
     path = _find(name_or_path)
     if path.suffix == ".json":
         return _measured(path, chosen)
@@ -210,14 +209,9 @@ def _find(name_or_path: str | Path) -> Path:
     if path.suffix.lower() in (".yaml", ".yml", ".json"):
         return path
     raise SimulationError(
-        f"hardware: no profile is called {text[:80]!r}; {_near(text, built_in())}; "
+        f"hardware: no profile is called {text[:80]!r}; {near(text, built_in())}; "
         "or name a .yaml or .json file"
     )
-
-
-def _near(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
 
 
 def _checked(hardware: Hardware, origin: str) -> Hardware:
@@ -321,8 +315,7 @@ def _from_yaml(path: Path) -> Hardware:
         if key.split(".")[0] not in _Profile.model_fields:
             line = line_of(node, ("sources", key))
             raise SimulationError(
-                f"{path}:{line}: sources.{key}: no such field; "
-                f"{_near(key, list(_Profile.model_fields))}"
+                f"{path}:{line}: sources.{key}: no such field; {near(key, _Profile.model_fields)}"
             )
     step = profile.step_time
     low, high = ((line[0], line[1], line[2]) for line in step.terms)
@@ -354,7 +347,7 @@ def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str
     if first["type"] == "extra_forbidden":
         parts: dict[str, type[BaseModel]] = {"step_time": _StepTime, "draft": _Draft}
         model = parts.get(str(loc[0]), _Profile)
-        message = f"{key}: unknown key; {_near(str(loc[-1]), list(model.model_fields))}"
+        message = f"{key}: unknown key; {near(str(loc[-1]), model.model_fields)}"
     elif first["type"] == "value_error":
         message = f"{key}: {first['ctx']['error']}"
     else:

@@ -8,11 +8,11 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vllm_slo.sim.demand import Demand, binding, demand
+from vllm_slo.sim.demand import Resource, binding, demand
 from vllm_slo.sim.options import (
     add_setting_arguments,
     bar,
@@ -88,7 +88,7 @@ class Plan:
     max_replicas: int
     jobs: int
     points: dict[int, Point]
-    shares: dict[int, dict[str, float]]
+    shares: dict[int, dict[Resource, float]]
 
     @property
     def short(self) -> int | None:
@@ -127,7 +127,7 @@ class Plan:
         if self.short is None:
             return "one replica is enough, so nothing binds"
         shares = self.shares[self.short]
-        what = binding(shares)  # type: ignore[arg-type]
+        what = binding(shares)
         used = shares["memory"] if what == "memory" else shares["prefill"] + shares["decode"]
         name = "memory (KV cache)" if what == "memory" else f"{what} time"
         if used >= 1:
@@ -152,7 +152,7 @@ class Plan:
             "jobs_per_window": self.jobs,
             "replicas": self.replicas,
             "max_replicas": self.max_replicas,
-            "binding": None if self.short is None else binding(self.shares[self.short]),  # type: ignore[arg-type]
+            "binding": None if self.short is None else binding(self.shares[self.short]),
             "text": self.why(),
             "tried": [
                 {
@@ -172,7 +172,7 @@ def _count(replicas: int) -> str:
     return f"{replicas} replica" if replicas == 1 else f"{replicas} replicas"
 
 
-def _shares_text(shares: dict[str, float]) -> str:
+def _shares_text(shares: Mapping[Resource, float]) -> str:
     return (
         f"prefill takes {shares['prefill']:.0%} and decode {shares['decode']:.0%} of the time, "
         f"KV {shares['memory']:.0%} of the memory"
@@ -220,14 +220,10 @@ def make_plan(
     tasks = [(case(n), rate / case(n).gpus, seed) for n in shown for seed in seeds]
     windows = iter(run_tasks(measure_window, tasks, processes))
     points = {n: Point.of(rate / case(n).gpus, [next(windows) for _ in seeds]) for n in shown}
-    shares = {n: _shares(need, rate / (n * system.engines), setting) for n in shown}
+    shares = {n: need.shares(rate / (n * system.engines), hardware) for n in shown}
     return Plan(
         setting, system, rate, question, least_kept, max_replicas, jobs, points, shares
     )  # fmt: skip
-
-
-def _shares(need: Demand, rate: float, setting: Setting) -> dict[str, float]:
-    return {str(name): share for name, share in need.shares(rate, setting.hardware).items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

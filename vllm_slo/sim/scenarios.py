@@ -8,7 +8,6 @@ says which objectives of an application are tight.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_slo.config.yaml_nodes import near
 from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.errors import SimulationError
 
@@ -222,6 +222,5 @@ def scenario_of(name: str) -> Scenario:
     """The scenario of that name; SimulationError if it is unknown."""
     if name in SCENARIOS:
         return SCENARIOS[name]
-    near = difflib.get_close_matches(str(name), SCENARIOS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(SCENARIOS)
+    hint = near(str(name), SCENARIOS)
     raise SimulationError(f"scenario: {str(name)[:80]!r} is unknown; {hint}")
