@@ -59,7 +59,6 @@ class Flags:
         return any(name == flag or name.startswith(f"{flag}.") for name, _, _, _ in self._scan())
 
     def without(self, flag: str) -> Flags:
-        """The same command line without a flag and its values."""
         dropped = {
             index
             for name, _, start, stop in self._scan()

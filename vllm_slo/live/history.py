@@ -87,7 +87,6 @@ class _Sample:
     gauges: dict[int, float] = field(default_factory=dict)
 
     def add(self, other: _Sample) -> None:
-        """Extend this sample by the next one."""
         self.time_ms = other.time_ms
         self.span_s += other.span_s
         for place, count in other.counts.items():

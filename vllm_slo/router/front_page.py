@@ -168,7 +168,6 @@ class FrontPages:
 
 
 def _shown(upstream: Upstream, now_s: float) -> dict[str, Any]:
-    """A replica as operators see it."""
     state, age_s = upstream.virtual.state, upstream.age_s(now_s)
     return {
         "name": upstream.name,

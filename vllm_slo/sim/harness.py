@@ -285,7 +285,6 @@ class VirtualEngine:
 
     @property
     def live(self) -> int:
-        """Requests that have not ended."""
         return len(self.outcomes)
 
     @property

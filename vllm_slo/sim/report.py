@@ -7,12 +7,10 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.bench import style
 from vllm_slo.bench.style import milliseconds
-from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.setting import Setting
 from vllm_slo.sim.statistics import Capacity, ratio
@@ -146,11 +144,6 @@ def versions() -> dict[str, str | None]:
 def machine() -> dict[str, Any]:
     """The machine of the simulation; the results do not depend on it."""
     return {"system": platform.platform(), "cores": style.usable_cores()}
-
-
-def write_json(data: dict[str, Any], path: Path, option: str) -> None:
-    """Write ``data``; if that fails, SimulationError names ``option``."""
-    style.write_json(data, path, lambda text: SimulationError(f"{option}: {text}"))
 
 
 def percent(share: float | None) -> str:

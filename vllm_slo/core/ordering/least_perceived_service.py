@@ -256,7 +256,6 @@ class ServiceOrder:
     preempt_known: bool = False
 
     def rank(self, views: Iterable[ServiceView]) -> list[ServiceView]:
-        """Serving order, the most urgent first."""
         return sorted(views, key=self._key)
 
     def _key(self, view: ServiceView) -> tuple[bool, float, bool, float, float, str]:

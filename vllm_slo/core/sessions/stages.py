@@ -69,7 +69,6 @@ class StagedTPOT:
         return self.stage + 1 == len(self._tpots_s)
 
     def add(self, time_s: float, count: int = 1) -> None:
-        """Record tokens of the stage that goes on."""
         self.measure.add(time_s, count)
         self.tokens += count
 
