@@ -78,7 +78,7 @@ class Request:
 
 def read_trace(path: Path) -> list[Row]:
     """The rows of AdaServe's ``emission_*.json``, by time."""
-    rows = traces.read_adaserve(path)
+    rows = traces.read_recording(path).rows
     data = sorted(json.loads(path.read_text()), key=lambda item: float(item["emission_time_ms"]))
     texts = [str(item["prompt"]) for item in data]
     # The file whose categories peak in turn gives lengths in characters.

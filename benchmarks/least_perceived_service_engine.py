@@ -130,7 +130,7 @@ class Server(adaserve_engine.Server):
 
     def use(self, order: str, **options: Any) -> None:
         """Serve in this order from now on."""
-        from vllm_slo.config.best_effort import BestEffortConfig
+        from vllm_slo.config.sections import BestEffortConfig
         from vllm_slo.engine.compat.scheduler_state import SchedulerState
         from vllm_slo.engine.scheduling.best_effort import BestEffort
 

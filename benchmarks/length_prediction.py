@@ -34,7 +34,7 @@ from scipy.stats import spearmanr
 from tokenizers import Tokenizer
 
 import vllm_slo.tiny
-from vllm_slo.bench.traces import TraceRow, data_folder, read_adaserve, read_azure, standin_azure
+from vllm_slo.bench.traces import TraceRow, data_folder, read_recording, standin_azure
 from vllm_slo.core.lengths.forecast import LengthForecaster, LengthQuery, QuantileForecaster
 from vllm_slo.core.lengths.output_length import OutputLengthPredictor
 from vllm_slo.engine.scheduling.length_regressor import BATCH, LengthRegressor
@@ -78,7 +78,7 @@ def azure(folder: Path | None) -> Iterator[tuple[str, list[Request]]]:
     for kind, slo_class in (("conv", "chat"), ("code", "code")):
         path = folder / f"azure_llm_2023_{kind}.csv" if folder else None
         if path is not None and path.is_file():
-            name, rows = f"Azure {kind}", read_azure(path, slo_class)
+            name, rows = f"Azure {kind}", read_recording(path, slo_class).rows
         else:
             name = f"Azure {kind}, synthetic stand-in"
             rows = standin_azure("conv" if kind == "conv" else "code", seed=0)
@@ -94,7 +94,7 @@ def adaserve(
     for path in sorted((folder / "adaserve").glob("emission_*.json")):
         prompts = sorted(json.loads(path.read_text()), key=lambda item: item["emission_time_ms"])
         stream = []
-        for row, item in zip(read_adaserve(path), prompts, strict=True):
+        for row, item in zip(read_recording(path).rows, prompts, strict=True):
             ids = encode(item["prompt"])
             query = LengthQuery(row.slo_class, len(ids), MAX_TOKENS, None, ids)
             stream.append(Request(query, row.output_tokens))

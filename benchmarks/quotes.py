@@ -44,7 +44,7 @@ from rich.console import Console
 from vllm_slo.bench import demo_load, demo_servers
 from vllm_slo.bench.client import ClientOptions, measure_zero_load
 from vllm_slo.bench.endpoint import ServerTarget
-from vllm_slo.bench.workload import SyntheticOptions, Workload, synthetic
+from vllm_slo.bench.workload import Workload, WorkloadOptions, synthetic
 from vllm_slo.bench.zero_load import ZeroLoad
 
 FORCED: Final = "forced"
@@ -317,8 +317,12 @@ async def _measure(url: str, load: Load, zero: ZeroLoad, console: Console) -> Me
             console.print(what)
             gc.collect()
             client = Client(session, url, zero, random.Random(seed))
-            options = SyntheticOptions(
-                others, 600.0, seed, demo_load.CLASSES, max_context=demo_servers.MAX_CONTEXT
+            options = WorkloadOptions(
+                rate=others,
+                duration_s=600.0,
+                seed=seed,
+                classes=demo_load.CLASSES,
+                max_context=demo_servers.MAX_CONTEXT,
             )
             background = asyncio.create_task(client.replay(synthetic(options, zero)))
             answered = await asking(client)

@@ -38,15 +38,7 @@ from sim_validation_engine import (
     read_live,
     replay,
 )
-from sim_validation_report import (
-    Row,
-    StepError,
-    compare,
-    draw,
-    error_table,
-    main_table,
-    step_error,
-)
+from sim_validation_report import Row, StepError, compare, draw, error_table, main_table, step_error
 
 from vllm_slo.bench.demo_load import twin
 from vllm_slo.config import profiles

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_slo.bench.demo_load import CLASSES as DEMO_CLASSES
-from vllm_slo.bench.workload import SyntheticOptions, synthetic
+from vllm_slo.bench.workload import WorkloadOptions, synthetic
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.config import profiles
 from vllm_slo.core.step_time.model import BatchShape, Sample
 from vllm_slo.sim.cluster import slo_of
 from vllm_slo.sim.hardware import Hardware, load_hardware
-from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
-from vllm_slo.sim.text import STOP_TOKEN, own_text
+from vllm_slo.sim.jobs import STOP_TOKEN, Job, JobResult, Round, RoundResult, Stage, own_text
 
 MAX_CONTEXT: Final = 1024
 """Prompt and answer of one request, tokens."""
@@ -71,7 +70,9 @@ def make_jobs(hardware: Hardware, load: float, duration_s: float, seed: int) -> 
     shares = sum(spec.share for spec in CLASSES)
     tokens = sum(s.share / shares * (s.prompt.mean + s.output.mean) for s in CLASSES)
     rate = load / (token_s * tokens * MAX_CONTEXT / 2048)
-    options = SyntheticOptions(rate, duration_s, seed, CLASSES, max_context=MAX_CONTEXT)
+    options = WorkloadOptions(
+        rate=rate, duration_s=duration_s, seed=seed, classes=CLASSES, max_context=MAX_CONTEXT
+    )
     return [
         Job(
             one.request_id,

@@ -38,10 +38,10 @@ from vllm_slo.engine.telemetry.series import SeriesMaker
 from vllm_slo.router import front_metrics, front_page, front_server
 from vllm_slo.slo import carriers
 from vllm_slo.slo import model as slo
+from vllm_slo.slo.carriers import SERVICE_TIERS
 from vllm_slo.slo.claims import HEADER_FIELDS
 from vllm_slo.slo.hints import HINT_HEADERS
 from vllm_slo.slo.keys import INTERNAL_KEYS
-from vllm_slo.slo.resolve import SERVICE_TIERS
 from vllm_slo.slo.verdicts import Declined, Verdict
 
 PACKAGE: Final = Path(vllm_slo.__file__).parent

@@ -7,7 +7,7 @@ from typing import Final
 
 from style import BLUE, GREY, ORANGE, canvas, svg
 
-from vllm_slo.config.best_effort import BestEffortConfig
+from vllm_slo.config.sections import BestEffortConfig
 from vllm_slo.core.ordering.least_perceived_service import ServiceQueues, execution_s
 
 CONFIG: Final = BestEffortConfig()

@@ -22,17 +22,10 @@ from vllm_slo.bench.client import ClientOptions, measure_zero_load, run_server
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.endpoint import ServerTarget, describe_server
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import (
-    WorkloadOptions,
-    add_arguments,
-    build_workload,
-    finish,
-    run,
-    run_bench,
-)
+from vllm_slo.bench.main import add_arguments, build_workload, finish, run, run_bench
 from vllm_slo.bench.quote import _first_model
 from vllm_slo.bench.report import BenchReport, comparison_table, in_flight, machine, versions
-from vllm_slo.bench.workload import DEFAULT_CLASSES, PlannedRequest, Workload
+from vllm_slo.bench.workload import DEFAULT_CLASSES, PlannedRequest, Workload, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad, load_zero_load
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
@@ -88,12 +81,12 @@ def test_client_sends_what_was_planned(fake: Fake) -> None:
     assert in_flight(result, [-1.0, result.elapsed_s]) == [0, 0]
 
 
-def test_stock_servers_get_no_slo_and_classes_are_optional(fake: Fake) -> None:
+def test_stock_servers_get_no_slo(fake: Fake) -> None:
     workload = requests_of([5])
     run_server(ServerTarget("stock", fake.url, send_slo=False), workload, QUIET)
-    run_server(ServerTarget("ours", fake.url, send_class=True), workload, QUIET)
+    run_server(ServerTarget("ours", fake.url), workload, QUIET)
     assert "slo" not in fake.bodies[0]
-    assert fake.bodies[1]["slo"]["class"] == "chat"
+    assert "slo" in fake.bodies[1]
     assert fake.bodies[0]["prompt"] == fake.bodies[1]["prompt"]
     assert fake.bodies[0]["cache_salt"] != fake.bodies[1]["cache_salt"]
 

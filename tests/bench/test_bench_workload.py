@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from vllm_slo.bench import traces
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import WorkloadOptions, build_workload, parse_classes, parse_server
-from vllm_slo.bench.workload import DEFAULT_CLASSES, ClassSpec, Lengths, Workload
+from vllm_slo.bench.main import build_workload, parse_classes, parse_server
+from vllm_slo.bench.workload import DEFAULT_CLASSES, ClassSpec, Lengths, Workload, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
@@ -177,7 +177,7 @@ def test_azure_hits_its_rate_and_keeps_its_shape(
 def test_stand_in_has_the_statistics_of_the_real_trace(kind: traces.AzureKind) -> None:
     folder = traces.data_folder()
     assert folder is not None
-    real = traces.read_azure(folder / f"azure_llm_2023_{kind}.csv", "x")
+    real = traces.read_recording(folder / f"azure_llm_2023_{kind}.csv", "x").rows
     made = traces.standin_azure(kind, 0)
     assert len(made) == len(real)
     for field_name in ("prompt_tokens", "output_tokens"):
@@ -191,13 +191,6 @@ def test_stand_in_has_the_statistics_of_the_real_trace(kind: traces.AzureKind) -
         counts, _ = np.histogram([r.at_s - rows[0].at_s for r in rows], np.arange(0, 3400, 10))
         index.append(counts.var() / counts.mean())
     assert index[1] == pytest.approx(index[0], rel=0.5)  # burstiness in windows of 10 s
-
-
-def test_azure_thinned_keeps_real_time() -> None:
-    options = traces.TraceOptions(duration_s=60.0, rate=1.0, fit="thin", seed=3)
-    workload = traces.azure(("conv",), options, ZERO)
-    assert len(workload.requests) == 60
-    assert all(0 <= r.at_s <= 60 for r in workload.requests)
 
 
 @made_and_real

@@ -109,10 +109,7 @@ def test_the_verdict_is_one_line_for_each_server() -> None:
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        (
-            DraftCounts(40, 300, 90),
-            "2.25 of 7.5 draft tokens accepted per step of a request",
-        ),
+        (DraftCounts(40, 300, 90), "2.25 of 7.5 draft tokens accepted per step of a request"),
         (DraftCounts(0, 0, 0), "nothing was drafted"),
     ],
 )

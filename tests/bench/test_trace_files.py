@@ -13,9 +13,9 @@ import pytest
 
 from vllm_slo import cli
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import WorkloadOptions, build_workload
+from vllm_slo.bench.main import build_workload
 from vllm_slo.bench.trace_files import Format, RecordedRequest, detect, read
-from vllm_slo.bench.workload import Workload
+from vllm_slo.bench.workload import Workload, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.sim import main, plan
 from vllm_slo.sim.arrivals import read_trace

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_slo.config.best_effort import BestEffortConfig
-from vllm_slo.config.classes import ClassConfig
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.config.routing import RoutingConfig
+from vllm_slo.config.sections import BestEffortConfig, ClassConfig, RoutingConfig
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.errors import ConfigError
 from vllm_slo.slo.model import SLO

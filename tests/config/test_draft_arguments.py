@@ -610,10 +610,7 @@ def test_the_token_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_draft_servers_cannot_do_with_is_one_line(
-    flags: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert cli.main(["serve", "tiny", *flags]) == 2

@@ -30,9 +30,9 @@ from vllm_slo.engine.http.routes import ROUTES
 from vllm_slo.router import front_server
 from vllm_slo.slo import carriers
 from vllm_slo.slo import fields as slo_fields
+from vllm_slo.slo.carriers import resolve_slo
 from vllm_slo.slo.claims import HEADER_FIELDS
 from vllm_slo.slo.hints import HINT_HEADERS
-from vllm_slo.slo.resolve import resolve_slo
 
 BLOCKS = docs_blocks.blocks()
 COMMANDS = docs_blocks.commands()

@@ -43,10 +43,7 @@ START_S = patience(180.0)
     ],
 )
 def test_a_mistake_is_one_line_before_ray_starts(
-    flags: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert cli.main(["draft-server", *CONNECT, *flags]) == 2

@@ -43,10 +43,7 @@ PROMPT = [(17 * place) % 1000 + 300 for place in range(70)]
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(
-    flags: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     argv = ["draft-server", "--model", "tiny", "--connect", "tcp://127.0.0.1:1", *flags]
@@ -74,10 +71,7 @@ def test_a_token_too_short_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_a_mistake_in_the_engines_flags_is_one_line(
-    flags: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     argv = ["draft-server", "--model", "tiny", "--connect", "tcp://127.0.0.1:1", *flags]

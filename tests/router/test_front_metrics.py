@@ -6,14 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from front_stack import (
-    PATIENCE_S,
-    Fake,
-    FrontProcess,
-    eventually,
-    processes,
-    states_arrive,
-)
+from front_stack import PATIENCE_S, Fake, FrontProcess, eventually, processes, states_arrive
 from patience import patience
 from prometheus_client.parser import text_string_to_metric_families
 

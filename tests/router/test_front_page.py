@@ -22,7 +22,7 @@ from prometheus_client import Metric
 
 from vllm_slo.live.history import History
 from vllm_slo.live.merge import LAG_MS, RECENT, MergedHistory, merged
-from vllm_slo.router.once import Once
+from vllm_slo.router.upstream import Once
 
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0)}
 KEPT_S = 1.0
@@ -33,7 +33,7 @@ STEP_S = 2.0
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[FrontProcess]:
     with processes() as keep:
-        yield keep(FrontProcess(ROUTING, {"once.KEPT_S": KEPT_S}))
+        yield keep(FrontProcess(ROUTING, {"upstream.KEPT_S": KEPT_S}))
 
 
 @pytest.fixture
@@ -77,10 +77,7 @@ def test_the_page_adds_up_what_replicas_say(front: FrontProcess, fakes: list[Fak
     assert page.headers["content-type"].startswith("text/html")
     assert "script-src 'sha256-" in page.headers["content-security-policy"]
     first = front.get("/slo/data").json()
-    assert first["samples"] == [
-        [1_000_000, 2.0, {"0": 7}, {}],
-        [1_002_000, 2.0, {"0": 11}, {}],
-    ]
+    assert first["samples"] == [[1_000_000, 2.0, {"0": 7}, {}], [1_002_000, 2.0, {"0": 11}, {}]]
     assert first["reset"]
     assert first["about"]["model"] == "fake"
     later = front.get("/slo/data?since=1000000&other=1&minutes=2").json()

@@ -186,10 +186,7 @@ def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
     engine: test_replica.py.
     """
     before = await_whole(live, set(), 0, START_S)
-    victims = {
-        "engine": live.engines,
-        "front": lambda: live.children("Front"),
-    }[part]()
+    victims = {"engine": live.engines, "front": lambda: live.children("Front")}[part]()
     kill = partial(sigkill, victims[0])
     retries = round(patience(6)) if part == "front" else 0
     seen = asyncio.run(volley(live, kill, retries=retries, stream_tokens=400))

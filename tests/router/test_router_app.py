@@ -62,9 +62,7 @@ def test_flags_are_read_as_vllm_reads_them() -> None:
     assert flags.values("--port") is None
     assert flags.last("--headless") is None
     assert Flags(["--headless"]).values("--headless") == []
-    assert flags.without("--api-key").words == [
-        *("--max-num-seqs", "-1", "-tp", "2", "--host=::1"),
-    ]
+    assert flags.without("--api-key").words == [*("--max-num-seqs", "-1", "-tp", "2", "--host=::1")]
 
 
 def test_a_config_file_of_vllm_is_looked_into(tmp_path: Path) -> None:

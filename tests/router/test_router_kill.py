@@ -15,15 +15,7 @@ from patience import patience
 
 pytest.importorskip("ray")
 
-from live_replicas import (
-    LiveReplicas,
-    await_whole,
-    eventually,
-    nothing,
-    running,
-    sigkill,
-    volley,
-)
+from live_replicas import LiveReplicas, await_whole, eventually, nothing, running, sigkill, volley
 
 pytestmark = pytest.mark.slow
 

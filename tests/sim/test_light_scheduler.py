@@ -187,11 +187,7 @@ def first_difference(light: Record, real: Record) -> str | None:
 
 
 def both(
-    policy: str,
-    scenario: str,
-    seed: int,
-    conditions: Conditions | None = None,
-    drafts: int = 0,
+    policy: str, scenario: str, seed: int, conditions: Conditions | None = None, drafts: int = 0
 ) -> tuple[Record, Record]:
     """One trace under the light scheduler and under the real scheduler object."""
     conditions = conditions or Conditions()
@@ -613,3 +609,26 @@ def test_rough_traffic_finds_a_broken_twin_out(
         for seed in range(24)
     )
     assert next(filter(None, differences))
+
+
+@pytest.mark.parametrize("scenario", SETTINGS)
+def test_nobody_waits_for_an_idle_engine(scenario: str) -> None:
+    """Best effort may have to stand back, but no engine sits idle while somebody waits."""
+    worst = 0
+    for seed in range(6):
+        jobs, hardware = trace(scenario, seed), small(SETTINGS[scenario])
+        simulation = Simulation(jobs, system_of("slo", seed), hardware, Conditions(), None)
+        engine = simulation.replicas[0].engine
+        step, idle = engine.step, 0
+
+        def watched(engine: Any = engine, step: Any = step) -> Any:
+            nonlocal idle, worst
+            output = step()
+            waits = engine.scheduler.waiting and not engine.scheduler.running
+            idle = idle + 1 if waits and not output.num_scheduled_tokens else 0
+            worst = max(worst, idle)
+            return output
+
+        engine.step = watched
+        simulation.run()
+    assert worst <= 5, f"{worst} empty steps with nothing running and requests waiting"

@@ -30,10 +30,8 @@ from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
-from vllm_slo.sim.jobs import Job, JobResult, Round, Stage
-from vllm_slo.sim.replica import RoundRequest
+from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage, answer_text, own_text
 from vllm_slo.sim.systems import OURS, System, parse_system
-from vllm_slo.sim.text import answer_text, own_text
 from vllm_slo.sim.virtual_replicas import Disaggregated
 
 STEP_TIME = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
@@ -478,9 +476,7 @@ def test_figure_3_prefill_first_keeps_ttft_and_breaks_tpot(config_folder: Path) 
     assert not any(begun_s < at_s <= done_s for one in old for at_s in one.token_times_s)
 
 
-def test_figure_3_stock_with_a_small_budget_keeps_tpot_and_breaks_ttft(
-    config_folder: Path,
-) -> None:
+def test_figure_3_stock_with_a_small_budget_keeps_tpot_and_breaks_ttft(config_folder: Path) -> None:
     old, new = burst_of_figure_3(AsyncScheduler, config_folder, 7)
     assert sum(kept(one)[0] for one in new) < 4
     assert max(one.token_times_s[0] for one in new) > 6.0
@@ -693,10 +689,7 @@ def test_watch_sees_each_job_as_it_ends_and_can_stop_the_run() -> None:
         ({"routing": "luck"}, r"^routing: must be one of slo, .*, not 'luck'$"),
         ({"overhead": "some"}, r"^overhead: must be one of modelled, measured, none, not 'some'$"),
         ({"overhead": "measured"}, r"^overhead: .* needs exact"),
-        (
-            {"acceptance": {"app": 1.5}},
-            r"^acceptance of 'app': must be between 0 and 1, not 1.5$",
-        ),
+        ({"acceptance": {"app": 1.5}}, r"^acceptance of 'app': must be between 0 and 1, not 1.5$"),
         ({"acceptance": {"app": math.nan}}, r"^acceptance of 'app': "),
     ],
 )

@@ -65,11 +65,7 @@ KEYS: dict[str, Any] = {
         "min_tpot_ms": 40,
         "max_value": 3,
     },
-    "silver": {
-        "sha256": sha256(SILVER),
-        "classes": ["chat"],
-        "objectives": False,
-    },
+    "silver": {"sha256": sha256(SILVER), "classes": ["chat"], "objectives": False},
     "ops": {"sha256": sha256(OPS), "tiers": ["best_effort"]},
 }
 GUARDED = {**CONFIG, "access": {"keys": KEYS}}
@@ -219,12 +215,7 @@ HINTED: list[tuple[str, dict[str, Any], dict[str, str], dict[str, Any] | None]] 
     (SILVER, {}, {"x-vllm-priority": "1"}, None),
     (SILVER, {"priority": 1}, {}, None),
     (SILVER, {}, {"x-llm-d-inference-ttl": "2s"}, None),
-    (
-        SILVER,
-        {},
-        {"x-llm-d-inference-objective": "chat", "x-llm-d-inference-ttl": "2s"},
-        CHAT,
-    ),
+    (SILVER, {}, {"x-llm-d-inference-objective": "chat", "x-llm-d-inference-ttl": "2s"}, CHAT),
     (
         SILVER,
         {"slo": {"class": "chat"}, "nvext": {"agent_hints": {"osl": 7}}},
@@ -547,9 +538,7 @@ def test_of_two_content_types_the_first_counts_as_in_vllm(first: str) -> None:
     assert ("slo_tenant" in one.engine.calls[-1].extra) == (first == "application/json")
 
 
-def test_a_default_class_is_not_given_past_the_check(
-    config_folder: Path,
-) -> None:
+def test_a_default_class_is_not_given_past_the_check(config_folder: Path) -> None:
     config = {**GUARDED, "default_class": "strict"}
     one = VirtualEngine(
         Scheduler, config_folder, MODEL.predict_shape_s, believed=MODEL, slo_config=config

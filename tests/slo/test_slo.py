@@ -18,10 +18,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.errors import InvalidSLOError, VllmSLOError
+from vllm_slo.slo.carriers import resolve_slo
 from vllm_slo.slo.claims import HEADER_FIELDS
 from vllm_slo.slo.keys import INTERNAL_KEYS, has_slo_key
 from vllm_slo.slo.model import SLO
-from vllm_slo.slo.resolve import resolve_slo
 
 CLASSES = {
     "chat": SLO(ttft_ms=500, tpot_ms=50, value=2, slo_class="chat"),

@@ -34,7 +34,6 @@ class ClientOptions:
 
     Attributes:
         vocab_size: prompt ids are below it.
-        temperature: of sampling.
         drain_s: time after the last arrival until unfinished requests are cut off.
         warmup_requests: sent first and not counted.
         seed: of the prompts of probes.
@@ -65,7 +64,6 @@ class Tally:
 
     @property
     def done(self) -> int:
-        """Requests that have ended."""
         return self.finished + self.declined + self.failed
 
 
@@ -166,7 +164,6 @@ class _Session:
         self.start_s = time.perf_counter()
 
     def now_s(self) -> float:
-        """Seconds since the session began."""
         return time.perf_counter() - self.start_s
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:
@@ -177,8 +174,6 @@ class _Session:
             "cache_salt": self._cache_salt,
         }
         slo = request.slo_body() if self._target.send_slo else None
-        if slo is not None and self._target.send_class:
-            slo["class"] = request.slo_class
         if slo is not None:
             extra["slo"] = slo
         return extra
@@ -332,9 +327,7 @@ def run_server(
     Errors of single requests are in the result.
 
     Args:
-        target: the server.
         workload: at least one request.
-        options: of the client.
         on_progress: called with the tally after every event.
 
     Raises:
@@ -425,7 +418,6 @@ def measure_step(
     Raises:
         BenchError: it cannot be measured.
     """
-
     options = options or ClientOptions()
 
     async def work(client: openai.AsyncOpenAI, info: ServerInfo) -> float:

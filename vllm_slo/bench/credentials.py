@@ -138,7 +138,6 @@ def parse_header(text: str) -> tuple[str, str]:
 
 def shown_command(words: Sequence[str], credentials: Credentials = NO_CREDENTIALS) -> str:
     """The command for a report: ``words`` with asterisks instead of keys and header values."""
-
     shown, option = [], ""
     for word in words:
         name, is_pair, value = word.partition("=")

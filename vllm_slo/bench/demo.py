@@ -11,7 +11,6 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,9 +30,9 @@ from vllm_slo.bench.disturbance import Disturbance, DisturbanceWatch
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.endpoint import ServerTarget
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import WorkloadOptions, bench_server, build_workload, finish
+from vllm_slo.bench.main import bench_server, build_workload, finish
 from vllm_slo.bench.report import BenchReport, batch_tokens_per_s
-from vllm_slo.bench.workload import Workload
+from vllm_slo.bench.workload import Workload, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 
 if TYPE_CHECKING:
@@ -216,19 +215,14 @@ def verdict(report: BenchReport) -> str:
 
     A server that speculates has another line with its accepted tokens.
     """
-
     lines: list[str] = []
-    totals: Sequence[tuple[ServerRun, float, float]] = [
-        (server_run, total.attainment or 0.0, total.goodput_requests_per_s)
-        for server_run in report.runs
-        for total in [report.summaries(server_run)["total"]]
-    ]
-    for server_run, attainment, goodput in totals:
+    for server_run in report.runs:
+        total = report.summaries(server_run)["total"]
         state = "all finished" if finished(server_run) else "NOT all finished"
         batch = batch_tokens_per_s(server_run)
         lines.append(
-            f"{server_run.target.name}: {attainment:.0%} of objectives kept, "
-            f"goodput {goodput:.2f} requests/s, "
+            f"{server_run.target.name}: {total.attainment or 0.0:.0%} of objectives kept, "
+            f"goodput {total.goodput_requests_per_s:.2f} requests/s, "
             + ("" if batch is None else f"batch work {batch:.0f} tokens/s, ")
             + f"{state} after {server_run.elapsed_s:.1f} s"
         )

@@ -29,8 +29,8 @@ from vllm_slo.bench.workload import (
     DEFAULT_CLASSES,
     ClassSpec,
     PlannedRequest,
-    SyntheticOptions,
     Workload,
+    WorkloadOptions,
     planned,
     synthetic,
 )
@@ -195,7 +195,6 @@ class DemoLoad:
     """The requests to every server, and how their rate was found.
 
     Attributes:
-        workload: the requests.
         carried: requests with an objective per second that stock vLLM can serve.
         load: rate of arrivals as a multiple of ``carried``.
     """
@@ -242,9 +241,14 @@ def choose_load(
     return DemoLoad(replace(online, name="demo", requests=tuple(requests)), carried, load)
 
 
-def _options(rate: float, duration_s: float, seed: int, scale: float) -> SyntheticOptions:
-    return SyntheticOptions(
-        rate, duration_s, seed, ONLINE, max_context=_longest(scale), length_scale=scale
+def _options(rate: float, duration_s: float, seed: int, scale: float) -> WorkloadOptions:
+    return WorkloadOptions(
+        rate=rate,
+        duration_s=duration_s,
+        seed=seed,
+        classes=ONLINE,
+        max_context=_longest(scale),
+        length_scale=scale,
     )
 
 
@@ -306,7 +310,6 @@ def rate_at(load: float, zero: ZeroLoad) -> float:
     request's TTFT. On a fast device that may be nothing; then a request costs its share of the
     steps in which it decodes.
     """
-
     low, high = MAX_CONTEXT // 8, MAX_CONTEXT - 64
     token_s = (zero.ttft_s(high) - zero.ttft_s(low)) / (high - low)
     scale = MAX_CONTEXT / 2048

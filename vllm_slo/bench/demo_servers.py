@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from vllm_slo.bench.endpoint import opener
 from vllm_slo.bench.errors import BenchError
@@ -56,10 +56,8 @@ class Candidate:
     """One server of the demo.
 
     Attributes:
-        name: in reports.
         command: the arguments after ``python``.
         send_slo: whether requests have the ``slo`` field.
-        replicas: behind one port.
         routing: policy of the front of several replicas; None for a single server.
         draft: whether it has the built-in draft model.
     """
@@ -129,23 +127,16 @@ def servers(
             stack.enter_context(_process(candidate, model, out, console, options))
             for candidate in asked
         ]
-        for candidate, running in zip(asked, started, strict=True):
-            _wait_until_ready(running.url, candidate.replicas, running.process, running.log)
-        yield [running.url for running in started]
-
-
-class _Running(NamedTuple):
-    """A started server."""
-
-    url: str
-    log: Path
-    process: subprocess.Popen[bytes]
+        for candidate, (url, process, log) in zip(asked, started, strict=True):
+            _wait_until_ready(url, candidate.replicas, process, log)
+        yield [url for url, _, _ in started]
 
 
 @contextmanager
 def _process(
     candidate: Candidate, model: Path, out: Path, console: Console, options: Sequence[str]
-) -> Iterator[_Running]:
+) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    """Start a server; yields its address, its process and its log."""
     port = free_port()
     log = out / f"{candidate.name.replace(' ', '-')}.log"
     command = [
@@ -169,7 +160,7 @@ def _process(
             process_group=0,
         )
     try:
-        yield _Running(f"http://127.0.0.1:{port}", log, process)
+        yield f"http://127.0.0.1:{port}", process, log
     finally:
         _stop(process)
 
@@ -212,7 +203,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def own_core() -> Iterator[None]:
     """Keep the client off the engine's cores: vLLM on CPU binds its threads to the first cores."""
-
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -55,7 +55,6 @@ class Disturbance:
         return warnings
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
         return asdict(self)
 
 
@@ -68,7 +67,6 @@ class DisturbanceWatch:
         self._busy_s, self._stolen_s = _machine()
 
     def result(self, step_ratio: float = 1.0) -> Disturbance:
-        """The disturbance so far."""
         busy_s, stolen_s = _machine()
         own_s = sum(
             max(0.0, now_s - self._own_s.get(pid, 0.0)) for pid, now_s in self._own().items()
@@ -92,7 +90,6 @@ class DisturbanceWatch:
 
 def unlike(first: Disturbance, second: Disturbance) -> bool:
     """Whether the machine was too different in two runs to compare them."""
-
     return abs(first.taken - second.taken) > NOTABLE
 
 

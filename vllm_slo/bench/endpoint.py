@@ -28,12 +28,9 @@ class ServerTarget:
     """A server to send requests to.
 
     Attributes:
-        name: in reports.
         base_url: see `api_root`.
         model: None: its first model.
         send_slo: whether requests have the ``slo`` field (a stock server ignores it).
-        send_class: whether that field names the class, which the server must know.
-        credentials: sent with each request.
 
     Raises:
         BenchError: ``base_url`` is not the address of a server.
@@ -43,7 +40,6 @@ class ServerTarget:
     base_url: str
     model: str | None = None
     send_slo: bool = True
-    send_class: bool = False
     credentials: Credentials = NO_CREDENTIALS
 
     def __post_init__(self) -> None:
@@ -51,7 +47,6 @@ class ServerTarget:
 
     @property
     def api_url(self) -> str:
-        """Address of the OpenAI API, ending in ``/v1``."""
         return f"{api_root(self.base_url)}/v1"
 
 
@@ -101,10 +96,7 @@ def refused(url: str, credentials: Credentials, status: int, why: str, location:
     """Raise for an answer with an error or a redirect.
 
     Args:
-        url: of the request.
         credentials: that were sent; they are not repeated.
-        status: the HTTP status.
-        why: the server's message.
         location: the header of this name, the target of a redirect.
 
     Raises:

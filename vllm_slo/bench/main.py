@@ -11,17 +11,11 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from vllm_slo.bench.client import (
-    ClientOptions,
-    ServerRun,
-    Tally,
-    measure_zero_load,
-    run_server,
-)
+from vllm_slo.bench.client import ClientOptions, ServerRun, Tally, measure_zero_load, run_server
 from vllm_slo.bench.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -33,13 +27,14 @@ from vllm_slo.bench.endpoint import ServerTarget, describe_server
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.plot import write_png
 from vllm_slo.bench.report import BenchReport, render
-from vllm_slo.bench.traces import AzureKind, TraceOptions, adaserve, azure, left_out_line
+from vllm_slo.bench.traces import AzureKind, adaserve, azure, left_out_line
 from vllm_slo.bench.workload import (
     DEFAULT_CLASSES,
+    DEFAULT_CONTEXT,
     Arrivals,
     ClassSpec,
-    SyntheticOptions,
     Workload,
+    WorkloadOptions,
     class_from_mapping,
     positive,
     synthetic,
@@ -50,28 +45,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORKLOADS: Final = ("synthetic", "azure", "azure-code", "azure-conv", "adaserve")
-DEFAULT_CONTEXT: Final = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadOptions:
-    """Options of ``build_workload``; each field is the command's option of the same name.
-
-    ``rate``: requests/s; None: 1 for ``synthetic``, else the trace's own.
-    """
-
-    workload: str = "synthetic"
-    rate: float | None = None
-    duration_s: float = 60.0
-    seed: int = 0
-    classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
-    arrivals: Arrivals = "poisson"
-    burst_factor: float = 3.0
-    burst_period_s: float = 20.0
-    max_context: int = DEFAULT_CONTEXT
-    length_scale: float | None = None
-    slo_scale: float = 1.0
-    workload_file: Path | None = None
 
 
 def build_workload(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
@@ -89,31 +62,9 @@ def _made(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
     if options.workload == "synthetic":
         if options.workload_file is not None:
             raise BenchError("--workload-file", "only with an azure-* or adaserve workload")
-        return synthetic(
-            SyntheticOptions(
-                rate=1.0 if options.rate is None else options.rate,
-                duration_s=options.duration_s,
-                seed=options.seed,
-                classes=options.classes,
-                arrivals=options.arrivals,
-                burst_factor=options.burst_factor,
-                burst_period_s=options.burst_period_s,
-                max_context=options.max_context,
-                length_scale=options.length_scale,
-            ),
-            zero_load,
-        )
-    trace = TraceOptions(
-        duration_s=options.duration_s,
-        rate=options.rate,
-        seed=options.seed,
-        max_context=options.max_context,
-        length_scale=options.length_scale,
-        file=options.workload_file,
-        classes=options.classes,
-    )
+        return synthetic(options, zero_load)
     if options.workload == "adaserve":
-        return adaserve(trace, zero_load)
+        return adaserve(options, zero_load)
     kinds: dict[str, tuple[AzureKind, ...]] = {
         "azure": ("code", "conv"),
         "azure-code": ("code",),
@@ -121,7 +72,7 @@ def _made(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
     }
     if options.workload == "azure" and options.workload_file is not None:
         raise BenchError("--workload-file", "needs --workload azure-code or azure-conv")
-    return azure(kinds[options.workload], trace, zero_load)
+    return azure(kinds[options.workload], options, zero_load)
 
 
 def parse_classes(text: str) -> tuple[ClassSpec, ...]:
@@ -167,10 +118,7 @@ def _classes_from_file(path: Path) -> tuple[ClassSpec, ...]:
 
 
 def parse_server(
-    text: str,
-    model: str | None,
-    no_slo: Sequence[str],
-    credentials: Credentials = NO_CREDENTIALS,
+    text: str, model: str | None, no_slo: Sequence[str], credentials: Credentials = NO_CREDENTIALS
 ) -> ServerTarget:
     """``URL[=name]``; without a name it is the host and port."""
     url, _, name = text.rpartition("=") if "=" in text else (text, "", "")
@@ -268,7 +216,6 @@ def run_bench(
 
 
 def _say(text: str, style: str | None = None) -> None:
-    """One line on stderr."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(text, style=style, markup=False, soft_wrap=True)
@@ -339,7 +286,6 @@ def _workload_options(args: argparse.Namespace) -> WorkloadOptions:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``vllm-slo bench``; returns 0, 1 if no request finished, or 2 for bad input."""
-
     from rich.console import Console
 
     console = Console()

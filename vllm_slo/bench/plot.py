@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +18,7 @@ import numpy as np
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.report import TOTAL, BenchReport, batch_tokens_per_s, in_flight
 from vllm_slo.bench.style import INK, MUTED, PICTURE
-from vllm_slo.core.attainment import Attainment, RequestRecord, measure
+from vllm_slo.core.attainment import Attainment, ClassSummary, RequestRecord, measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,27 +58,32 @@ def _bars(
     axes.margins(y=0.16)
 
 
-def _draw_attainment(axes: Axes, report: BenchReport, classes: Sequence[str]) -> None:
+def _draw_by_class(
+    axes: Axes,
+    report: BenchReport,
+    classes: Sequence[str],
+    height: Callable[[ClassSummary], float],
+    form: str,
+) -> None:
+    """Bars by class and in total; a server without requests of a class has 0."""
     names = [*classes, TOTAL]
     rows = []
     for run in report.runs:
         summaries = report.summaries(run)
-        shares = [(summaries[n].attainment or 0.0) if n in summaries else 0.0 for n in names]
-        rows.append((run.target.name, [100 * s for s in shares]))
-    _bars(axes, names, rows, ".0f")
+        heights = [height(summaries[name]) if name in summaries else 0.0 for name in names]
+        rows.append((run.target.name, heights))
+    _bars(axes, names, rows, form)
+
+
+def _draw_attainment(axes: Axes, report: BenchReport, classes: Sequence[str]) -> None:
+    _draw_by_class(axes, report, classes, lambda s: 100 * (s.attainment or 0.0), ".0f")
     axes.set_ylim(0, 112)
     axes.set_ylabel("requests that kept their SLO (%)")
     axes.set_title("SLO attainment per class (higher is better)")
 
 
 def _draw_goodput(axes: Axes, report: BenchReport, classes: Sequence[str]) -> None:
-    names = [*classes, TOTAL]
-    rows = []
-    for run in report.runs:
-        summaries = report.summaries(run)
-        heights = [summaries[n].goodput_tokens_per_s if n in summaries else 0.0 for n in names]
-        rows.append((run.target.name, heights))
-    _bars(axes, names, rows, ".3g")
+    _draw_by_class(axes, report, classes, lambda s: s.goodput_tokens_per_s, ".3g")
     axes.set_ylabel("tokens/s of attaining requests")
     axes.set_title("Goodput per class (higher is better)")
 
@@ -285,7 +290,6 @@ def draw(report: BenchReport) -> Figure:
 
 def write_png(report: BenchReport, path: Path) -> None:
     """Draw and save a report; BenchError if the file cannot be written."""
-
     figure = draw(report)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

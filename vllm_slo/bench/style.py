@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The style of tables and pictures, and the versions in results.
+"""The style of tables and pictures, and what results say of their machine.
 
 rich and matplotlib (extra ``bench``) are loaded when they are needed.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -65,9 +68,25 @@ def milliseconds(seconds: float | None) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.1f}"
 
 
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def write_json(data: Mapping[str, Any], path: Path, error: Callable[[str], Exception]) -> None:
+    """Write ``data``; raises ``error`` if that fails."""
+    text = json.dumps(data, indent=1, allow_nan=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as failure:
+        raise error(f"cannot write {path}: {failure.strerror}") from failure
+
+
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Versions of Python and of ``packages``; None for packages that are not installed."""
-
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in packages:
         try:

@@ -332,7 +332,6 @@ def _date_s(where: str, field: str, value: str) -> float:
 
 def _hash_ids(where: str, value: object, prompt_tokens: int) -> tuple[int, ...]:
     """The ids of a prompt's blocks; the last block may be shorter."""
-
     if not isinstance(value, list) or any(type(hash_id) is not int for hash_id in value):
         raise _bad(where, "hash_ids", value, "a list of whole numbers")
     if len(value) > math.ceil(prompt_tokens / BLOCK_TOKENS):

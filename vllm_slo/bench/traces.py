@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.trace_files import BLOCK_TOKENS, Format, detect, format_name, read
 from vllm_slo.bench.workload import (
-    DEFAULT_CLASSES,
-    ClassSpec,
     Lengths,
     PlannedRequest,
     Workload,
+    WorkloadOptions,
     planned,
     positive,
     scaled_lengths,
@@ -70,28 +68,6 @@ class Recording:
     left_out: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """How a trace becomes a workload.
-
-    Attributes:
-        rate: requests/s; None keeps the trace's own (AdaServe: rescaled to this machine).
-        length_scale: factor on all token counts; None: the 99th percentile of the trace just fits
-            ``max_context``. Longer requests are clipped.
-        file: replaces the workload's own trace.
-        fit: ``rescale`` stretches time; ``thin`` drops rows and keeps the time between bursts.
-    """
-
-    duration_s: float
-    rate: float | None = None
-    seed: int = 0
-    max_context: int = 2048
-    length_scale: float | None = None
-    file: Path | None = None
-    fit: Literal["rescale", "thin"] = "rescale"
-    classes: Sequence[ClassSpec] = DEFAULT_CLASSES
-
-
 DATA_VARIABLE: Final = "VLLM_SLO_DATA"
 
 
@@ -118,7 +94,7 @@ PROMPTS: Final[Mapping[str, tuple[str, str]]] = {
 def public_prompts(collection: str) -> list[str]:
     """Prompts of one of `PROMPTS`, the first turns of conversations; empty without its file."""
     name, field = PROMPTS[collection]
-    path = _find(name)
+    path = data_file(name)
     if path is None:
         return []
     data = path.read_bytes()
@@ -127,7 +103,8 @@ def public_prompts(collection: str) -> list[str]:
     return [prompt if isinstance(prompt, str) else prompt[0] for prompt in prompts]
 
 
-def _find(name: str) -> Path | None:
+def data_file(name: str) -> Path | None:
+    """A file of `data_folder`; None if it is not there."""
     folder = data_folder()
     path = folder / name if folder else None
     return path if path is not None and path.is_file() else None
@@ -175,16 +152,6 @@ def _adaserve_class(ratio: float) -> str:
     return "copilot" if ratio > 0 else _ADASERVE_CLASS.get(ratio, f"tpot-{-ratio:g}ms")
 
 
-def read_azure(path: Path, slo_class: str) -> list[TraceRow]:
-    """The rows of `read_recording` for a trace without objectives."""
-    return read_recording(path, slo_class).rows
-
-
-def read_adaserve(path: Path) -> list[TraceRow]:
-    """The rows of `read_recording` for AdaServe's ``{emission_time_ms, ..., slo_ratio}``."""
-    return read_recording(path).rows
-
-
 def standin_azure(kind: AzureKind, seed: int) -> list[TraceRow]:
     """An hour with the real trace's rate, lengths and bursts (mean and spread)."""
     rng = np.random.default_rng([seed, 10 if kind == "code" else 11])
@@ -222,7 +189,7 @@ def standin_adaserve(seed: int) -> list[TraceRow]:
     return sorted(rows, key=lambda r: r.at_s)
 
 
-def _needed(options: TraceOptions, rate: float, available: int) -> int:
+def _needed(options: WorkloadOptions, rate: float, available: int) -> int:
     count = max(1, round(rate * options.duration_s))
     if count > available:
         raise BenchError(
@@ -234,12 +201,9 @@ def _needed(options: TraceOptions, rate: float, available: int) -> int:
 
 
 def _fit_time(
-    rows: Sequence[TraceRow], count: int, options: TraceOptions, rng: np.random.Generator
+    rows: Sequence[TraceRow], count: int, options: WorkloadOptions, rng: np.random.Generator
 ) -> list[tuple[float, TraceRow]]:
     """``count`` rows of a seeded stretch of the trace, with times in [0, duration)."""
-    span_s = max(rows[-1].at_s - rows[0].at_s, 1e-9)
-    if options.fit == "thin" and count / options.duration_s < len(rows) / span_s:
-        return _thinned(rows, options.duration_s, count, rng)
     first = int(rng.integers(0, len(rows) - count + 1))
     chosen = rows[first : first + count]
     # The stretch includes the gap after its last row, so that its rate is exact.
@@ -248,57 +212,20 @@ def _fit_time(
     return [((r.at_s - chosen[0].at_s) * factor, r) for r in chosen]
 
 
-def _thinned(
-    rows: Sequence[TraceRow], duration_s: float, count: int, rng: np.random.Generator
-) -> list[tuple[float, TraceRow]]:
-    """``count`` random rows from a stretch of real time that has as many."""
-    times = np.array([r.at_s for r in rows])
-    drawn = thin(times, duration_s, count, rng)
-    if drawn is None:
-        raise BenchError(
-            "--rate", f"no {duration_s:g} s of the trace have {count} requests; use rescaling"
-        )
-    first, kept = drawn
-    return [(float(times[i] - times[first]), rows[i]) for i in kept]
-
-
-def thin(
-    times_s: NDArray[np.float64], window_s: float, count: int, rng: np.random.Generator
-) -> tuple[int, NDArray[np.int64]] | None:
-    """Draw ``count`` rows of a random window that has as many; None if there is no such window.
-
-    Args:
-        times_s: of all rows, sorted; a window begins at a row.
-        window_s: length of the window.
-        count: rows to draw, without replacement.
-        rng: chooses the window, then its rows.
-
-    Returns:
-        The first row of the window, and the drawn rows in order.
-    """
-    starts = times_s[times_s <= max(times_s[0], times_s[-1] - window_s)]
-    sizes = np.searchsorted(times_s, starts + window_s) - np.arange(len(starts))
-    fitting = np.flatnonzero(sizes >= count)
-    if not len(fitting):
-        return None
-    first = int(rng.choice(fitting))
-    return first, first + np.sort(rng.choice(int(sizes[first]), count, replace=False))
-
-
-def _recording(kind: AzureKind, options: TraceOptions) -> Recording:
-    path = options.file or _find(f"azure_llm_2023_{kind}.csv")
+def _recording(kind: AzureKind, options: WorkloadOptions) -> Recording:
+    path = options.workload_file or data_file(f"azure_llm_2023_{kind}.csv")
     if path is None:
         source = f"synthetic stand-in for azure_llm_2023_{kind}.csv"
         return Recording(source, "azure", standin_azure(kind, options.seed))
     return read_recording(path, _AZURE_CLASS[kind])
 
 
-def azure(kinds: Sequence[AzureKind], options: TraceOptions, zero_load: ZeroLoad) -> Workload:
+def azure(kinds: Sequence[AzureKind], options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
     """A stretch of the Azure traces; ``code`` rows become class ``code``, ``conv`` rows ``chat``.
 
-    ``options.file`` may have any format without objectives, such as BurstGPT's or Mooncake's. Two
-    kinds divide ``rate`` by the shares of their classes. Each has its own stretch: the code trace
-    is silent for minutes, so a common stretch would often have rows of only one kind.
+    ``options.workload_file`` may have any format without objectives, such as BurstGPT's or
+    Mooncake's. Two kinds divide ``rate`` by the shares of their classes. Each has its own stretch:
+    the code trace is silent for minutes, so a common stretch would often have rows of one kind.
     """
     positive("--duration", options.duration_s)
     specs = {c.name: c for c in options.classes}
@@ -335,7 +262,7 @@ def azure(kinds: Sequence[AzureKind], options: TraceOptions, zero_load: ZeroLoad
     )
 
 
-def _length_factor(rows: Sequence[TraceRow], options: TraceOptions) -> float:
+def _length_factor(rows: Sequence[TraceRow], options: WorkloadOptions) -> float:
     """The factor on all token counts of a trace; it does not depend on the chosen rows.
 
     Prompts and answers have the same factor, which keeps the trace's ratio of prefill to decode.
@@ -347,13 +274,13 @@ def _length_factor(rows: Sequence[TraceRow], options: TraceOptions) -> float:
 
 
 def _scaled(
-    chosen: Sequence[TraceRow], options: TraceOptions, factor: float
+    chosen: Sequence[TraceRow], options: WorkloadOptions, factor: float
 ) -> list[tuple[int, int]]:
     pairs = [(r.prompt_tokens, r.output_tokens) for r in chosen]
     return scaled_lengths(pairs, options.max_context, factor)
 
 
-def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
+def adaserve(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
     """AdaServe's workload, its time rescaled to this machine's zero-load decode step.
 
     A positive ``slo_ratio`` is a TPOT in multiples of the zero-load step; a negative one is an
@@ -361,9 +288,8 @@ def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
     are drawn from the whole trace and compressed into ``duration_s``, which keeps its shape (each
     class has its peak in turn). Without ``rate`` it is the first ``duration_s`` of the trace.
     """
-
     positive("--duration", options.duration_s)
-    path = options.file or _find("adaserve/emission_fluctuating.json")
+    path = options.workload_file or data_file("adaserve/emission_fluctuating.json")
     source = "synthetic stand-in for adaserve/emission_fluctuating.json"
     recording = Recording(source, "adaserve", standin_adaserve(options.seed))
     if path:
@@ -392,7 +318,7 @@ def adaserve(options: TraceOptions, zero_load: ZeroLoad) -> Workload:
 
 
 def _adaserve_times(
-    rows: Sequence[TraceRow], options: TraceOptions, slower: float
+    rows: Sequence[TraceRow], options: WorkloadOptions, slower: float
 ) -> list[tuple[float, TraceRow]]:
     first_s = rows[0].at_s
     if options.rate is None:

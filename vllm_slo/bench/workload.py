@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -94,7 +95,7 @@ DEFAULT_CLASSES: Final[tuple[ClassSpec, ...]] = (
 )
 """SLOs-Serve table 1's chat bot, coder and summariser plus work without objectives.
 
-Token counts are for a context of 2,048; ``SyntheticOptions.length_scale`` adapts them.
+Token counts are for a context of 2,048; ``WorkloadOptions.length_scale`` adapts them.
 """
 
 
@@ -216,28 +217,38 @@ class Workload:
         }
 
 
+DEFAULT_CONTEXT: Final = 2048
+BURST_SHARE: Final = 0.25
+"""Share of each period that a burst of the square wave lasts."""
+
+
 @dataclass(frozen=True, slots=True)
-class SyntheticOptions:
-    """Options of the synthetic workload.
+class WorkloadOptions:
+    """Options of a workload; each field is the command's option of the same name.
 
     Attributes:
-        rate: requests/s on average.
-        arrivals: ``poisson``, or ``square``: for ``burst_share`` of every ``burst_period_s`` the
-            rate is ``burst_factor`` times the average.
-        max_context: most tokens of a prompt and its answer.
-        length_scale: factor on every length; None: ``max_context / 2048``, at most 1.
+        rate: requests/s; None: 1 for ``synthetic``, else the trace's own (AdaServe's is rescaled to
+            this machine).
+        arrivals: of ``synthetic``: ``poisson``, or ``square``: for `BURST_SHARE` of every
+            ``burst_period_s`` the rate is ``burst_factor`` times the average.
+        max_context: most tokens of a prompt and its answer; longer requests are clipped.
+        length_scale: factor on all token counts; None: at most 1, so that the default lengths for a
+            context of 2,048, or the 99th percentile of a trace, just fit ``max_context``.
+        workload_file: replaces the workload's own trace.
     """
 
-    rate: float
-    duration_s: float
+    workload: str = "synthetic"
+    rate: float | None = None
+    duration_s: float = 60.0
     seed: int = 0
-    classes: Sequence[ClassSpec] = DEFAULT_CLASSES
+    classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
     arrivals: Arrivals = "poisson"
     burst_factor: float = 3.0
     burst_period_s: float = 20.0
-    burst_share: float = 0.25
-    max_context: int = 2048
+    max_context: int = DEFAULT_CONTEXT
     length_scale: float | None = None
+    slo_scale: float = 1.0
+    workload_file: Path | None = None
 
 
 def positive(option: str, value: float) -> float:
@@ -271,31 +282,32 @@ def objectives(
     return ttft, tpot
 
 
-def arrival_times(options: SyntheticOptions, rng: np.random.Generator) -> list[float]:
+def _arrival_times(options: WorkloadOptions, rate: float, rng: np.random.Generator) -> list[float]:
     """Sorted seconds in [0, duration), exactly ``round(rate * duration)`` of them.
 
     A Poisson process with a given count is a set of independent uniform draws. So the rate is
     exact and only the spacing is random.
     """
-    count = max(1, round(options.rate * options.duration_s))
+    count = max(1, round(rate * options.duration_s))
     draws = np.sort(rng.random(count))
     if options.arrivals == "poisson":
         return [float(x * options.duration_s) for x in draws]
     if options.arrivals != "square":
         raise BenchError("--arrivals", f"must be poisson or square, got {options.arrivals!r}")
-    share, factor = options.burst_share, options.burst_factor
-    if not 0 < share < 1 or not 1 <= factor <= 1 / share:
+    factor = options.burst_factor
+    if not 1 <= factor <= 1 / BURST_SHARE:
         raise BenchError(
             "--burst-factor",
-            f"must be 1 to {1 / share if share else 1:g} when bursts fill {share} of the time, "
+            f"must be 1 to {1 / BURST_SHARE:g} when bursts fill {BURST_SHARE} of the time, "
             f"got {factor}",
         )
     period_s = positive("--burst-period", options.burst_period_s)
-    return [float(t) for t in _square_wave(draws * options.duration_s, period_s, share, factor)]
+    return [float(t) for t in _square_wave(draws * options.duration_s, period_s, factor)]
 
 
-def _square_wave(uniform_s: _Times, period_s: float, share: float, factor: float) -> _Times:
-    """Bend even times so that the first ``share`` of each period has ``factor`` times the rate."""
+def _square_wave(uniform_s: _Times, period_s: float, factor: float) -> _Times:
+    """Bend even times so that the first `BURST_SHARE` of a period has ``factor`` times the rate."""
+    share = BURST_SHARE
     whole, phase = np.divmod(uniform_s / period_s, 1.0)
     in_burst = phase < share * factor
     quiet = (1 - share) / max(1 - share * factor, 1e-12)
@@ -323,9 +335,9 @@ def class_sequence(
     return [pool[i] for i in rng.permutation(count)]
 
 
-def synthetic(options: SyntheticOptions, zero_load: ZeroLoad) -> Workload:
+def synthetic(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
     """The synthetic mix. Deterministic in ``options`` and ``zero_load``."""
-    positive("--rate", options.rate)
+    rate = positive("--rate", 1.0 if options.rate is None else options.rate)
     positive("--duration", options.duration_s)
     limit = context_limit(options.max_context)
     scale = options.length_scale
@@ -334,7 +346,7 @@ def synthetic(options: SyntheticOptions, zero_load: ZeroLoad) -> Workload:
     time_rng, class_rng, length_rng = (
         np.random.default_rng([options.seed, stream]) for stream in range(3)
     )
-    times = arrival_times(options, time_rng)
+    times = _arrival_times(options, rate, time_rng)
     specs = class_sequence(options.classes, len(times), class_rng)
     requests = []
     for i, (at_s, spec) in enumerate(zip(times, specs, strict=True)):
@@ -344,7 +356,7 @@ def synthetic(options: SyntheticOptions, zero_load: ZeroLoad) -> Workload:
     source = f"synthetic, {options.arrivals} arrivals"
     if options.arrivals == "square":
         source += (
-            f" ({options.burst_factor:g}x the average for {options.burst_share:.0%} of every "
+            f" ({options.burst_factor:g}x the average for {BURST_SHARE:.0%} of every "
             f"{options.burst_period_s:g} s)"
         )
     return Workload("synthetic", options.seed, options.duration_s, source, tuple(requests))
@@ -370,7 +382,6 @@ def class_from_mapping(name: str, data: Mapping[str, Any]) -> ClassSpec:
     Its keys are ``share``, ``prompt`` and ``output`` (a number, or ``mean``, ``std``, ``minimum``
     and ``maximum``), ``ttft_slowdown``, ``tpot_multiple`` and ``value``.
     """
-
     known = {"share", "prompt", "output", "ttft_slowdown", "tpot_multiple", "value"}
     unknown = sorted(set(data) - known)
     if unknown:

@@ -20,7 +20,6 @@ class ZeroLoad:
     Attributes:
         ttft_points: (prompt tokens, seconds) by rising prompt length, at least one.
         tpot_s: mean gap between tokens of a lone request.
-        server: where it was measured.
 
     Raises:
         BenchError: values are empty, unordered or not positive.
@@ -52,7 +51,6 @@ class ZeroLoad:
         return max(estimate, points[0][1])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, seconds."""
         return {
             "ttft_points": [list(p) for p in self.ttft_points],
             "tpot_s": self.tpot_s,
@@ -73,7 +71,6 @@ class ZeroLoad:
 
 def load_zero_load(path: Path) -> ZeroLoad:
     """Read a zero load from a JSON file of its own, or from a bench report."""
-
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

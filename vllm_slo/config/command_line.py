@@ -9,8 +9,6 @@ from typing import Final
 
 import yaml
 
-__all__ = ["Flags", "flag_of"]
-
 _ALIASES: Final = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -61,7 +59,6 @@ class Flags:
         return any(name == flag or name.startswith(f"{flag}.") for name, _, _, _ in self._scan())
 
     def without(self, flag: str) -> Flags:
-        """The same command line without a flag and its values."""
         dropped = {
             index
             for name, _, start, stop in self._scan()

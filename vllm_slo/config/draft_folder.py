@@ -10,17 +10,14 @@ from typing import Any
 
 from vllm_slo.errors import ConfigError
 
-__all__ = ["check_draft_folder", "check_vocabulary"]
-
 
 def check_draft_folder(draft: str, model: str, tokenizer: str) -> None:
     """Refuse a draft model of which its folder alone says that it will not do.
 
     Names that are not folders are left to vLLM, and so is all that takes a model's code to know.
 
-    Args:
-        draft, model, tokenizer: name or folder of the draft model, and of the served one and its
-            tokenizer.
+    ``draft``, ``model``, ``tokenizer``: name or folder of the draft model, and of the served one
+    and its tokenizer.
 
     Raises:
         ConfigError: there is no such folder, or no model in it, or its vocabulary is another.
@@ -59,7 +56,6 @@ def check_vocabulary(
     ids that does no harm.
 
     Args:
-        draft: its name or folder.
         theirs, ours: vocabulary sizes of the draft model and of the served one; None: not known.
         their_ids, our_ids: ids of the tokens; empty: not known.
 

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from vllm_slo.config.best_effort import BestEffortConfig
-from vllm_slo.config.classes import ClassConfig, StageConfig
-from vllm_slo.config.routing import RoutingConfig
-from vllm_slo.config.sessions import SessionsConfig
+from vllm_slo.config.sections import (
+    BestEffortConfig,
+    ClassConfig,
+    RoutingConfig,
+    SessionsConfig,
+    StageConfig,
+)
 from vllm_slo.config.speculation import (
     DRAFT_KEY,
     SERVERS_KEY,
@@ -23,7 +26,7 @@ from vllm_slo.config.speculation import (
     check_pool,
     check_source,
 )
-from vllm_slo.config.yaml_nodes import line_of, refuse_duplicates
+from vllm_slo.config.yaml_nodes import line_of, near, parse
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access_config import (
     AccessConfig,
@@ -31,11 +34,10 @@ from vllm_slo.slo.access_config import (
     KeyConfig,
     QuotaConfig,
     QuotasConfig,
+    Section,
 )
 from vllm_slo.slo.carriers import Policy
 from vllm_slo.slo.model import SLO
-
-__all__ = ["CONFIG_KEY", "SLOConfig"]
 
 CONFIG_KEY: Final = "slo_config"
 """Key of vLLM's `--additional-config` that holds a path to a YAML file, or the mapping itself."""
@@ -43,10 +45,23 @@ CONFIG_KEY: Final = "slo_config"
 _UNMAPPED_TIERS: Final = ("auto", "default")
 
 
-class SLOConfig(BaseModel):
-    """All settings of the operator. Immutable; checked when it is loaded."""
+def read_additional_config(text: str) -> dict[str, Any]:
+    """The value of ``--additional-config``.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Raises:
+        ConfigError: it is not a JSON object.
+    """
+    try:
+        additional = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config: not JSON ({error})") from None
+    if not isinstance(additional, dict):
+        raise ConfigError("--additional-config: not a JSON object")
+    return additional
+
+
+class SLOConfig(Section):
+    """All settings of the operator. Immutable; checked when it is loaded."""
 
     classes: dict[str, ClassConfig] = Field(
         default_factory=dict,
@@ -212,8 +227,7 @@ class SLOConfig(BaseModel):
     def http_policy(self, *, thinking: bool = True) -> Policy:
         """The part with which HTTP requests are read.
 
-        Args:
-            thinking: whether the server tells the model's thinking from its answer.
+        ``thinking``: whether the server tells the model's thinking from its answer.
         """
         classes = self.slo_classes()
         return Policy(
@@ -245,28 +259,17 @@ class SLOConfig(BaseModel):
 
     @classmethod
     def _from_yaml(cls, text: str, origin: str) -> SLOConfig:
-        try:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f"{origin}:{mark.line + 1}" if mark is not None else origin
-            problem = getattr(error, "problem", None) or "not valid YAML"
-            raise ConfigError(f"{line}: broken YAML: {problem}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{origin}: broken YAML: {error}") from error
-        refuse_duplicates(node, origin, ConfigError)
+        node, data = parse(text, origin, ConfigError)
         return cls._from_data({} if data is None else data, origin, node)
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> SLOConfig:
         """Read vLLM's `additional_config`; keys of others in it are ignored.
 
-        Args:
-            additional_config: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
-                YAML file or the mapping itself, ``draft_model`` a draft model's name or folder, or
-                a list of them, ``draft_servers`` and ``draft_token_file`` as in the YAML file.
-                Anything without these keys gives the defaults.
+        ``additional_config``: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
+        YAML file or the mapping itself, ``draft_model`` a draft model's name or folder, or a list
+        of them, ``draft_servers`` and ``draft_token_file`` as in the YAML file. Anything without
+        these keys gives the defaults.
 
         Raises:
             ConfigError: as `load`.
@@ -287,8 +290,7 @@ class SLOConfig(BaseModel):
     def with_drafts(self, given: Mapping[str, Any]) -> SLOConfig:
         """The same configuration with drafts from elsewhere.
 
-        Args:
-            given: `DRAFT_KEY`, `SERVERS_KEY`, `TOKEN_FILE_KEY` and their values.
+        ``given``: `DRAFT_KEY`, `SERVERS_KEY`, `TOKEN_FILE_KEY` and their values.
 
         Raises:
             ConfigError: a value is not valid, or drafts would come from two sources.
@@ -340,9 +342,7 @@ def _describe(error: ValidationError, origin: str, node: yaml.Node | None) -> st
         model = _SECTIONS.get(loc[0], SLOConfig) if len(loc) > 1 else SLOConfig
         model = StageConfig if loc[2:3] == ("stages",) else model
         model = _SECTIONS.get(".".join(loc[:2]), model) if len(loc) > 2 else model
-        near = difflib.get_close_matches(loc[-1], model.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(model.model_fields)
-        message = f"{key}: unknown key; {hint}"
+        message = f"{key}: unknown key; {near(loc[-1], model.model_fields)}"
     elif first["type"] == "value_error":
         message = str(first["ctx"]["error"])
         message = f"{key}: {message}" if loc[:1] in (("access",), ("quotas",)) else message

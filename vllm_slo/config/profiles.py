@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ class ProfileReport:
 
     @property
     def model(self) -> StepTimeModel:
-        """The fitted step-time model."""
         return self.fit.model
 
 
@@ -84,13 +83,8 @@ def save(report: ProfileReport, path: Path | None = None) -> Path:
         "format": FORMAT,
         "key": asdict(report.key),
         "model": fit.model.to_dict(),
-        "fit": {
-            "r2": fit.r2,
-            "worst_residual_s": fit.worst_residual_s,
-            "worst_residual_ratio": fit.worst_residual_ratio,
-            "n": fit.n,
-        },
-        "samples": [[*_row(shape), seconds] for shape, seconds in report.samples],
+        "fit": {name: getattr(fit, name) for name in (*_FIT_NUMBERS, "n")},
+        "samples": [[*astuple(shape), seconds] for shape, seconds in report.samples],
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,10 +138,6 @@ def find(key: ProfileKey, explicit_path: str | Path | None = None) -> StepTimeMo
 
 
 _FIT_NUMBERS = ("r2", "worst_residual_s", "worst_residual_ratio")
-
-
-def _row(shape: BatchShape) -> tuple[int, int, int, int, int]:
-    return (shape.tokens, shape.spec_steps, shape.context_tokens, shape.requests, shape.pairs)
 
 
 def _read_key(data: Mapping[str, Any]) -> ProfileKey:

@@ -27,18 +27,6 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.speculation import DRAFT_KEY, SpeculationConfig, pool_value
 from vllm_slo.errors import ConfigError
 
-__all__ = [
-    "BUILT_IN_DRAFTS",
-    "TINY",
-    "given_arguments",
-    "proposer_of",
-    "runs_on_cpu",
-    "serve_arguments",
-    "tiny_arguments",
-    "tree_arguments",
-    "with_draft",
-]
-
 TINY: Final = "tiny"
 """Name of the built-in model, and of its draft, wherever a model is named."""
 TINY_KV_BYTES: Final = 1 << 30
@@ -107,8 +95,7 @@ def tiny_arguments(given: Collection[str]) -> dict[str, Any]:
     """The arguments of vLLM's engine that suit the built-in model: the KV cache that it needs, as
     vLLM would set aside nine tenths of the memory, and not start where less is free.
 
-    Args:
-        given: names of the arguments that the user gave.
+    ``given``: names of the arguments that the user gave.
     """
     if any(name in given for name in _MEMORY_ARGUMENTS):
         return {}
@@ -116,10 +103,7 @@ def tiny_arguments(given: Collection[str]) -> dict[str, Any]:
 
 
 def tree_arguments(
-    speculation: SpeculationConfig,
-    given: Collection[str],
-    *,
-    spelled: Callable[[str], str] = str,
+    speculation: SpeculationConfig, given: Collection[str], *, spelled: Callable[[str], str] = str
 ) -> dict[str, Any]:
     """The arguments of vLLM's engine with which it verifies trees; none without drafts.
 
@@ -187,11 +171,7 @@ def with_draft(
 ) -> dict[str, Any]:
     """vLLM's ``additional_config`` with the draft models by names that the engine can load.
 
-    Args:
-        additional: as given.
-        speculation: the configuration in it.
-        model: name or folder of the served model.
-        tokenizer: name or folder of its tokenizer; None: the model's.
+    ``tokenizer``: name or folder of its tokenizer; None: the model's.
 
     Raises:
         ConfigError: as `check_draft_folder`.

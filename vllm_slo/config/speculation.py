@@ -6,32 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vllm_slo.core.types import DraftShares
-
-__all__ = [
-    "DRAFT_KEY",
-    "SERVERS_KEY",
-    "TOKEN_FILE_KEY",
-    "SpeculationConfig",
-    "check_pool",
-    "check_source",
-    "pool_value",
-]
+from vllm_slo.slo.access_config import Section
 
 DRAFT_KEY: Final = "draft_model"
 """Key of vLLM's `--additional-config` that names the draft model, or lists several. It overrides
 the YAML file."""
-
 SERVERS_KEY: Final = "draft_servers"
 """Key of vLLM's `--additional-config` with the address to which draft servers connect. It overrides
 the YAML file."""
-
 TOKEN_FILE_KEY: Final = "draft_token_file"
 """Key of vLLM's `--additional-config` that names the file with the token of draft servers. It
 overrides the YAML file."""
-
 MAX_POOL: Final = 4
 """Most draft models of one server."""
 
@@ -72,11 +60,9 @@ def check_source(draft_model: Any, draft_servers: Any) -> None:
         )
 
 
-class SpeculationConfig(BaseModel):
+class SpeculationConfig(Section):
     """Token trees drafted by small models and verified by the served one; see AdaServe and, for
     several models, SpecRouter. Or chains drafted by servers elsewhere; see GoodSpeed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     draft_model: str | list[str] | None = Field(
         default=None,

@@ -1,11 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of YAML values, and duplicate keys: the parser knows both, the parsed values do not."""
+"""YAML with its lines and without duplicate keys, and hints for unknown keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import yaml
+
+
+def parse(
+    text: str, origin: object, error: Callable[[str], Exception]
+) -> tuple[yaml.Node | None, Any]:
+    """The tree of a YAML text and its values; ``error`` with the line is raised for a mistake."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as mistake:
+        mark = getattr(mistake, "problem_mark", None)
+        line = f"{origin}:{mark.line + 1}" if mark is not None else str(origin)
+        problem = getattr(mistake, "problem", None) or "not valid YAML"
+        raise error(f"{line}: broken YAML: {problem}") from mistake
+    except (ValueError, RecursionError) as mistake:
+        raise error(f"{origin}: broken YAML: {mistake}") from mistake
+    _refuse_duplicates(node, origin, error)
+    return node, data
 
 
 def line_of(node: yaml.Node | None, loc: Sequence[int | str]) -> int | None:
@@ -25,7 +45,7 @@ def line_of(node: yaml.Node | None, loc: Sequence[int | str]) -> int | None:
     return line
 
 
-def refuse_duplicates(
+def _refuse_duplicates(
     node: yaml.Node | None, origin: object, error: Callable[[str], Exception], depth: int = 4
 ) -> None:
     """Raise ``error`` where a mapping holds a key twice. YAML would silently keep the last one.
@@ -41,4 +61,11 @@ def refuse_duplicates(
             line = key.start_mark.line + 1
             raise error(f"{origin}:{line}: {name}: duplicate key; keep one")
         seen.add(name)
-        refuse_duplicates(value, origin, error, depth - 1)
+        _refuse_duplicates(value, origin, error, depth - 1)
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown word: the known one that is most like it, else all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(names)

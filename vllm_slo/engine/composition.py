@@ -85,10 +85,6 @@ def assemble(
     """Build the parts of a scheduler.
 
     Args:
-        state: vLLM's scheduler.
-        manager: its KV cache manager.
-        clock: time.
-        max_step_tokens: tokens of one step at most.
         trees: how token trees are drafted and verified; None: they are not.
         step_time: what is known of step times; None: a profile of this engine, or the prior.
         marks: where stages end; None: as the answers say.

@@ -26,7 +26,6 @@ COARSE: Final = 360
 """Samples of a minute: six hours."""
 MOST_SERIES: Final = 1_024
 """Most series; later ones are not kept. Labels have few values, but users choose class names."""
-
 KEPT: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm_slo:admissions_total": ("slo_class", "outcome", "reason"),
     "vllm_slo:requests_finished_total": ("slo_class", "promised", "attained"),
@@ -88,7 +87,6 @@ class _Sample:
     gauges: dict[int, float] = field(default_factory=dict)
 
     def add(self, other: _Sample) -> None:
-        """Extend this sample by the next one."""
         self.time_ms = other.time_ms
         self.span_s += other.span_s
         for place, count in other.counts.items():
@@ -117,9 +115,7 @@ class History:
     def add(self, now_s: float, families: Iterable[Metric]) -> None:
         """Add a sample. The first one only shows where counters begin.
 
-        Args:
-            now_s: epoch seconds. If the clock went back, samples after ``now_s`` are dropped.
-            families: the current series.
+        ``now_s``: epoch seconds. If the clock went back, samples after ``now_s`` are dropped.
         """
         with self._lock:
             first = self._before_s is None
@@ -186,7 +182,6 @@ class History:
 
     def _place(self, name: str, labels: Mapping[str, str]) -> int | None:
         """Place of a series in the list of `since`; None: it is not kept."""
-
         kept = KEPT.get(name)
         if kept is None:
             return None

@@ -31,7 +31,6 @@ def merged(
     caller must then ask the other servers for everything.
 
     Args:
-        answers: of the servers.
         coarse: whether samples are of a minute.
         places: of the series; new series are added. None: there are none yet.
     """
@@ -110,8 +109,7 @@ class MergedHistory:
     Everything is summed again when a server joins, leaves or resets. `take` may run in a thread
     beside `answer`, but not twice at the same time.
 
-    Args:
-        coarse: whether samples are of a minute.
+    ``coarse``: whether samples are of a minute.
     """
 
     def __init__(self, *, coarse: bool) -> None:
@@ -188,7 +186,6 @@ class MergedHistory:
         self._samples = dict(sorted(self._samples.items())[-self._most :])
         kept = self._servers.values()
         self._changed = {key for key in self._changed if any(key in each.samples for each in kept)}
-
         return oldest
 
 

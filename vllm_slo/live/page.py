@@ -91,7 +91,6 @@ class Sampler:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -104,10 +103,8 @@ class Sampler:
     def data(self, query: bytes) -> Answer:
         """The answer to ``GET /slo/data``.
 
-        Args:
-            query: of the URL. ``since``: time of the page's last sample, milliseconds;
-                ``minutes=1``: samples of a minute.
-
+        ``query``: of the URL. ``since``: time of the page's last sample, milliseconds;
+        ``minutes=1``: samples of a minute.
         """
         asked = parse_qs(query.decode("latin-1"), max_num_fields=8) if len(query) < 256 else {}
         since = asked.get("since", ["0"])[0]

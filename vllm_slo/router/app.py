@@ -52,16 +52,17 @@ def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 def build(args: Mapping[str, Any]) -> Application:
     """The application, for ``serve run vllm_slo.router.app:build model=...`` and config files.
 
-    Args:
-        args: see `AppArgs`.
+    ``args``: see `AppArgs`.
 
     Raises:
         ConfigError: one line that names the argument and the fix.
     """
     parsed = AppArgs.checked(args)
     slo, additional = parsed.slo(), parsed.additional_config()
-    set_aside = resources(parsed, cluster_has_gpus=_cluster_has_gpus())
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    set_aside = resources(parsed, cluster_has_gpus=has_gpus)
     drain_s = slo.routing.drain_s
+    keys_here = api_keys_in(os.environ, parsed.api_key_env)
     secret_env = tuple({API_KEY_ENV, parsed.api_key_env})
     replica = serve.deployment(Replica, name=REPLICA).options(
         **_replica_options(parsed, set_aside, drain_s)
@@ -80,7 +81,8 @@ def build(args: Mapping[str, Any]) -> Application:
             slo_config=json.dumps(additional.get("slo_config")),
             served_model_names=tuple(parsed.served_model_names),
             api_key_env=parsed.api_key_env,
-            api_key_sha256=_digests_known_here(parsed),
+            # Of the keys set where the application is built; else the front reads its own.
+            api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),
             secret_env=secret_env,
             drain_s=drain_s,
         ),
@@ -135,14 +137,3 @@ def _supervision(drain_s: float) -> dict[str, Any]:
         "max_constructor_retry_count": 3,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
     }
-
-
-def _digests_known_here(args: AppArgs) -> tuple[str, ...]:
-    """Digests of the API keys set where the application is built; else the front reads its own."""
-
-    keys = api_keys_in(os.environ, args.api_key_env)
-    return args.api_key_sha256 or tuple(map(api_key_digest, keys))
-
-
-def _cluster_has_gpus() -> bool:
-    return bool(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)

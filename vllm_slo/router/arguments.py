@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vllm_slo.config.command_line import Flags, flag_of
-from vllm_slo.config.model import CONFIG_KEY, SLOConfig
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, tree_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, pool_value
 from vllm_slo.errors import ConfigError
@@ -232,7 +225,6 @@ class AppArgs(BaseModel):
 
     @property
     def most(self) -> int:
-        """The largest number of replicas."""
         return self.replicas or self.max_replicas or 1
 
     @property
@@ -257,7 +249,6 @@ class AppArgs(BaseModel):
 
     @property
     def served_model_names(self) -> list[str]:
-        """The names of the model in requests."""
         given = Flags(self.vllm_args).with_config_file().values("--served-model-name")
         return given or [self.model]
 
@@ -288,12 +279,7 @@ def embedded_config(
     Raises:
         ConfigError: the JSON or the SLO configuration cannot be used.
     """
-    try:
-        additional: Any = json.loads(additional_json or "{}")
-    except ValueError as error:
-        raise ConfigError(f"--additional-config: not JSON ({error})") from None
-    if not isinstance(additional, dict):
-        raise ConfigError("--additional-config: not a JSON object")
+    additional = read_additional_config(additional_json or "{}")
     draft = draft_model and pool_value(draft_model)
     for key, value in ((CONFIG_KEY, slo_config), (DRAFT_KEY, draft)):
         if value is not None:
@@ -372,7 +358,6 @@ TOKEN_CPUS: Final = 0.1
 
 def resources(args: AppArgs, *, cluster_has_gpus: bool) -> Resources:
     """The resources of each replica."""
-
     gpus = args.gpus_per_replica
     if gpus is None:
         gpus = float(args.parallel_size) if cluster_has_gpus else 0.0

@@ -54,7 +54,6 @@ class Asked:
     """The parts of a generation request that routing needs.
 
     Attributes:
-        slo: the request's or the default class's; None: there is none.
         prompt: as estimated without a tokenizer.
         max_tokens: most tokens of the answer; None: only the model's length limits it.
     """
@@ -68,9 +67,7 @@ def read(body: bytes, headers: Mapping[str, str], policy: Policy, now_s: float) 
     """Read a body; None if vLLM would refuse it, because the replica answers that itself.
 
     Args:
-        body: as received.
         headers: as `slo_headers` gives them.
-        policy: of carriers and classes.
         now_s: epoch seconds, for `prefill_ddl`.
 
     Raises:
@@ -122,7 +119,6 @@ class BodyReader:
 
 def _begin() -> None:
     """Set up the process: it ignores signals to its group and ends with the front."""
-
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # JSON has no cycles, and looking for them takes most of the time

@@ -93,17 +93,12 @@ class Child:
 
     async def read(self) -> dict[str, Any] | None:
         """The next JSON object from stdout, None at its end. Other lines go to stderr."""
-        while True:
-            try:
-                line = await self._stdout.readline()
-            except ValueError:  # asyncio has dropped a line above the limit
-                continue
-            if not line:
-                return None
+        while line := await _next_line(self._stdout):
             with suppress(ValueError):
                 if isinstance(message := json.loads(line), dict):
                     return message
             self._say(line)
+        return None
 
     def write(self, message: Mapping[str, Any]) -> None:
         """Send one JSON line; nothing happens if the child has ended."""
@@ -133,7 +128,6 @@ class Child:
 
     async def obituary(self, what: str) -> str:
         """Wait until the child ends; one line with the reason. ``what`` names the child."""
-
         code = await self.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         return f"{what} {how}: {self.last_words()}"
@@ -164,13 +158,7 @@ class Child:
             self._ended.set_result(code)
 
     async def _forward(self, stderr: asyncio.StreamReader) -> None:
-        while True:
-            try:
-                line = await stderr.readline()
-            except ValueError:
-                continue
-            if not line:
-                return
+        while line := await _next_line(stderr):
             self._say(line)
 
     def _say(self, line: bytes) -> None:
@@ -184,6 +172,13 @@ async def _reader(pipe: IO[bytes]) -> asyncio.StreamReader:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader
+
+
+async def _next_line(reader: asyncio.StreamReader) -> bytes:
+    """The next line that is not too long; empty at the end."""
+    while True:
+        with suppress(ValueError):  # asyncio has dropped a line above the limit
+            return await reader.readline()
 
 
 def keep_group_until_exit(group: int, patience_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-from vllm_slo.config.routing import RoutingConfig
+from vllm_slo.config.sections import RoutingConfig
 from vllm_slo.core.routing.demand_meter import DemandMeter
 from vllm_slo.core.routing.policy import Route, route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest
@@ -77,7 +77,6 @@ class Cluster:
         return [*first, *ready.values()][: self.routing.max_hops]
 
     def next_turn(self) -> int:
-        """The number of the next request, for round robin."""
         self._turn += 1
         return self._turn
 
@@ -123,9 +122,7 @@ class Placement:
 
     A replica that failed is not tried again. A replica that refused is tried again only as backup.
 
-    Args:
-        cluster: all replicas.
-        routed: the request as routing sees it; None: plain round robin.
+    ``routed``: the request as routing sees it; None: plain round robin.
     """
 
     def __init__(self, cluster: Cluster, routed: RoutedRequest | None) -> None:
@@ -141,7 +138,6 @@ class Placement:
         self._last: Route | None = None
 
     def next(self, now_s: float) -> Choice:
-        """The replica to try now."""
         able = [each for each in self.cluster.ready() if each not in self._failed]
         if not able:
             return Choice(None, None, None)
@@ -189,7 +185,6 @@ class Placement:
 
     def failed(self, upstream: Upstream) -> bool:
         """Note that the replica failed before it answered; whether another try is allowed."""
-
         self._failed.add(upstream)
         self.failures += 1
         if self._last is not None and self._last.promised:

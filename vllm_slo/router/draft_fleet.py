@@ -44,9 +44,7 @@ class Watched(TypedDict):
     """The state of one draft server.
 
     Attributes:
-        node: name of the node.
         pid: of the process; 0: it does not run.
-        starts: how often the process was started.
         error: why it cannot run at all, or "".
     """
 
@@ -59,8 +57,7 @@ class Watched(TypedDict):
 class Supervisor:
     """Keeps one draft server running; the class of a Ray actor.
 
-    Args:
-        argv: the command line; it is visible to others, so it must hold no secret.
+    ``argv``: the command line; it is visible to others, so it must hold no secret.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -93,7 +90,6 @@ class Supervisor:
         self._row += 1
 
     async def stop(self) -> None:
-        """End the process."""
         if self._child is not None:
             await self._child.terminate(GRACE_S)
 
@@ -163,8 +159,6 @@ def beside(args: argparse.Namespace) -> None:
 
 
 class _Fleet:
-    """The actors on a connected cluster."""
-
     def __init__(self, args: argparse.Namespace, rest: Sequence[str], count: int) -> None:
         import ray
 
@@ -194,7 +188,9 @@ class _Fleet:
                     if state["error"]:
                         raise ConfigError(state["error"].removeprefix("vllm-slo: error: "))
                     if state["pid"] and state != known.get(name):
-                        _say(f"draft server {name}: process {state['pid']} on {state['node']}")
+                        ray_session.say(
+                            f"draft server {name}: process {state['pid']} on {state['node']}"
+                        )
                     known[name] = state
                 time.sleep(POLL_S)
         finally:
@@ -221,8 +217,4 @@ class _Fleet:
             stopping: list[Any] = [actor.stop.remote() for actor in self._actors.values()]
             self._ray.wait(stopping, num_returns=len(stopping), timeout=GRACE_S + POLL_S)
         except RayError as error:
-            _say(f"stopping: {error}")
-
-
-def _say(text: str) -> None:
-    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            ray_session.say(f"stopping: {error}")

@@ -25,19 +25,8 @@ from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import draft_fleet
 from vllm_slo.router.verifier_link import VerifierLink
-from vllm_slo.wire.draft_messages import (
-    MAX_NAME,
-    MAX_SESSIONS,
-    NAME_PATTERN,
-    WIRE,
-    Hello,
-)
-from vllm_slo.wire.draft_socket import (
-    TOKEN_VARIABLE,
-    check_address,
-    derive_keys,
-    read_token,
-)
+from vllm_slo.wire.draft_messages import MAX_NAME, MAX_SESSIONS, NAME_PATTERN, WIRE, Hello
+from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
 
 logger = logging.getLogger("vllm_slo.draft_server")
 
@@ -54,18 +43,13 @@ class Drafter(Protocol):
         """A draft for each ask, in order; at most as long as granted, possibly empty.
 
         Args:
-            asks: the prefixes to continue.
             deadline_s: seconds from now at which drafts are returned, finished or not.
             interrupted: called now and then; if true, the drafts are no longer needed.
         """
 
 
 def serve(
-    link: VerifierLink,
-    drafter: Drafter,
-    stopped: Callable[[], bool],
-    *,
-    clock: Clock | None = None,
+    link: VerifierLink, drafter: Drafter, stopped: Callable[[], bool], *, clock: Clock | None = None
 ) -> None:
     """Draft what the verifier asks for until ``stopped`` returns true.
 
@@ -86,9 +70,6 @@ def serve(
         drafts = drafter.draft(wanted.asks, left_s, interrupted)
         if not link.has_round:
             link.answer(wanted, drafts)
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -76,9 +76,7 @@ class EventStream:
             await self._response.write(end)
 
 
-async def first_event(
-    answer: aiohttp.ClientResponse,
-) -> tuple[bytes, Mapping[str, Any] | None]:
+async def first_event(answer: aiohttp.ClientResponse) -> tuple[bytes, Mapping[str, Any] | None]:
     """A stream up to the first event that shows that the request has begun, and its error.
 
     The error is None unless that event is one that another replica might not send.
@@ -154,7 +152,6 @@ def _server_error(event: bytes) -> Mapping[str, Any] | None:
     with suppress(ValueError, RecursionError):
         content = json.loads(event)
         error = content.get("error") if isinstance(content, dict) else None
-
         if isinstance(error, dict):
             code = error.get("code")
             return error if not isinstance(code, int) or code >= 500 else None

@@ -25,8 +25,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from vllm_slo.errors import ConfigError
-from vllm_slo.router.front_config import FrontConfig
-from vllm_slo.router.front_server import Front
+from vllm_slo.router.front_server import Front, FrontConfig
 from vllm_slo.router.upstream import ReplicaSpec
 
 logger = logging.getLogger("vllm_slo.front")
@@ -87,7 +86,6 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the front; returns the exit status."""
-
     parser = argparse.ArgumentParser(prog="python -m vllm_slo.router.front")
     parser.add_argument("--host", default="")
     parser.add_argument("--port", type=int, default=8000)

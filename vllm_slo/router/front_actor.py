@@ -112,7 +112,6 @@ class Front:
         return {"wanted": int(self._report.get("wanted", 0))}
 
     async def deregister(self, name: str) -> None:
-        """Remove a replica that leaves."""
         self._entries.pop(name, None)
         self._seen_s.pop(name, None)
         self._send_entries()

@@ -106,13 +106,11 @@ def stream_end(path: str, sent: bytes, text: str) -> bytes:
     Args:
         path: of the request; it decides the shape.
         sent: the newest bytes that the client got, up to the end of an event.
-        text: one line for the client.
 
     Returns:
         An error event and the end of streams of this API. There is no error event if the stream was
         complete or ended with an error.
     """
-
     newest = sent.rstrip(b"\r\n").replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
     error = json.dumps(error_body(path, 502, "BadGatewayError", text, None)).encode()
     if is_anthropic(path):

@@ -6,17 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from types import TracebackType
 from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from vllm_slo.router.front_errors import (
-    ErrorResponse,
-    busy_response,
-    error_response,
-)
+from vllm_slo.router.front_errors import ErrorResponse, busy_response, error_response
 from vllm_slo.slo.body import MAX_BODY_BYTES
 
 logger = logging.getLogger("vllm_slo.front")
@@ -63,12 +58,7 @@ def allow_files() -> int:
 
 
 class Server(web.Server):
-    """aiohttp's low-level server with limits.
-
-    Args:
-        handler: answers one request.
-        most: connections at the same time.
-    """
+    """aiohttp's low-level server with limits. ``most``: connections at the same time."""
 
     def __init__(self, handler: Any, most: int) -> None:
         super().__init__(
@@ -141,10 +131,9 @@ class HeldBytes:
 
 
 class Body:
-    """The body of one request; it counts until `release` or the end of the `with` block.
+    """The body of one request; it counts until it is closed.
 
-    Attributes:
-        data: as received; empty after its release.
+    ``data``: as received; empty after its release.
     """
 
     def __init__(self, held: HeldBytes) -> None:
@@ -152,19 +141,8 @@ class Body:
         self._held = held
         self._counted = 0
 
-    def __enter__(self) -> Body:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Drop the data."""
+    def close(self) -> None:
+        """Stop counting, and drop the data."""
         self._held.total -= self._counted
         self._counted = 0
         self.data = b""
@@ -208,7 +186,6 @@ class Body:
             raise too_large()
         if self._held.total > MAX_HELD_BYTES:
             text = "the front holds too many bytes of other requests; try again shortly"
-
             raise _closing(busy_response(text))
 
 

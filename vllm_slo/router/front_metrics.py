@@ -51,8 +51,7 @@ class FrontMetrics:
             "Streams that ended with an error event because their replica failed.",
         )
         self.client_gone = counter(
-            "vllm_slo:front_client_gone",
-            "Exchanges whose client left before the end.",
+            "vllm_slo:front_client_gone", "Exchanges whose client left before the end."
         )
         self.hops = histogram(
             "vllm_slo:front_hops",
@@ -60,9 +59,7 @@ class FrontMetrics:
             buckets=_HOPS,
         )
         self.decision = histogram(
-            "vllm_slo:front_decision_seconds",
-            "Time of one routing decision.",
-            buckets=_DECISION_S,
+            "vllm_slo:front_decision_seconds", "Time of one routing decision.", buckets=_DECISION_S
         )
         self.first_byte = histogram(
             "vllm_slo:front_time_to_first_byte_seconds",
@@ -75,9 +72,7 @@ class FrontMetrics:
             "Replicas wanted by the demand of late, refused promises included.",
         )
         self._ready = gauge(
-            "vllm_slo:front_replica_ready",
-            "1 when a replica may get new requests.",
-            ["replica"],
+            "vllm_slo:front_replica_ready", "1 when a replica may get new requests.", ["replica"]
         )
         self._outstanding = gauge(
             "vllm_slo:front_replica_outstanding",

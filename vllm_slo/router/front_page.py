@@ -22,8 +22,7 @@ from vllm_slo.live.page import DATA_PATH, PAGE_PATH, page
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.front_errors import SERVER_HEADER, error_response, json_response, not_found
 from vllm_slo.router.front_metrics import FrontMetrics
-from vllm_slo.router.once import KEPT_S, Once
-from vllm_slo.router.upstream import Upstream
+from vllm_slo.router.upstream import KEPT_S, Once, Upstream
 
 PATHS: Final = (PAGE_PATH, DATA_PATH)
 PATIENCE_S: Final = 3.0
@@ -55,9 +54,7 @@ class LivePage:
 class _Histories:
     """The histories of the replicas in one resolution.
 
-    Attributes:
-        merged: all histories in one.
-        newest: brings `merged` up to date; whether any replica answered.
+    ``newest``: brings `merged` up to date; whether any replica answered.
     """
 
     def __init__(self, listed: Mapping[str, Upstream], *, coarse: bool) -> None:
@@ -105,10 +102,7 @@ async def replica_metrics(upstream: Upstream | None) -> web.Response:
 class FrontPages:
     """The pages that the front answers itself.
 
-    Args:
-        cluster: the replicas.
-        metrics: the front's.
-        accepts: whether the front takes new requests.
+    ``accepts``: whether the front takes new requests.
     """
 
     def __init__(
@@ -174,7 +168,6 @@ class FrontPages:
 
 
 def _shown(upstream: Upstream, now_s: float) -> dict[str, Any]:
-    """A replica as operators see it."""
     state, age_s = upstream.virtual.state, upstream.age_s(now_s)
     return {
         "name": upstream.name,

@@ -81,7 +81,6 @@ async def _ask(upstream: Upstream, wire: Wire) -> _Answer | None:
 
 def _stretch(quote: dict[str, Any], wire: Wire, routed: RoutedRequest) -> tuple[float, float]:
     """Largest ratio of an offered to an asked objective, and when to ask again."""
-
     asked = {"ttft_ms": routed.deadline_s - wire.arrival_s, "tpot_ms": routed.tpot_s}
     offer = quote["cheapest"] or {}
     times = [ms / 1e3 / asked[name] for name, ms in offer.items() if ms is not None]

@@ -9,27 +9,29 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import json
 import logging
 import math
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
 from aiohttp import web
 
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig
 from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
-from vllm_slo.errors import InvalidSLOError
+from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.router.body_reader import Asked, BodyReader, UnreadError
 from vllm_slo.router.cluster import Cluster
-from vllm_slo.router.front_config import FrontConfig
 from vllm_slo.router.front_errors import (
     ErrorResponse,
     busy_response,
@@ -54,7 +56,6 @@ TICK_S: Final = 0.1
 REPORT_S: Final = 1.0
 LAST_WORDS_S: Final = 2.0
 """Time after a drain for clients to receive the error that ends their stream."""
-MAX_STDIN_LINE_BYTES: Final = 16 * 1024 * 1024
 PROXIED: Final = frozenset({"/tokenize", "/detokenize", "/version"})
 PROXIED_METHODS: Final = frozenset({"GET", "POST", "OPTIONS", "DELETE"})
 ONE_REPLICA_ONLY: Final[Mapping[str, str]] = {
@@ -63,11 +64,47 @@ ONE_REPLICA_ONLY: Final[Mapping[str, str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class FrontConfig:
+    """The configuration of a front, from its command line.
+
+    Attributes:
+        served_model_names: for operators; vLLM checks the names itself.
+        api_keys: SHA-256 of each accepted key; empty: no key is needed.
+    """
+
+    slo: SLOConfig
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[bytes, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> FrontConfig:
+        """Read the argument of ``--config``.
+
+        Raises:
+            ConfigError: it cannot be used; one line with the reason.
+        """
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--config is not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise ConfigError('--config: expected an object such as {"slo_config": null}')
+        slo = SLOConfig.from_additional_config({CONFIG_KEY: given.get("slo_config")})
+        try:
+            names = tuple(str(name) for name in given.get("served_model_names") or ())
+            keys = tuple(bytes.fromhex(key) for key in given.get("api_key_sha256") or ())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--config: {error}") from error
+        if any(len(key) != hashlib.sha256().digest_size for key in keys):
+            raise ConfigError("--config: an entry of api_key_sha256 is not a SHA-256")
+        return cls(slo, names, keys)
+
+
 class Front:
     """Serves clients until `stop` is set.
 
     Args:
-        config: of the front.
         report: called with each message for the parent.
         epoch: returns epoch seconds, for `prefill_ddl`.
     """
@@ -191,7 +228,7 @@ class Front:
             if "%" in path:  # an encoded path could bypass the comparisons below
                 response = not_found(path, "is not served here; send the path unencoded")
             elif path.startswith("/v1/") or path in PROXIED:
-                with self.metrics.in_flight.track_inprogress(), Body(self._held) as body:
+                with self.metrics.in_flight.track_inprogress(), closing(Body(self._held)) as body:
                     response = await self._forward(request, path, body, arrival_s)
             else:
                 response = await self._pages.answer(request, path)
@@ -333,7 +370,6 @@ def _is_text(headers: Mapping[str, str]) -> bool:
 
 def warm_up() -> None:
     """Compile the routing code (about a second) before the first request needs it."""
-
     demand = Demand("", math.inf, 1, 0.1, 1)
     state = ReplicaState(
         StepTimeModel.prior(),

@@ -34,7 +34,6 @@ def main(lifeline: int, group: int, patience_s: float) -> None:
     The guard is not a direct child of the owner, because Ray kills the children of a worker that
     exits and the guard has to outlive it.
     """
-
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -65,7 +65,6 @@ class TokenRatio:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes per token for estimates of lengths."""
         return max(self._mean - self._deviation, self.BOUNDS[0])
 
     def tokens(self, prompt: Prompt) -> int:
@@ -77,7 +76,6 @@ class TokenRatio:
         return CHUNK_IDS if prompt.is_ids else CHUNK_BYTES / (self._mean + self._deviation)
 
     def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
-        """Learn from a prompt and its number of tokens."""
         text_tokens = prompt_tokens - prompt.tokens
         if not prompt.is_plain or prompt.size < self.LEAST_BYTES or text_tokens <= 0:
             return

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -126,7 +127,11 @@ def interruptible() -> Iterator[None]:
     finally:
         if _signals:
             _signals = 2  # this process is about to end, so the next signal ends it at once
-
         else:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Print one line for the user on stderr."""
+    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201

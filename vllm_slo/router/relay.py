@@ -46,12 +46,7 @@ from vllm_slo.router.front_headers import REPLICA_HEADER, REQUEST_ID, returned_h
 from vllm_slo.router.front_limits import Body
 from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.prompts import Prompt, TokenRatio
-from vllm_slo.router.protocol import (
-    AGE_HEADER,
-    TICKET_HEADER,
-    TOKEN_HEADER,
-    UNATTAINABLE_HEADER,
-)
+from vllm_slo.router.protocol import AGE_HEADER, TICKET_HEADER, TOKEN_HEADER, UNATTAINABLE_HEADER
 from vllm_slo.router.upstream import Upstream
 from vllm_slo.slo.verdicts import DECLINED_HEADER
 from vllm_slo.wire.api_errors import is_anthropic
@@ -67,9 +62,7 @@ _PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,9})')
 class Failed:
     """A try that failed before the answer began.
 
-    Attributes:
-        reason: a label value of ``vllm_slo:front_retries``.
-        response: the replica's answer, if there was one.
+    ``reason``: a label value of ``vllm_slo:front_retries``.
     """
 
     reason: str
@@ -99,12 +92,9 @@ class Wire:
     """A request as it is sent to replicas.
 
     Attributes:
-        request: the client's.
-        path: of the request.
         target: path and query.
         headers: to send, without the front's own.
         body: as received; released when no other replica can be tried.
-        request_id: the client's or a new one.
         arrival_s: on the monotonic clock.
     """
 
@@ -121,10 +111,7 @@ class Exchange:
     """One request and its answer.
 
     Args:
-        relay: shared parts.
-        wire: the request.
         routed: the request as routing sees it; None: no SLO routing (models, embeddings, ...).
-        prompt: its prompt, if it was read.
         label: the result that is counted if it is served without a promise.
     """
 
@@ -228,7 +215,7 @@ class Exchange:
         upstream = choice.upstream
         assert upstream is not None
         route, routed, now_s = choice.route, self._routed, time.monotonic()
-        ticket = upstream.next_ticket()
+        ticket = next(upstream.tickets)
         headers = self._wire.headers.copy()
         headers[TOKEN_HEADER] = upstream.spec.token
         headers[AGE_HEADER] = f"{(now_s - self._wire.arrival_s) * 1000:.3f}"
@@ -271,7 +258,7 @@ class Exchange:
 
     def _began(self, upstream: Upstream, choice: Choice) -> None:
         """Count the request when its answer is certain, before the client gets any of it."""
-        self._wire.body.release()
+        self._wire.body.close()
         promised = choice.route is not None and choice.route.promised
         self._count("promised" if promised else self._label, choice.route)
         if self._prompt is not None:
@@ -353,7 +340,6 @@ class Exchange:
     def _learn(self, body: bytes) -> None:
         """Learn from the prompt's token count in an answer. Anthropic's count leaves out cached
         tokens, so it is not used."""
-
         if self._prompt is None or is_anthropic(self._wire.path):
             return
         count = _PROMPT_TOKENS.search(body, max(body.rfind(b'"usage"'), 0))

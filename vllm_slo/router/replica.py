@@ -51,7 +51,6 @@ class Replica:
     """One replica from its start to its end.
 
     Args:
-        args: vLLM's, parsed.
         drain_s: seconds for running requests to end after SIGTERM.
         folder: private and empty; for the socket of the state.
         announce: called once with the line for the parent.
@@ -131,7 +130,9 @@ class Replica:
         if not (engine.errored or ended.done()):
             return 0
         self._feed.change(dead=True)
-        await self._wait_for_requests(guard, LAST_WORDS_S)
+        end_s = time.monotonic() + LAST_WORDS_S
+        while guard.running and time.monotonic() < end_s:
+            await asyncio.sleep(0.02)
         await asyncio.sleep(0.05)  # so that the last bytes leave
         return 1
 
@@ -144,11 +145,6 @@ class Replica:
             if engine.errored or self._hurry.is_set():
                 return
             await _either(self._hurry, LOOK_S)
-
-    async def _wait_for_requests(self, guard: TokenGuard, patience_s: float) -> None:
-        end_s = time.monotonic() + patience_s
-        while guard.running and time.monotonic() < end_s:
-            await asyncio.sleep(0.02)
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
@@ -190,9 +186,6 @@ def _server(app: TokenGuard, args: argparse.Namespace) -> Any:
     return NoSignalServer(config)
 
 
-# --- the process ---------------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one replica in this process."""
     options, served = _options(sys.argv[1:] if argv is None else argv)
@@ -207,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         args = _vllm_arguments(served, options.private_host)
         import uvloop
 
-        status = uvloop.run(_run(args, options.drain_s, folder, announce))
+        status = uvloop.run(Replica(args, options.drain_s, folder, announce).run())
     except VllmSLOError as error:
         sys.stderr.write(f"vllm-slo: error: {error}\n")
     except SystemExit as stop:
@@ -218,15 +211,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
         traceback.print_exc()
     _leave(folder, status)
-
-
-async def _run(
-    args: argparse.Namespace,
-    drain_s: float,
-    folder: Path,
-    announce: Callable[[dict[str, str]], None],
-) -> int:
-    return await Replica(args, drain_s, folder, announce).run()
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -54,7 +54,6 @@ class ReplicaSpec:
     secret_env: tuple[str, ...]
 
     def command(self, private_host: str) -> list[str]:
-        """The command line of the child."""
         return [
             *(sys.executable, "-m", self.module),
             *("--private-host", private_host, "--drain-s", str(self.drain_s), "--"),
@@ -183,5 +182,4 @@ def require_answer(url: str, token: str, within_s: float = ANSWER_S) -> None:
 
 async def _awaited(response: Any) -> Any:
     """A Serve response as a coroutine, as asyncio's timeouts need it."""
-
     return await response

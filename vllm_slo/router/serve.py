@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -125,8 +124,6 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Deployment:
-    """The application on a connected cluster."""
-
     def __init__(self, given: Mapping[str, Any], ray_address: str | None) -> None:
         import ray
         from ray import serve
@@ -166,7 +163,7 @@ class _Deployment:
             self._await_ready()
             self._watch()
         except KeyboardInterrupt:
-            _say("stopping; a second signal stops at once")
+            ray_session.say("stopping; a second signal stops at once")
             self._drain()
         finally:
             # A local cluster ends anyway, so it is waited for only if the application ran.
@@ -183,7 +180,7 @@ class _Deployment:
                     raise VllmSLOError(f"{_reason(message or status.message)}; logs: {_logs()}")
                 if message and message != told:
                     told = message
-                    _say(f"{name}: {message.splitlines()[0]}")
+                    ray_session.say(f"{name}: {message.splitlines()[0]}")
             if status and status.status == "RUNNING" and self._ready() >= self._args.fewest:
                 break
             time.sleep(POLL_S)
@@ -202,7 +199,7 @@ class _Deployment:
             time.sleep(STATUS_EVERY_S)
             ready = self._ready()
             if ready != known:
-                _say(f"{ready} of {self._args.fewest} replicas ready")
+                ray_session.say(f"{ready} of {self._args.fewest} replicas ready")
                 known = ready
 
     def _ready(self) -> int:
@@ -252,7 +249,6 @@ def _require_port(host: str, port: int) -> None:
 
 def _reason(message: str) -> str:
     """The line of a Serve message with the reason why an actor did not start."""
-
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith(("RuntimeError: the ", "vllm_slo.errors."))]
     line = (ours or lines or ["the deployment failed"])[-1]
@@ -265,7 +261,3 @@ def _logs() -> str:
     with suppress(AttributeError, RuntimeError):
         return str(ray._private.worker._global_node.get_logs_dir_path())
     return "in the cluster"
-
-
-def _say(text: str) -> None:
-    print(f"vllm-slo: {text}", file=sys.stderr, flush=True)  # noqa: T201

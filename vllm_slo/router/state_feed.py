@@ -45,7 +45,6 @@ class StateFeed:
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
 
     def close(self) -> None:
-        """Stop receiving."""
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
 

@@ -40,10 +40,7 @@ class TokenGuard:
     It moves the content of the front's headers to `FORWARDED` in the scope. The front drops such
     headers of clients, so clients cannot set it.
 
-    Args:
-        app: vLLM's app.
-        token: required in the header.
-        feed: served under `STATE_PATH`.
+    ``feed``: served under `STATE_PATH`.
     """
 
     def __init__(self, app: ASGIApp, token: str, feed: StateFeed) -> None:
@@ -54,7 +51,6 @@ class TokenGuard:
         """Requests in progress, without streams of the state."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -88,7 +84,6 @@ def _forwarded(headers: dict[bytes, bytes]) -> Forwarded | None:
     Raises:
         ValueError, KeyError: a header has no value that the front writes.
     """
-
     if not headers:
         return None
     age_ms = float(headers.get(AGE_HEADER.encode(), b"0"))

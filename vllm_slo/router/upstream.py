@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import aiohttp
 from yarl import URL
 
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.virtual_replica import VirtualReplica
-from vllm_slo.router.once import KEPT_S, Once
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER
 
@@ -33,7 +33,44 @@ LONGEST_PAUSE_S: Final = 1.0
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 MAX_URLS: Final = 256
 METRICS_PATIENCE_S: Final = 10.0
+KEPT_S: Final = 2.0
+"""Largest age of a replica's page, seconds: the period of the live page and of servers' samples."""
 _SKIPPED: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """The result of a call that is made once for all who ask meanwhile, and kept for a while.
+
+    The call goes on if those who wait for it are cancelled.
+
+    ``kept_s``: largest age of the result, seconds from the end of the call.
+    """
+
+    def __init__(self, call: Callable[[], Awaitable[T]], kept_s: float) -> None:
+        self._call = call
+        self._kept_s = kept_s
+        self._task: asyncio.Task[T] | None = None
+        self._ended_s = 0.0
+
+    async def get(self) -> T:
+        """The result.
+
+        Raises:
+            Exception: whatever the call raised.
+        """
+        task = self._task
+        if task is None or (task.done() and time.monotonic() - self._ended_s >= self._kept_s):
+            task = self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(task)
+
+    async def _run(self) -> T:
+        try:
+            return await self._call()
+        finally:
+            self._ended_s = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +107,7 @@ class Upstream:
     ``stale_after_s``, and the replica neither drains nor is dead. `tick` detects silence;
     time in which this process itself was held up does not count.
 
-    Args:
-        spec: address of the replica.
-        stale_after_s, dead_after_s: as in `RoutingConfig`.
+    ``stale_after_s``, ``dead_after_s``: as in `RoutingConfig`.
     """
 
     def __init__(self, spec: ReplicaSpec, stale_after_s: float, dead_after_s: float) -> None:
@@ -93,7 +128,7 @@ class Upstream:
         self._silent = True
         self._aborted = False
         # Grows over restarts of the front, too, because a replica keeps the highest ticket it saw.
-        self._ticket = time.time_ns() // 1_000
+        self.tickets = itertools.count(time.time_ns() // 1_000 + 1)
         self._scopes: set[asyncio.Timeout] = set()
         self._urls: dict[str, URL] = {}
         self._unreadable = False
@@ -128,7 +163,6 @@ class Upstream:
 
     @property
     def ready(self) -> bool:
-        """Whether it may get new requests."""
         return self.connected and self.listed and not self._silent and self.is_serving
 
     @property
@@ -152,12 +186,7 @@ class Upstream:
         return None if self._heard_s is None else max(now_s - self._heard_s, 0.0)
 
     def tick(self, now_s: float, held_up_s: float) -> None:
-        """Detect silence.
-
-        Args:
-            now_s: monotonic seconds.
-            held_up_s: seconds in which this process itself could not read.
-        """
+        """Detect silence. ``held_up_s``: seconds in which this process itself could not read."""
         if self._heard_s is None:
             return
         self._heard_s += held_up_s
@@ -172,11 +201,6 @@ class Upstream:
                 self._listening.reschedule(0.0)  # a new connection may work
 
     # --- requests --------------------------------------------------------------------------------
-
-    def next_ticket(self) -> int:
-        """The ticket of the next request sent to this replica."""
-        self._ticket += 1
-        return self._ticket
 
     @asynccontextmanager
     async def exchange(self) -> AsyncIterator[None]:
@@ -298,5 +322,4 @@ class Upstream:
         except ValueError as error:
             if not self._unreadable:
                 logger.warning("replica %s: its state cannot be read: %s", self.name, error)
-
             self._unreadable = True

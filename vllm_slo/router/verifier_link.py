@@ -52,8 +52,6 @@ class Round:
     Attributes:
         epoch, number: the answer names them.
         sessions: numbers of the sessions, one for each ask.
-        asks: what to draft.
-        taken_s: when it came.
         ends_s: when the verifier stops waiting.
     """
 
@@ -67,12 +65,6 @@ class Round:
 
 class VerifierLink:
     """A drafter's end of the link; it keeps the connection and the prefixes of all sessions.
-
-    Args:
-        address: of the verifier.
-        token: the cluster's secret.
-        hello: describes this drafter.
-        clock: None: the system clock.
 
     Raises:
         ConfigError: the token cannot be used, or ZMQ has no CURVE.
@@ -247,7 +239,6 @@ class VerifierLink:
 
     def _send(self, message: FromDrafter) -> bool:
         """Send a message; false, and nothing sent, if there is no connection or it is stuck."""
-
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -79,7 +79,6 @@ def draw(
 
     Args:
         kind: one of ``ARRIVALS``, or ``adaserve``.
-        count: how many, at least 1.
         seed: chooses the stretch of the trace, or the random times.
         rate: requests/s; only ``thin`` uses it.
         fit: ``rescale`` stretches a run of neighbouring rows to the rate. ``thin`` keeps the
@@ -89,6 +88,7 @@ def draw(
     Raises:
         SimulationError: an unknown kind, a broken file, a window that is empty or too small.
     """
+    rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
     if kind not in TRACES:
         if kind not in ARRIVALS:
             raise SimulationError(
@@ -97,11 +97,9 @@ def draw(
         if fit == "thin" or trace_file is not None:
             option = "fit: thin" if fit == "thin" else "trace_file"
             raise SimulationError(f"{option}: {kind} arrivals come from no trace; do not set it")
-        rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
         even = np.sort(rng.random(count)) * count
         return Stretch(even if kind == "poisson" else _square(even))
     trace = read_trace(kind, trace_file)
-    rng = np.random.default_rng([seed, *f"arrivals/{kind}".encode()])
     if fit == "thin":
         return _thinned(trace, count, rate, rng)
     return _whole(trace, count, rng) if kind == "adaserve" else _neighbours(trace, count, rng)
@@ -170,7 +168,10 @@ def _whole(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
 
 
 def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) -> Stretch:
-    """``count`` random rows from ``count / rate`` seconds of the trace at its own pace."""
+    """``count`` random rows from ``count / rate`` seconds of the trace at its own pace.
+
+    Those seconds begin at a random row, among the rows with enough others after them.
+    """
     times, window_s = trace.at_s, count / rate
     span_s = float(times[-1] - times[0])
     if window_s > span_s:
@@ -178,18 +179,18 @@ def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) ->
             f"fit: thin: {count} jobs at {rate:g}/s take {window_s:.0f} s, {trace.source} lasts "
             f"{span_s:.0f} s; use fewer jobs, a higher rate, or rescale"
         )
-    drawn = traces.thin(times, window_s, count, rng)
-    if drawn is None:
+    starts = times[times <= max(times[0], times[-1] - window_s)]
+    sizes = np.searchsorted(times, starts + window_s) - np.arange(len(starts))
+    fitting = np.flatnonzero(sizes >= count)
+    if not len(fitting):
         raise SimulationError(
             f"fit: thin: window too small: no {window_s:.0f} s of {trace.source} hold {count} "
             f"rows (it has {trace.native_rate:.2f}/s); use a lower rate, or rescale"
         )
-    first, kept = drawn
+    first = int(rng.choice(fitting))
+    kept = first + np.sort(rng.choice(int(sizes[first]), count, replace=False))
     at = np.minimum((times[kept] - times[first]) * rate, np.nextafter(float(count), 0.0))
     return Stretch(at, tuple(trace.rows[i] for i in kept))
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
@@ -201,12 +202,7 @@ def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     Raises:
         SimulationError: the file cannot be read or is broken; names file, line and field.
     """
-
-    path = trace_file
-    if path is None:
-        folder = traces.data_folder()
-        beside = folder / _FILES[kind] if folder else None
-        path = beside if beside is not None and beside.is_file() else None
+    path = trace_file or traces.data_file(_FILES[kind])
     if path is None:
         return _standin(kind)
     try:

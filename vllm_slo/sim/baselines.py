@@ -21,7 +21,8 @@ class PrefillFirst(LightScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         prefills = [r for r in self.running if r.is_prefill_chunk]
         decodes = [r for r in self.running if not r.is_prefill_chunk]
-        if not (prefills or self._can_start()):
+        can_start = bool(self.waiting) and len(self.running) < self.max_num_active_reqs
+        if not (prefills or can_start):
             return super().schedule(throttle_prefills)
         most = self.max_num_active_reqs
         self.max_num_active_reqs = most - len(decodes)
@@ -33,16 +34,11 @@ class PrefillFirst(LightScheduler):
             return output
         return super().schedule(throttle_prefills)
 
-    def _can_start(self) -> bool:
-        return bool(self.waiting) and len(self.running) < self.max_num_active_reqs
-
 
 class ShedEDF(LightScheduler):
     """Drop requests that can no longer meet their TTFT; start the others by earliest deadline.
 
-    Args:
-        clock: time.
-        step_time: predicts how long a prompt takes, with its safety factor.
+    ``step_time``: predicts how long a prompt takes, with its safety factor.
     """
 
     def __init__(self, *args: Any, clock: Clock, step_time: StepTimeModel, **kwargs: Any) -> None:
@@ -64,7 +60,6 @@ class ShedEDF(LightScheduler):
 
     def _deadline_s(self, request: Request) -> float:
         """A request's deadline for its first token; 0 for preempted requests, which go first."""
-
         if request.num_output_tokens:
             return 0.0
         extra = request.sampling_params.extra_args or {}

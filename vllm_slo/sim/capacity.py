@@ -39,8 +39,6 @@ def find_capacities(
     """Capacities of each case, one per question.
 
     Args:
-        cases: systems in settings.
-        questions: asked of every window.
         seeds: one window each.
         start: first rate of a case; None: ``demand.start_rate``.
         precision: relative, of the rate.

@@ -18,12 +18,10 @@ from itertools import accumulate
 
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
-from vllm_slo.sim.front import Front
+from vllm_slo.sim.front import Front, Replica
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.jobs import Job, JobResult, RoundResult
-from vllm_slo.sim.replica import Replica, RoundRequest
+from vllm_slo.sim.jobs import Job, JobResult, RoundRequest, RoundResult, own_text
 from vllm_slo.sim.systems import System
-from vllm_slo.sim.text import own_text
 from vllm_slo.slo.model import SLO, Stage
 
 Watch = Callable[[JobResult], bool]
@@ -37,7 +35,6 @@ class Run:
     Attributes:
         results: one for each job, in the order of the jobs; only jobs that ended if ``aborted``.
         end_s: virtual time at which the last job ended.
-        steps: engine steps taken.
         gpus: GPUs of the whole system.
         scheduler_s: wall-clock seconds spent in schedulers.
         wall_s: wall-clock seconds of the simulation.
@@ -70,15 +67,7 @@ def slo_of(job: Job, place: int) -> SLO:
 
 
 class Simulation:
-    """One run: clients send rounds, replicas serve them.
-
-    Args:
-        jobs: what the clients send.
-        system: policy of every replica and its settings.
-        hardware: of one engine.
-        conditions: replicas, routing, errors of the step-time model.
-        watch: may stop the run; None runs to the end.
-    """
+    """One run: clients send rounds, replicas serve them."""
 
     def __init__(
         self,
@@ -179,12 +168,7 @@ def simulate(
 ) -> Run:
     """Serve ``jobs`` with ``system``.
 
-    Args:
-        jobs: with unique ids; arrival times in any order.
-        system: policy and its settings.
-        hardware: step times, memory and request limit of one engine.
-        conditions: replicas, errors of the step-time model.
-        watch: may stop the run.
+    ``jobs``: with unique ids; arrival times in any order.
 
     Raises:
         SimulationError: there are no jobs, a job does not fit the engine, or a system that
@@ -202,7 +186,6 @@ def simulate(
             f"job {longest.job_id}: its {longest.tokens} tokens do not fit max_model_len "
             f"({hardware.max_model_len}) and kv_tokens ({kv_tokens}) of {hardware.name}"
         )
-
     began_s = time.perf_counter()
     simulation = Simulation(jobs, system, hardware, conditions, watch)
     simulation.run()

@@ -96,5 +96,4 @@ class Conditions:
     @property
     def margin(self) -> float:
         """Safety factor of a baseline that predicts step times; vllm-slo learns its own."""
-
         return self.bias * (1.0 + self.noise)

@@ -8,23 +8,57 @@ other replica is left to ask.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
 from vllm_slo.core.routing.policy import prefix_first, route
+from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.types import INFINITY, RoutingPolicy
-from vllm_slo.sim.replica import Replica, RoundRequest
+from vllm_slo.sim.jobs import RoundRequest, RoundResult
 
 STATE_INTERVAL_S: Final = 0.02
+
+
+class Replica(Protocol):
+    """Serves requests on its own clock."""
+
+    steps: int
+
+    @property
+    def scheduler_s(self) -> float:
+        """Wall-clock seconds that its schedulers have taken so far."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has anything to do."""
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time of its next step."""
+
+    def state(self) -> ReplicaState | None:
+        """The state that a front may see; None if the replica promises nothing."""
+
+    def promise(self, request: RoundRequest, ticket: int) -> bool:
+        """Take the request if its objectives can be promised now; whether it was taken."""
+
+    def accept(self, request: RoundRequest, ticket: int) -> None:
+        """Take the request."""
+
+    def step(self) -> list[str]:
+        """Do one step; names of the requests that ended."""
+
+    def take(self, name: str) -> tuple[RoundResult, list[int]]:
+        """Remove a request that ended; its result, and its prompt with the answer."""
 
 
 class Front:
     """Sends requests to replicas.
 
     Args:
-        replicas: all of them.
         policy: as ``core.routing.policy`` names it. Under ``slo``, replicas that promise nothing
             are not asked: they take turns, and a replica that caches the prefix goes first.
         max_hops: replicas asked for a promise before a request becomes best effort.
@@ -45,7 +79,7 @@ class Front:
         self._rng = Random(seed)
         self._shadows = [VirtualReplica(str(number)) for number in range(len(replicas))]
         self._turn = 0
-        self._tickets = 0
+        self._tickets = itertools.count(1)
         self._sent: dict[str, tuple[int, int]] = {}
         self._told_s = [-INFINITY] * len(replicas)
         for number in range(len(replicas)):
@@ -99,12 +133,8 @@ class Front:
             shadows = [self._shadows[int(name)] for name in choice.left]
             hops, turn = choice.hops, 0
 
-    def _ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
-
     def _promise(self, number: int, request: RoundRequest, seen: RoutedRequest) -> bool:
-        ticket = self._ticket()
+        ticket = next(self._tickets)
         if not self.replicas[number].promise(request, ticket):
             return False
         self._note(number, ticket, request, seen, promised=True)
@@ -113,7 +143,7 @@ class Front:
     def _accept(
         self, number: int, request: RoundRequest, seen: RoutedRequest, *, promised: bool = False
     ) -> None:
-        ticket = self._ticket()
+        ticket = next(self._tickets)
         self.replicas[number].accept(request, ticket)
         self._note(number, ticket, request, seen, promised=promised)
 

@@ -7,7 +7,6 @@ its source), a YAML file with the same keys, or a JSON file that ``vllm-slo prof
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_slo.config import profiles
-from vllm_slo.config.yaml_nodes import line_of, refuse_duplicates
+from vllm_slo.config.yaml_nodes import line_of, near, parse
 from vllm_slo.core.step_time.model import DEFAULT_MAX_TOKENS, StepTimeModel, chunk_pairs
 from vllm_slo.errors import ProfileError
 from vllm_slo.sim.errors import SimulationError
@@ -40,7 +39,6 @@ class Draft:
     The time of one of its sequential steps is the step-time model's second coefficient.
 
     Attributes:
-        name: of the model.
         token_s: seconds per token that the target computes, because the draft computes it, too.
         kv_share: share of the target's KV tokens that still fit, in (0, 1].
 
@@ -68,11 +66,9 @@ class Hardware:
     """One replica.
 
     Attributes:
-        name: of the profile.
         gpus: GPUs per replica (tensor parallel); rates are reported per GPU.
         step_time: batch shape -> seconds.
         kv_tokens: KV-cache size, tokens.
-        block_size: tokens per KV block.
         max_num_seqs: most requests in one step.
         max_model_len: most tokens of one request, prompt and answer.
         frontend_s: seconds before the engine sees a request; part of every TTFT.
@@ -170,9 +166,6 @@ class Hardware:
         )
 
 
-# --- built-in profiles and files ------------------------------------------------------------------
-
-
 def built_in() -> list[str]:
     """Names of the built-in profiles, in alphabetical order."""
     return sorted(path.stem for path in _DATA.glob("*.yaml"))
@@ -197,7 +190,7 @@ def load_hardware(name_or_path: str | Path, **options: Any) -> Hardware:
     known = [f.name for f in fields(Hardware) if f.name not in ("step_time", "sources", "draft")]
     for key in chosen:
         if key not in known:
-            raise SimulationError(f"hardware: unknown option {key!r}; {_near(key, known)}")
+            raise SimulationError(f"hardware: unknown option {key!r}; {near(key, known)}")
     path = _find(name_or_path)
     if path.suffix == ".json":
         return _measured(path, chosen)
@@ -216,14 +209,9 @@ def _find(name_or_path: str | Path) -> Path:
     if path.suffix.lower() in (".yaml", ".yml", ".json"):
         return path
     raise SimulationError(
-        f"hardware: no profile is called {text[:80]!r}; {_near(text, built_in())}; "
+        f"hardware: no profile is called {text[:80]!r}; {near(text, built_in())}; "
         "or name a .yaml or .json file"
     )
-
-
-def _near(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
 
 
 def _checked(hardware: Hardware, origin: str) -> Hardware:
@@ -317,7 +305,8 @@ class _Profile(_Keys):
 def _from_yaml(path: Path) -> Hardware:
     node, data = _parse(path)
     if not isinstance(data, dict):
-        raise SimulationError(f"{path}: expected keys such as 'kv_tokens:', got {_kind(data)}")
+        got = "nothing" if data is None else type(data).__name__
+        raise SimulationError(f"{path}: expected keys such as 'kv_tokens:', got {got}")
     try:
         profile = _Profile.model_validate(data)
     except ValidationError as error:
@@ -326,8 +315,7 @@ def _from_yaml(path: Path) -> Hardware:
         if key.split(".")[0] not in _Profile.model_fields:
             line = line_of(node, ("sources", key))
             raise SimulationError(
-                f"{path}:{line}: sources.{key}: no such field; "
-                f"{_near(key, list(_Profile.model_fields))}"
+                f"{path}:{line}: sources.{key}: no such field; {near(key, _Profile.model_fields)}"
             )
     step = profile.step_time
     low, high = ((line[0], line[1], line[2]) for line in step.terms)
@@ -346,27 +334,11 @@ def _parse(path: Path) -> tuple[yaml.Node | None, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise SimulationError(f"hardware: cannot read {str(path)!r}: {reason}") from error
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise SimulationError(f"{line}: broken YAML: {problem}") from error
-    except (ValueError, RecursionError) as error:
-        raise SimulationError(f"{path}: broken YAML: {error}") from error
-    refuse_duplicates(node, path, SimulationError)
-    return node, data
-
-
-def _kind(data: Any) -> str:
-    return "nothing" if data is None else type(data).__name__
+    return parse(text, path, SimulationError)
 
 
 def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str:
     """One line about one mistake: an unknown key if there is one, else the first mistake."""
-
     mistakes = error.errors(include_url=False)
     unknown = [mistake for mistake in mistakes if mistake["type"] == "extra_forbidden"]
     first = (unknown or mistakes)[0]
@@ -375,7 +347,7 @@ def _describe(error: ValidationError, path: Path, node: yaml.Node | None) -> str
     if first["type"] == "extra_forbidden":
         parts: dict[str, type[BaseModel]] = {"step_time": _StepTime, "draft": _Draft}
         model = parts.get(str(loc[0]), _Profile)
-        message = f"{key}: unknown key; {_near(str(loc[-1]), list(model.model_fields))}"
+        message = f"{key}: unknown key; {near(str(loc[-1]), model.model_fields)}"
     elif first["type"] == "value_error":
         message = f"{key}: {first['ctx']['error']}"
     else:

@@ -37,8 +37,8 @@ from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.sim.baselines import ShedEDF
+from vllm_slo.sim.jobs import STOP_TOKEN, own_text
 from vllm_slo.sim.light_scheduler import LightOutput, LightResult, LightScheduler
-from vllm_slo.sim.text import STOP_TOKEN, own_text
 from vllm_slo.slo.access import Seal
 from vllm_slo.slo.keys import QUOTE_KEY, TICKET_KEY
 from vllm_slo.slo.model import SLO
@@ -67,8 +67,7 @@ class Outcome:
 class KnownEnds:
     """The ends of stages, which a simulation knows beforehand.
 
-    Attributes:
-        ends: request id -> number of the last token of each of its stages but the last.
+    ``ends``: request id -> number of the last token of each of its stages but the last.
     """
 
     def __init__(self) -> None:
@@ -141,19 +140,16 @@ class VirtualEngine:
         scheduler_cls: vLLM's, vllm-slo's, or a light one.
         model: folder with a ``config.json``; no weights are read.
         step_time: the true time of a step by its shape, seconds.
-        shape: the engine's size.
         believed: the step-time model of vllm-slo's scheduler; None: it learns one from its prior.
         margin: safety factor on it until live steps have shown one.
         overlap: schedule each step while the one before it runs, as async scheduling does.
-        slo_config: configuration of vllm-slo, inline.
         overhead: seconds to schedule a step of so many requests. ``None``: no time.
             ``"measured"``: the time that it takes in this process.
         seed: of which drafts are accepted.
         options: further arguments of the scheduler class.
         engine_args: further arguments of vLLM's ``EngineArgs``.
 
-    Attributes:
-        keep_history: whether ``history`` keeps the output of every step.
+    ``keep_history``: whether ``history`` keeps the output of every step.
     """
 
     def __init__(
@@ -239,15 +235,11 @@ class VirtualEngine:
             request_id: unique among the live requests.
             prompt: token ids, or how many.
             output_tokens: length of the answer; the scheduler does not see it.
-            slo: its objectives.
             max_tokens: the request's own limit; None: ``output_tokens``.
-            priority: vLLM's.
             arrival_s: on the virtual clock; None: now.
             acceptance: probability that a drafted token is accepted.
             ticket: number that a front gave the request; 0: none.
             stage_ends: see ``KnownEnds``.
-            quote: only ask what the request would be promised.
-            stop: texts that may end the answer.
         """
         ids = own_text(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked: dict[str, Any] | None = slo.to_extra_args() if slo else None
@@ -293,12 +285,10 @@ class VirtualEngine:
 
     @property
     def live(self) -> int:
-        """Requests that have not ended."""
         return len(self.outcomes)
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to schedule or to wait for."""
         return bool(self._flight) or self.scheduler.has_requests()
 
     def step(self) -> SchedulerOutput:
@@ -398,13 +388,11 @@ class VirtualEngine:
         return LightResult(output.sampling, sampled)
 
     def _tokens(self, request_id: str, drafted: int) -> list[int]:
-        """The tokens that a request samples in a step."""
         request = self.scheduler.requests.get(request_id)
         return self._drawn(request_id, request.num_output_tokens if request else 0, drafted)
 
     def _drawn(self, request_id: str, made: int, drafted: int) -> list[int]:
         """The accepted drafts after ``made`` tokens, and one more token."""
-
         acceptance, accepted = self.outcomes[request_id].acceptance, 0
         while accepted < drafted and self._rng.random() < acceptance:
             accepted += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated jobs of one or more rounds, and their results.
+"""Simulated jobs of one or more rounds, their made-up tokens and their results.
 
 A job is one request, or a chain of requests that a tool loop sends (SLOs-Serve, table 1). Each
 round is one request to the engine. Its answer has one or more stages, each with its own TPOT
@@ -8,7 +8,13 @@ round is one request to the engine. Its answer has one or more stages, each with
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+
+from vllm_slo.slo.model import SLO
+
+STOP_TOKEN = 2
+_FILLER = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,6 @@ class Round:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the whole answer."""
         return sum(stage.tokens for stage in self.stages)
 
     @property
@@ -62,15 +67,36 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundRequest:
+    """One round of a job as a request.
+
+    Attributes:
+        name: unique in the run.
+        prompt: token ids.
+        output_tokens: length of the answer; policies do not see it.
+        sent_s, seen_s: when the client sent it, and when an engine can see it.
+        acceptance: probability that a drafted token of its answer is accepted.
+        stage_ends: number of the last token of each stage but the last; policies learn an end when
+            it is reached.
+    """
+
+    name: str
+    prompt: list[int]
+    output_tokens: int
+    slo: SLO
+    sent_s: float
+    seen_s: float
+    acceptance: float
+    stage_ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RoundResult:
     """One request as its client saw it.
 
     Attributes:
-        sent_s: when the client sent it.
         token_times_s: when each token came, never decreasing.
-        finished: whether the whole answer came.
         promised: whether the scheduler promised its objectives; None if it promises nothing.
-        replica: number of the replica that served it.
         reason: why no promise was made when it was first asked for, or None.
     """
 
@@ -88,3 +114,20 @@ class JobResult:
 
     job: Job
     rounds: tuple[RoundResult, ...]
+
+
+def own_text(name: str, length: int) -> list[int]:
+    """Token ids of a prompt with a unique beginning, so that no block of it is cached."""
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
+    head = [3 + number // 997**place % 997 for place in range(6)]
+    return [*head, *[_FILLER] * (length - len(head))][:length]
+
+
+def answer_token(place: int, length: int) -> int:
+    """Token ``place`` (from 0) of an answer of ``length`` tokens; the last one ends it."""
+    return STOP_TOKEN if place + 1 >= length else 3 + place % 1000
+
+
+def answer_text(length: int) -> list[int]:
+    """A whole answer."""
+    return [answer_token(place, length) for place in range(length)]

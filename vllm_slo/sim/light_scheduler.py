@@ -31,9 +31,7 @@ from vllm_slo.engine.scheduler import Scheduler
 class LightOutput(SchedulerOutput):
     """One step, reduced to what a simulation reads.
 
-    Attributes:
-        batch: shape of the step.
-        sampling: requests that sample a token in it, in the order in which they were scheduled.
+    ``sampling``: requests that sample a token in it, in the order in which they were scheduled.
     """
 
     batch: BatchShape
@@ -81,9 +79,8 @@ class _Step:
 class LightScheduler(AsyncScheduler):
     """vLLM's scheduler without overlap of steps, at a fraction of its cost.
 
-    Args:
-        received_kv: requests arrive with the KV of their prompts, so their prefill costs one token
-            (the decode side of disaggregated serving over an ideal link).
+    ``received_kv``: requests arrive with the KV of their prompts, so their prefill costs one token
+    (the decode side of disaggregated serving over an ideal link).
     """
 
     running: list[Request]
@@ -194,7 +191,6 @@ class LightScheduler(AsyncScheduler):
 
         Returns whether it got them, and its index in ``running`` now.
         """
-
         allocate, ahead = self.kv_cache_manager.allocate_slots, self.num_lookahead_tokens
         while allocate(request, new, num_lookahead_tokens=ahead) is None:
             if self.policy == SchedulingPolicy.PRIORITY:

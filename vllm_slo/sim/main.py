@@ -11,26 +11,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from vllm_slo.bench.style import write_json
 from vllm_slo.sim.capacity import best_of_family, find_capacities, sweep
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.options import (
     add_setting_arguments,
+    bar,
     check_drafts,
     listed,
     need_vllm,
     number,
     out_of,
     processes_of,
+    say_left_out,
     seeds_of,
     settings_of,
     whole,
+    wide_console,
 )
 from vllm_slo.sim.questions import Question
-from vllm_slo.sim.report import Report, Row, render, write_json
+from vllm_slo.sim.report import Report, Row, render
 from vllm_slo.sim.scenarios import SCENARIOS
 from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.systems import DRAFTS, System, families, parse_system
-from vllm_slo.sim.terminal import bar, say_left_out, wide_console
 from vllm_slo.sim.workers import Processes, Workers, quiet
 
 if TYPE_CHECKING:
@@ -217,7 +220,6 @@ def add_points(
 
 def run(args: argparse.Namespace) -> int:
     """Run ``vllm-slo simulate``; bad input raises SimulationError before the first simulation."""
-
     from rich.console import Console
 
     options = options_of(args)
@@ -235,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
         from vllm_slo.sim.plot import write_pictures
 
         path = options.out / "simulate.json"
-        write_json(report.to_dict(), path, "--out")
+        write_json(report.to_dict(), path, lambda text: SimulationError(f"--out: {text}"))
         for written in (path, *write_pictures(report, options.out, options.targets[0])):
             console.print(f"written: {written}", soft_wrap=True)
     return 0

@@ -31,11 +31,7 @@ class JobMeasure:
     """One job measured.
 
     Attributes:
-        application: its SLO class.
         tokens: prompt and answer tokens that it has to compute.
-        output_tokens: tokens that came.
-        attained: whether it kept all objectives.
-        finished: whether every round finished.
         promised: whether any round was promised; None if the system promises nothing.
         broken: whether a promised round missed its objectives.
         reason: why the first round that missed was not promised, or None.
@@ -125,7 +121,6 @@ def measure_job(result: JobResult) -> JobMeasure:
 
 def counted(jobs: Sequence[Job], warmup: float = DEFAULT_WARMUP) -> list[Job]:
     """The jobs that count, by arrival: all but the first ``warmup`` share of their number."""
-
     if not 0 <= warmup < 1:
         raise SimulationError(f"warmup: must be a share from 0 to below 1, got {warmup}")
     ordered = sorted(jobs, key=lambda job: job.arrival_s)
@@ -148,7 +143,6 @@ class Summary:
     """Jobs of one or more windows. Seconds; rates per second of arrivals.
 
     Attributes:
-        jobs: how many.
         attainment: share that attained.
         by_application: the same per application, by name.
         token_attainment: share of all tokens (prompt and answer) that belong to attaining jobs.

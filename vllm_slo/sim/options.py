@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that ``simulate`` and ``plan`` share: help texts, parsing, checks."""
+"""What ``simulate`` and ``plan`` share: options, consoles, progress bars, notes on traces."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+from vllm_slo.bench.traces import left_out_line
 from vllm_slo.core.types import RoutingPolicy
-from vllm_slo.sim.arrivals import ARRIVALS
+from vllm_slo.sim.arrivals import ARRIVALS, TRACES, read_trace
 from vllm_slo.sim.conditions import Conditions, Overhead
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import built_in, load_hardware
@@ -20,6 +22,10 @@ from vllm_slo.sim.measure import counted
 from vllm_slo.sim.scenarios import SCENARIOS, applications_of
 from vllm_slo.sim.setting import Setting
 from vllm_slo.sim.systems import System
+from vllm_slo.sim.workers import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def number(
@@ -208,3 +214,39 @@ def need_vllm() -> None:
             "the simulator runs vLLM's scheduler, and vLLM is not installed: "
             "pip install 'vllm-slo[cpu]' or 'vllm-slo[cuda]'"
         )
+
+
+def wide_console() -> Console:
+    """A console for results; 140 columns wide where the output is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+@contextmanager
+def bar(console: Console, what: str) -> Iterator[Progress]:
+    """A progress bar over tasks; hidden if the console is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with RichProgress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def say_left_out(settings: Sequence[Setting], console: Console) -> None:
+    """Print a line for each trace of which rows are left out."""
+    lines: dict[str, None] = {}  # a dict keeps each line once and in order
+    for setting in settings:
+        spec = SCENARIOS[setting.scenario]
+        kinds = spec.arrivals if spec.trace or setting.arrivals is None else (setting.arrivals,)
+        for kind in set(kinds).intersection(TRACES):
+            trace = read_trace(kind, setting.trace_file)
+            if trace.rows_left_out:
+                lines[left_out_line(trace.source, trace.rows_left_out)] = None
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -8,26 +8,28 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vllm_slo.sim.demand import Demand, binding, demand
+from vllm_slo.sim.demand import Resource, binding, demand
 from vllm_slo.sim.options import (
     add_setting_arguments,
+    bar,
     check_drafts,
     need_vllm,
     number,
     processes_of,
+    say_left_out,
     seeds_of,
     settings_of,
     whole,
+    wide_console,
 )
 from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import hardware_dict, machine, percent, versions
 from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.systems import System, parse_system
-from vllm_slo.sim.terminal import bar, say_left_out, wide_console
 from vllm_slo.sim.windows import Point, measure_window, run_jobs
 from vllm_slo.sim.workers import Processes, Progress, Workers, quiet, run_tasks
 
@@ -70,11 +72,9 @@ class Plan:
 
     Attributes:
         setting: of one replica.
-        system: what each replica runs.
         rate: jobs/s of all replicas.
         question: the attainment to keep in every window.
         replicas: the smallest number found to keep it; None if ``max_replicas`` do not.
-        max_replicas: the most that were allowed.
         jobs: per window.
         points: replicas -> measures, for ``replicas`` (or the most) and one fewer.
         shares: replicas -> shares of an engine that the rate needs on average.
@@ -88,7 +88,7 @@ class Plan:
     max_replicas: int
     jobs: int
     points: dict[int, Point]
-    shares: dict[int, dict[str, float]]
+    shares: dict[int, dict[Resource, float]]
 
     @property
     def short(self) -> int | None:
@@ -98,7 +98,6 @@ class Plan:
         return self.replicas - 1 or None
 
     def text(self) -> str:
-        """The answer in words."""
         setting = self.setting
         asked = self.question.percent
         head = f"{setting.scenario}, {self.rate:g} jobs/s on {setting.hardware.name}"
@@ -128,7 +127,7 @@ class Plan:
         if self.short is None:
             return "one replica is enough, so nothing binds"
         shares = self.shares[self.short]
-        what = binding(shares)  # type: ignore[arg-type]
+        what = binding(shares)
         used = shares["memory"] if what == "memory" else shares["prefill"] + shares["decode"]
         name = "memory (KV cache)" if what == "memory" else f"{what} time"
         if used >= 1:
@@ -139,7 +138,6 @@ class Plan:
         )
 
     def to_dict(self, command: str) -> dict[str, Any]:
-        """JSON form."""
         return {
             "schema": SCHEMA,
             "command": command,
@@ -154,7 +152,7 @@ class Plan:
             "jobs_per_window": self.jobs,
             "replicas": self.replicas,
             "max_replicas": self.max_replicas,
-            "binding": None if self.short is None else binding(self.shares[self.short]),  # type: ignore[arg-type]
+            "binding": None if self.short is None else binding(self.shares[self.short]),
             "text": self.why(),
             "tried": [
                 {
@@ -174,7 +172,7 @@ def _count(replicas: int) -> str:
     return f"{replicas} replica" if replicas == 1 else f"{replicas} replicas"
 
 
-def _shares_text(shares: dict[str, float]) -> str:
+def _shares_text(shares: Mapping[Resource, float]) -> str:
     return (
         f"prefill takes {shares['prefill']:.0%} and decode {shares['decode']:.0%} of the time, "
         f"KV {shares['memory']:.0%} of the memory"
@@ -196,15 +194,7 @@ def make_plan(
     Every number of replicas gets the same windows: ``setting.jobs`` jobs for each of the engines
     that the rate would keep half busy, so that a window is long enough to build a queue.
 
-    Args:
-        setting: of one replica.
-        system: what each replica runs.
-        rate: jobs/s of all replicas.
-        question: the attainment to keep in every window.
-        seeds: of the windows.
-        max_replicas: the most to try.
-        processes: as ``run_tasks``.
-        progress: called with how many numbers were tried, and the most that a search can try.
+    ``progress``: called with how many numbers were tried, and the most that a search can try.
     """
     hardware = setting.hardware
     need = demand(replace(setting, fit="rescale").make(rate, setting.jobs, 0), hardware)
@@ -230,14 +220,10 @@ def make_plan(
     tasks = [(case(n), rate / case(n).gpus, seed) for n in shown for seed in seeds]
     windows = iter(run_tasks(measure_window, tasks, processes))
     points = {n: Point.of(rate / case(n).gpus, [next(windows) for _ in seeds]) for n in shown}
-    shares = {n: _shares(need, rate / (n * system.engines), setting) for n in shown}
+    shares = {n: need.shares(rate / (n * system.engines), hardware) for n in shown}
     return Plan(
         setting, system, rate, question, least_kept, max_replicas, jobs, points, shares
     )  # fmt: skip
-
-
-def _shares(need: Demand, rate: float, setting: Setting) -> dict[str, float]:
-    return {str(name): share for name, share in need.shares(rate, setting.hardware).items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -258,7 +244,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``vllm-slo plan``: 0 with a plan, 1 if ``--max-replicas`` are not enough."""
-
     from rich.console import Console
 
     rate = number("--rate", args.rate, 0, above=True)

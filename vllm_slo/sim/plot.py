@@ -58,13 +58,13 @@ def _family(row: Row) -> str:
     return row.label.split(" [", 1)[0]
 
 
-def _panels(count: int, height: float, width: float = 4.6) -> tuple[Figure, list[Axes]]:
+def _panels(count: int, width: float = 4.6) -> tuple[Figure, list[Axes]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(count, 3)
     lines = -(-count // columns)
-    size = (max(7.0, width * columns), height * lines + 1.0)
+    size = (max(7.0, width * columns), 3.4 * lines + 1.0)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(lines, columns, squeeze=False)
@@ -126,7 +126,7 @@ def draw_attainment(report: Report, target: float) -> Figure | None:
     groups = [group for group in curves if group]
     if not groups:
         return None
-    figure, axes = _panels(len(groups), 3.4)
+    figure, axes = _panels(len(groups))
     looks = _looks(list(dict.fromkeys(_family(row) for group in groups for row in group)))
     for panel, group in zip(axes, groups, strict=True):
         _draw_curves(panel, group, looks, target)
@@ -179,7 +179,7 @@ def draw_load(report: Report) -> Figure | None:
     ]
     if not groups:
         return None
-    figure, axes = _panels(len(groups), 3.4, 7.5 if len(groups) == 1 else 4.8)
+    figure, axes = _panels(len(groups), 7.5 if len(groups) == 1 else 4.8)
     looks = _looks(list(dict.fromkeys(_family(row) for group in groups for row in group)))
     for panel, group in zip(axes, groups, strict=True):
         _draw_load(panel, group, looks)
@@ -241,7 +241,7 @@ def draw_scaling(report: Report) -> Figure | None:
     if not rows:
         return None
     scenarios = list(dict.fromkeys(row.setting.scenario for row in rows))
-    figure, axes = _panels(len(scenarios), 3.4)
+    figure, axes = _panels(len(scenarios))
     looks = _looks(list(dict.fromkeys(_family(row) for row in rows)))
     for panel, scenario in zip(axes, scenarios, strict=True):
         _draw_scaling(panel, [row for row in rows if row.setting.scenario == scenario], looks)
@@ -256,7 +256,6 @@ def write_pictures(report: Report, folder: Path, target: float) -> list[Path]:
     """Draw the pictures of a report; returns the paths of the written files.
 
     Args:
-        report: of ``simulate``.
         folder: gets ``attainment.png``, ``load.png`` and ``capacity.png``, if there is data for it.
 
         target: the line in the attainment picture, a share.

@@ -48,7 +48,6 @@ class Evidence:
         self.missed: Counter[str] = Counter()
 
     def add(self, application: str, attained: bool) -> None:
-        """Count a job that has ended."""
         (self.attained if attained else self.missed)[application] += 1
 
     def answer(self, question: Question) -> bool | None:
@@ -71,7 +70,6 @@ class Watcher:
     """A ``cluster.Watch``: it collects evidence as jobs end and stops when all is answered.
 
     Args:
-        jobs: all jobs of the run.
         warmup: share of them that does not count.
         questions: to answer; without any it never stops.
     """

@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.bench import style
 from vllm_slo.bench.style import milliseconds
-from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.setting import Setting
 from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.windows import Point
-from vllm_slo.sim.workers import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +47,6 @@ class Row:
 
     @property
     def replicas(self) -> int:
-        """Replicas that share the load."""
         return self.setting.conditions.replicas
 
 
@@ -138,11 +133,7 @@ def _capacity_dict(capacity: Capacity, base: Capacity | None) -> dict[str, Any]:
 
 def hardware_dict(hardware: Hardware) -> dict[str, Any]:
     """JSON form of a hardware profile."""
-    data = asdict(hardware)
-    data["step_time"] = {
-        name: data["step_time"][name] for name in ("terms", "kv_s", "pair_s", "max_tokens")
-    }
-    return data
+    return asdict(hardware) | {"step_time": hardware.step_time.to_dict()}
 
 
 def versions() -> dict[str, str | None]:
@@ -152,20 +143,7 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """The machine of the simulation; the results do not depend on it."""
-    return {"system": platform.platform(), "cores": usable_cores()}
-
-
-def write_json(data: dict[str, Any], path: Path, option: str) -> None:
-    """Write ``data``; if that fails, SimulationError names ``option``."""
-    text = json.dumps(data, indent=1, allow_nan=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SimulationError(f"{option}: cannot write {path}: {error.strerror}") from error
-
-
-# --- tables ---------------------------------------------------------------------------------------
+    return {"system": platform.platform(), "cores": style.usable_cores()}
 
 
 def percent(share: float | None) -> str:
@@ -177,7 +155,6 @@ def percent(share: float | None) -> str:
 
 def table(title: str, first: str, headings: Sequence[str]) -> Table:
     """An empty table in the project's style; all columns but the first are right-aligned."""
-
     made = style.table(title)
     made.add_column(first)
     for heading in headings:

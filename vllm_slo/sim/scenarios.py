@@ -8,7 +8,6 @@ says which objectives of an application are tight.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_slo.config.yaml_nodes import near
 from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.errors import SimulationError
 
@@ -30,10 +30,8 @@ LOOSE_TPOT_S: Final = 0.100
 """TPOT objectives, seconds (SLOs-Serve, table 3)."""
 TOOL_WAIT_S: Final = 1.0
 """Mean seconds that a tool works between two rounds (exponential); assumed, not in the paper."""
-
 _TAIL_SHARE: Final = 0.02
 """Share of a ``tailed`` column's draws in its tail; half of them are above the 99th percentile."""
-
 _TAIL_SPREAD: Final = 0.10
 """Relative standard deviation of that tail. A choice: table 4 gives no more than three numbers."""
 
@@ -60,7 +58,6 @@ class Lengths:
     most: float = math.inf
 
     def sample(self, rng: np.random.Generator, count: int) -> Ints:
-        """``count`` token counts."""
         if self.family == "beta":
             raw = self._beta(rng, count)
         elif self.family == "lognormal":
@@ -111,7 +108,6 @@ class Application:
     """One SLO class.
 
     Attributes:
-        name: of the class.
         arrivals: default arrivals (SLOs-Serve, table 2).
         prompt: tokens of each round's prompt.
         stages: (tokens, TPOT in seconds) of each stage of the (last) answer.
@@ -128,7 +124,6 @@ class Application:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a whole job."""
         rounds = self.loop.rounds if self.loop else 1.0
         return rounds * (self.prompt.mean + sum(lengths.mean for lengths, _ in self.stages))
 
@@ -227,6 +222,5 @@ def scenario_of(name: str) -> Scenario:
     """The scenario of that name; SimulationError if it is unknown."""
     if name in SCENARIOS:
         return SCENARIOS[name]
-    near = difflib.get_close_matches(str(name), SCENARIOS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(SCENARIOS)
+    hint = near(str(name), SCENARIOS)
     raise SimulationError(f"scenario: {str(name)[:80]!r} is unknown; {hint}")

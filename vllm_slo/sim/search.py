@@ -57,7 +57,6 @@ def find_threshold(
     of the crossings. Each rate is tried once.
 
     Args:
-        keeps: whether a rate (jobs/s per GPU) keeps its attainment.
         start: first rate tried, above 0.
         precision: relative, above 0.
         octaves: most doublings or halvings; beyond them the result is censored.
@@ -70,7 +69,6 @@ def find_threshold(
     if not 0 < precision < math.inf:
         raise SimulationError(f"precision: must be above 0, got {precision}")
     parts = 1  # steps per octave; a power of two, so a finer grid contains every coarser one
-
     while 2 ** (1 / parts) > 1 + precision:
         parts *= 2
     tried: list[int] = []

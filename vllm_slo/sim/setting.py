@@ -21,7 +21,6 @@ class Setting:
 
     Attributes:
         scenario: one of ``scenarios.SCENARIOS``.
-        hardware: of one engine.
         conditions: replicas, errors of the step times; the window's seed replaces its ``seed``.
         jobs: per window and engine, so that windows of one rate per GPU last equally long.
         warmup: share of them, by arrival, that does not count.
@@ -53,7 +52,6 @@ class Setting:
         )
 
     def with_replicas(self, replicas: int) -> Setting:
-        """The same setting on so many replicas."""
         return replace(self, conditions=replace(self.conditions, replicas=replicas))
 
     def sample(self, most: int) -> list[Job]:
@@ -74,12 +72,10 @@ class Case:
 
     @property
     def engines(self) -> int:
-        """Engines of all replicas."""
         return self.system.engines * self.setting.conditions.replicas
 
     @property
     def gpus(self) -> int:
-        """GPUs of all engines."""
         return self.engines * self.setting.hardware.gpus
 
     def window(self, rate: float, seed: int) -> list[Job]:

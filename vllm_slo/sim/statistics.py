@@ -37,8 +37,6 @@ class Capacity:
     """The capacity of one system for one question. Rates in jobs/s per GPU.
 
     Attributes:
-        question: what was asked.
-        windows: one threshold per window.
         rate: mean over the windows; None if any window has no threshold.
         half_width: of the 95% interval; None without ``rate`` and for a single window.
     """
@@ -94,6 +92,5 @@ def ratio(capacity: Capacity, base: Capacity) -> tuple[float, float, float] | No
     if capacity.rate is None or base.rate is None:
         return None
     pairs = zip(capacity.windows, base.windows, strict=True)
-
     mean, half = mean_interval([math.log((a.kept or 1.0) / (b.kept or 1.0)) for a, b in pairs])
     return math.exp(mean), math.exp(mean - (half or 0.0)), math.exp(mean + (half or 0.0))

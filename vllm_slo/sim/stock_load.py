@@ -32,11 +32,10 @@ NOISE: Final = 0.1
 def find_speedup(question: Mapping[str, Any]) -> float:
     """The largest speed-up of the workload at which enough requests attain.
 
-    Args:
-        question: ``step_time`` (two triples, see `StepTimeModel`), ``frontend_s``, ``kv_tokens``,
-            ``max_num_seqs``, ``max_model_len``, ``step_tokens``; ``attainment``, a share; and
-            ``windows``: lists of requests, each an object with ``at_s``, ``prompt_tokens``,
-            ``output_tokens``, ``ttft_s``, ``tpot_s``. Times in seconds.
+    ``question``: ``step_time`` (two triples, see `StepTimeModel`), ``frontend_s``, ``kv_tokens``,
+    ``max_num_seqs``, ``max_model_len``, ``step_tokens``; ``attainment``, a share; and ``windows``:
+    lists of requests, each an object with ``at_s``, ``prompt_tokens``, ``output_tokens``,
+    ``ttft_s``, ``tpot_s``. Times in seconds.
 
     Raises:
         SimulationError: a number is out of range.

@@ -22,7 +22,6 @@ OVERHEAD_S: Final[Mapping[bool, tuple[float, float]]] = {
 Measured on the real scheduler objects with a prompt in every step, 16 to 256 requests, on one core
 of an Intel Xeon with AMX (benchmarks/scheduler_overhead.py).
 """
-
 DRAFTS: Final = 8
 """Tokens drafted if a name has no number. With the verifier's own token a length stays below 10
 (SLOs-Serve, appendix D)."""
@@ -37,7 +36,6 @@ class System:
 
     Attributes:
         name: as ``parse_system`` reads it.
-        policy: of the scheduler.
         token_budget: most tokens of a step (``--max-num-batched-tokens``).
         prefill, decode: engines of each kind if disaggregated, else 0.
         drafts: tokens drafted for each decoding request in a step; 0: no speculation.
@@ -52,7 +50,6 @@ class System:
 
     @property
     def engines(self) -> int:
-        """Engines of one replica."""
         return self.prefill + self.decode or 1
 
     @property
@@ -61,7 +58,6 @@ class System:
         return self.policy in ("fcfs", "priority")
 
     def overhead_s(self, requests: int) -> float:
-        """Seconds to schedule a step of so many requests."""
         step_s, request_s = OVERHEAD_S[self.policy == "slo"]
         return step_s + request_s * requests
 
@@ -120,9 +116,7 @@ def parse_system(text: str) -> System:
 def families(step_time: StepTimeModel, tightest_tpot_s: float) -> dict[str, tuple[System, ...]]:
     """Name of a baseline -> the settings among which the best is chosen.
 
-    Args:
-        step_time: of the engine.
-        tightest_tpot_s: of the scenario; Sarathi's token budget is the largest step within it.
+    ``tightest_tpot_s``: of the scenario; Sarathi's token budget is the largest step within it.
     """
     sarathi = min(max(step_time.time_to_tokens(tightest_tpot_s), 64), 8192)
     swept = sorted({*SWEPT_BUDGETS, sarathi})

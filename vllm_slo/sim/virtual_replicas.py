@@ -17,13 +17,12 @@ from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
+from vllm_slo.sim.front import Replica
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, VirtualEngine
-from vllm_slo.sim.jobs import RoundResult
+from vllm_slo.sim.jobs import RoundRequest, RoundResult, answer_text
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
-from vllm_slo.sim.replica import Replica, RoundRequest
 from vllm_slo.sim.systems import System
-from vllm_slo.sim.text import answer_text
 
 SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
     "slo": (LightSLOScheduler, Scheduler),
@@ -120,10 +119,7 @@ def _overhead(
 class Colocated:
     """One engine that does prefill and decode.
 
-    Args:
-        engine: serves the requests.
-        number: of this replica.
-        priorities: whether a request's priority is its deadline.
+    ``priorities``: whether a request's priority is its deadline.
     """
 
     def __init__(self, engine: VirtualEngine, number: int, *, priorities: bool = False) -> None:
@@ -286,7 +282,6 @@ class Disaggregated:
         now_s, name = heapq.heappop(self._handed)
         request = self._requests[name]
         target = min(self._decode, key=lambda replica: replica.engine.live)
-
         target.accept(
             replace(
                 request,

@@ -119,7 +119,6 @@ class Point:
 
     @classmethod
     def of(cls, rate: float, windows: Sequence[Window]) -> Point:
-        """Pool windows."""
         pooled = summarise(
             [measure for window in windows for measure in window.measures],
             sum(window.window_s for window in windows),

@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from vllm_slo.bench.style import usable_cores
 from vllm_slo.sim.errors import SimulationError
 
 T = TypeVar("T")
@@ -43,8 +44,7 @@ def quiet() -> None:
 class Workers:
     """Processes for several calls of ``run_tasks``, so that each imports vLLM once.
 
-    Args:
-        processes: how many; None: one per usable core; 1: run tasks in this process.
+    ``processes``: how many; None: one per usable core; 1: run tasks in this process.
     """
 
     def __init__(self, processes: int | None = None) -> None:
@@ -84,7 +84,6 @@ def run_tasks(
         function: of a module's top level.
         arguments: picklable.
         processes: ``Workers``, or how many to start for this call only.
-        progress: called after each task.
 
     Raises:
         SimulationError: a process died.
@@ -103,7 +102,6 @@ def run_tasks(
         return results
     pool = processes.pool()
     futures = [pool.submit(function, *given) for given in arguments]
-
     try:
         for done, finished in enumerate(as_completed(futures), 1):
             finished.result()
@@ -116,10 +114,3 @@ def run_tasks(
     finally:
         for future in futures:
             future.cancel()
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

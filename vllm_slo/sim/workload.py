@@ -40,8 +40,6 @@ def make_jobs(
     Args:
         scenario: a key of ``SCENARIOS``.
         hardware: the latency of a lone request on it is the unit of the TTFT objectives.
-        rate: jobs/s.
-        count: how many jobs.
         seed: of lengths and arrivals, >= 0.
         arrivals: one of ``ARRIVALS`` for all applications; None: the scenario's own.
         fit: how a trace is fitted to the rate, see ``arrivals.draw``.

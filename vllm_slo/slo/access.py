@@ -22,12 +22,9 @@ from vllm_slo.slo.access_config import AccessConfig, GrantConfig, KeyConfig
 from vllm_slo.slo.keys import INTERNAL_KEYS, SEAL_KEY, is_slo_key
 from vllm_slo.slo.model import SLO
 
-__all__ = ["SEAL_VARIABLE", "Access", "Seal", "bearer_of", "check_internal"]
-
 SEAL_VARIABLE: Final = "VLLMSLO_SEAL"
 """Environment variable with the secret of the seal. The first process of a server makes it up, and
 its children inherit it. Where engines run on other machines, the operator sets it on all."""
-
 _NO_OBJECTIVES: Final = frozenset(
     {
         "value",
@@ -62,8 +59,7 @@ class Seal:
     It proves that the keys were checked and have not changed since. A seal that is copied is valid
     for the same keys and values only.
 
-    Args:
-        secret: shared by the processes that seal and that check.
+    ``secret``: shared by the processes that seal and that check.
     """
 
     def __init__(self, secret: str) -> None:
@@ -129,9 +125,7 @@ class Seal:
 def check_internal(extra: Mapping[str, Any] | None, seal: Seal | None) -> None:
     """Refuse internal keys without a valid seal.
 
-    Args:
-        extra: the flat keys of a request.
-        seal: of this server; None: it has none, so no internal key is valid.
+    ``seal``: of this server; None: it has none, so no internal key is valid.
 
     Raises:
         InvalidSLOError: `extra` has internal keys, and they are not sealed.
@@ -165,10 +159,6 @@ def _written(value: object) -> str:
 class Access:
     """The API keys of one server and their grants.
 
-    Args:
-        config: section ``access``.
-        environ: environment variables, which may hold keys.
-
     Raises:
         ConfigError: a key cannot be read, or two names have the same key; one line without the key.
     """
@@ -196,7 +186,6 @@ class Access:
         Args:
             slo: of the request, its class applied.
             raw_headers: ASGI headers, with the key.
-            classes: configured classes by name.
             own: whether the request states the SLO itself. If not, it is of the default class; a
                 key that may not have that class is served best effort.
 

@@ -11,8 +11,6 @@ from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.fields import MAX_TPOT_MS, MAX_TTFT_MS, MAX_VALUE
 from vllm_slo.slo.model import SLO, Tier
 
-__all__ = ["AccessConfig", "GrantConfig", "KeyConfig", "QuotaConfig", "QuotasConfig"]
-
 _SECRETS: Final = ("sha256", "env", "file")
 
 
@@ -29,10 +27,14 @@ def check_tenant(name: str | None) -> str | None:
     return name
 
 
-class GrantConfig(BaseModel):
-    """What requests with a key may ask for."""
+class Section(BaseModel):
+    """A section of the configuration: immutable, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class GrantConfig(Section):
+    """What requests with a key may ask for."""
 
     tenant: str | None = Field(
         default=None,
@@ -125,10 +127,8 @@ class KeyConfig(GrantConfig):
         return self
 
 
-class AccessConfig(BaseModel):
+class AccessConfig(Section):
     """Which API key may ask for what. vLLM's own `--api-key` decides who is let in at all."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     keys: dict[str, KeyConfig] = Field(
         default_factory=dict,
@@ -160,10 +160,8 @@ class AccessConfig(BaseModel):
         return listed if self.others is None else {**listed, "others": self.others}
 
 
-class QuotaConfig(BaseModel):
+class QuotaConfig(Section):
     """How many promised tokens a tenant may have."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     promised_tokens_per_s: float = Field(
         gt=0.0,
@@ -183,10 +181,8 @@ class QuotaConfig(BaseModel):
     )
 
 
-class QuotasConfig(BaseModel):
+class QuotasConfig(Section):
     """Quotas of promised tokens by tenant; beyond them requests are served best effort."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     tenants: dict[str, QuotaConfig] = Field(
         default_factory=dict,

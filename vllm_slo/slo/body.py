@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["MAX_BODY_BYTES", "is_json_type", "peek", "prompts_in", "read_body"]
-
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 """Longest body that the front and quotes take."""
 

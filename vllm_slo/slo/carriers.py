@@ -11,23 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypedDict
 
 from vllm_slo.errors import InvalidSLOError
-from vllm_slo.slo.claims import HEADER_FIELDS
+from vllm_slo.slo.claims import HEADER_FIELDS, Claims
 from vllm_slo.slo.hints import HINT_HEADERS, HINTS_OF, fields_of_hints, hints_of
 from vllm_slo.slo.keys import has_slo_key
-from vllm_slo.slo.model import SLO, OnUnattainable
-from vllm_slo.slo.resolve import check_thinking, resolve_slo
-
-__all__ = [
-    "FORWARDED",
-    "QUOTE_ROUTE",
-    "ROUTES",
-    "Carriers",
-    "Forwarded",
-    "Policy",
-    "asked_by",
-    "carriers_of",
-    "slo_headers",
-]
+from vllm_slo.slo.model import SLO, OnUnattainable, slo_of_fields
 
 ROUTES: Final = frozenset(
     {
@@ -39,6 +26,9 @@ ROUTES: Final = frozenset(
     }
 )
 """Routes below /v1 that generate from a JSON body."""
+SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority")
+"""OpenAI's values of `service_tier`. ``flex`` is best effort. Any other value, known or not, asks
+for nothing unless the configuration maps it to a class."""
 QUOTE_ROUTE: Final = "/v1/slo/quote"
 FORWARDED: Final = "vllm_slo.forwarded"
 """Key of the ASGI scope that holds the `Forwarded` of a request that a trusted front sends."""
@@ -65,7 +55,6 @@ class Policy:
     """The part of the configuration with which requests are read.
 
     Attributes:
-        classes: configured classes by name.
         service_tiers: service tier -> class name.
         default: SLO of the requests that carry none; None when no default class is configured.
         thinking: whether the server tells the model's thinking from its answer.
@@ -93,7 +82,6 @@ class Carriers:
         xargs: the body field ``vllm_xargs``, of any type.
         in_xargs: whether one of its keys is the SLO's.
         headers: the SLO headers, names in lower case.
-        service_tier: OpenAI's body field, or None.
         hints: see `vllm_slo.slo.hints`.
     """
 
@@ -116,11 +104,9 @@ class Carriers:
         return not (self.explicit or self.service_tier is not None or self.hints)
 
     def with_xargs(self, xargs: Mapping[str, Any]) -> Carriers:
-        """These carriers with other ``vllm_xargs``."""
         return replace(self, xargs=xargs, in_xargs=has_slo_key(xargs))
 
     def without_hints(self, names: Collection[str]) -> Carriers:
-        """These carriers without some hints."""
         left = {name: value for name, value in self.hints.items() if name not in names}
         return replace(self, hints=left)
 
@@ -208,3 +194,68 @@ def slo_headers(raw_headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
             before = headers.setdefault(name, value)
             headers[name] = value if before == value else f"{before}, {value}"
     return headers
+
+
+def resolve_slo(
+    *,
+    body_slo: Mapping[str, Any] | None = None,
+    xargs: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    service_tier: object = None,
+    hints: Mapping[str, object] | None = None,
+    classes: Mapping[str, SLO],
+    service_tiers: Mapping[str, str | None],
+    arrival_s: float | None = None,
+) -> SLO | None:
+    """Unite the carriers of one request into one SLO; None when none of them asks for anything.
+
+    Precedence, field by field: the explicit carriers (`body_slo`, `xargs`, `headers`), which must
+    agree where they overlap; then the class that they name; then what `service_tier` stands for
+    (``flex``: tier best_effort; any tier mapped in `service_tiers`: that class); then `hints`.
+
+    Args:
+        xargs: the body field ``vllm_xargs``; keys that are not the SLO's are ignored.
+        headers: request headers, any case; only those in `HEADER_FIELDS` are read.
+        hints: valid SLO fields that gateways state in words of their own. They fill fields that
+            are still open. Without a class or an objective among them, they ask for nothing.
+        service_tiers: service tier -> class name.
+        arrival_s: arrival, epoch seconds; needed for ``prefill_ddl`` only.
+
+    Raises:
+        InvalidSLOError: a bad value, an unknown key or class, or two carriers that disagree.
+    """
+    claims = Claims()
+    if body_slo is not None:
+        claims.add_body(body_slo)
+    claims.add_xargs(xargs, arrival_s)
+    claims.add_headers(headers or {})
+    explicit, hints = claims.values(), hints or {}
+    weak = _of_service_tier(service_tier, service_tiers)
+    if explicit or weak or not hints.keys().isdisjoint(("slo_class", "ttft_ms")):
+        weak = {**hints, **weak}
+    return slo_of_fields(explicit, weak, classes)
+
+
+def _of_service_tier(
+    service_tier: object, service_tiers: Mapping[str, str | None]
+) -> dict[str, object]:
+    weak: dict[str, object] = {}
+    if isinstance(service_tier, str) and (mapped := service_tiers.get(service_tier)):
+        weak["slo_class"] = mapped
+    if service_tier == "flex":
+        weak["tier"] = "best_effort"
+    return weak
+
+
+def check_thinking(slo: SLO, *, told: bool) -> None:
+    """Refuse an objective for thinking where the server cannot tell thinking from the answer.
+
+    Raises:
+        InvalidSLOError: the SLO has such an objective, and the server does not.
+    """
+    if slo.thinking_tpot_ms is not None and not told:
+        raise InvalidSLOError(
+            "thinking_tpot_ms",
+            "the server does not tell thinking from the answer",
+            "start it with --reasoning-parser, or give stages with the text that ends thinking",
+        )

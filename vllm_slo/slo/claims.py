@@ -29,8 +29,6 @@ from vllm_slo.slo.fields import (
 )
 from vllm_slo.slo.keys import DDL_KEY, PREFIX, TPOT_S_KEY, is_slo_key
 
-__all__ = ["HEADER_FIELDS", "Claims"]
-
 HEADER_FIELDS: Final[Mapping[str, str]] = {
     "x-llm-d-slo-ttft-ms": "ttft_ms",
     "x-llm-d-slo-tpot-ms": "tpot_ms",
@@ -42,7 +40,6 @@ HEADER_FIELDS: Final[Mapping[str, str]] = {
     "x-slo-session-id": "session_id",
 }
 """Request header (lower case) -> SLO field. Of two names for one field, llm-d's wins."""
-
 EXPIRED_TTFT_MS: Final = SHORTEST_MS
 """TTFT of a `prefill_ddl` that lies in the past: valid, and never attainable."""
 
@@ -58,14 +55,12 @@ _DECIMAL: Final = re.compile(r"[+-]?(\d{1,32}(\.\d{0,32})?|\.\d{1,32})([eE][+-]?
 class Claims:
     """What the carriers that were read so far state.
 
-    Attributes:
-        by_name: attribute of the SLO -> (value, carrier).
+    ``by_name``: attribute of the SLO -> (value, carrier).
     """
 
     by_name: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     def values(self) -> dict[str, object]:
-        """Attribute -> value."""
         return {name: value for name, (value, _) in self.by_name.items()}
 
     def add(self, name: str, value: object, carrier: str) -> None:
@@ -84,7 +79,6 @@ class Claims:
             )
 
     def add_body(self, body: object) -> None:
-        """Read the body field ``slo``."""
         if not isinstance(body, Mapping):
             fix = 'give an object, for example {"ttft_ms": 500, "tpot_ms": 50} or {"class": "chat"}'
             raise InvalidSLOError("slo", f"{echo(body)} is not an object", fix)

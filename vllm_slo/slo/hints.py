@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from vllm_slo.slo.fields import MAX_OUTPUT_TOKENS, MAX_TTFT_MS, NAME, SHORTEST_MS
 
-__all__ = ["HINTS_OF", "HINT_HEADERS", "fields_of_hints", "hints_of"]
-
 HINT_HEADERS: Final[Mapping[str, str]] = {
     "x-llm-d-inference-objective": "slo_class",
     "x-llm-d-inference-fairness-id": "tenant",
@@ -72,8 +70,6 @@ def fields_of_hints(
     """The hints as valid fields of an SLO.
 
     Args:
-        hints: as `hints_of` returns them.
-        classes: configured classes.
         priorities: priority -> class name.
         reads_session_id: whether vLLM's session id names the session.
     """

@@ -9,55 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = [
-    "AGE_KEY",
-    "DDL_KEY",
-    "EACH_KEY",
-    "EXEMPT_KEY",
-    "GROUP_KEY",
-    "INTERNAL_KEYS",
-    "PREFIX",
-    "QUOTE_KEY",
-    "SEAL_KEY",
-    "TICKET_KEY",
-    "TPOT_S_KEY",
-    "has_slo_key",
-    "is_slo_key",
-    "slo_keys_of",
-]
-
 AGE_KEY: Final = "slo_age_ms"
 """Internal key of `extra_args`: for how long a front has had the request, milliseconds."""
-
 TICKET_KEY: Final = "slo_ticket"
 """Internal key: the mark by which a front knows the request, from 1."""
-
 QUOTE_KEY: Final = "slo_quote"
 """Internal key: the request is not to be served, but told what it would be promised."""
-
 EXEMPT_KEY: Final = "slo_exempt"
 """Internal key: the request is a part of another one. It has no SLO, not even the default class."""
-
 EACH_KEY: Final = "slo_each"
 """Internal key: the report is to travel in the stop reason, since vLLM unites the outputs of the
 choices of one prompt, and then keeps the other fields of one of them only."""
-
 GROUP_KEY: Final = "slo_group"
 """Internal key: a name that the choices of one HTTP request share. They are declined together or
 not at all."""
-
 SEAL_KEY: Final = "slo_seal"
 """Internal key: proves that this server wrote the others; see `vllm_slo.slo.access`."""
-
 INTERNAL_KEYS: Final = (AGE_KEY, TICKET_KEY, QUOTE_KEY, EXEMPT_KEY, EACH_KEY, GROUP_KEY, SEAL_KEY)
 """Keys that only this server's own processes may write. A client that sends one is refused."""
-
 PREFIX: Final = "slo_"
 """Of every flat key of an SLO."""
-
 DDL_KEY: Final = "prefill_ddl"
 """SLOs-Serve's key: deadline of the first token, epoch seconds."""
-
 TPOT_S_KEY: Final = "slo_tpot"
 """SLOs-Serve's key: seconds per output token."""
 

@@ -116,10 +116,9 @@ class SLO:
     def to_extra_args(self, *, resolved: bool = False) -> dict[str, str | int | float]:
         """Flat keys for `SamplingParams.extra_args` and `vllm_xargs`.
 
-        Args:
-            resolved: this SLO came out of `resolve_slo`, so its class has been applied. Then
-                `value` and `on_unattainable` are written even at their defaults: reading the keys
-                back against the same classes gives this SLO again, and never None.
+        ``resolved``: this SLO came out of `resolve_slo`, so its class has been applied. Then
+        `value` and `on_unattainable` are written even at their defaults: reading the keys back
+        against the same classes gives this SLO again, and never None.
         """
         flat: dict[str, str | int | float] = {}
         for spec in fields(self):
@@ -186,9 +185,7 @@ def _check_guarantee(slo: SLO) -> None:
 
 
 def slo_of_fields(
-    explicit: Mapping[str, object],
-    weak: Mapping[str, object],
-    classes: Mapping[str, SLO] | None,
+    explicit: Mapping[str, object], weak: Mapping[str, object], classes: Mapping[str, SLO] | None
 ) -> SLO | None:
     """The SLO of `explicit` fields, completed by their class and then by the `weak` ones.
 

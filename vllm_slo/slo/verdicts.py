@@ -13,20 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-__all__ = [
-    "DECLINED_HEADER",
-    "REPORT_KEY",
-    "Declined",
-    "Invalid",
-    "Quoted",
-    "Verdict",
-    "pack_quote",
-    "pack_report",
-    "unpack",
-    "unpack_quote",
-    "unpack_report",
-]
-
 REPORT_KEY: Final = "vllm_slo"
 DECLINED_HEADER: Final = "x-vllm-slo-declined"
 """Header by which a server tells the front, whatever the status, that it declined. The value: the
@@ -40,12 +26,7 @@ _QUOTE: Final = "slo_quote:"
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """The objectives cannot be promised, and the request asked to be refused then.
-
-    Attributes:
-        retry_after_ms: milliseconds after which to retry.
-        reason: as in reports.
-    """
+    """The objectives cannot be promised, and the request asked to be refused then."""
 
     retry_after_ms: int
     reason: str
@@ -70,7 +51,6 @@ class Invalid:
     text: str
 
     def pack(self) -> str:
-        """The stop reason."""
         return _INVALID + self.text
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from vllm_slo.core.lengths.forecast import (
     ForecastError,
-    ForecastErrors,
     LengthQuery,
     QuantileForecaster,
     RunningMean,
@@ -135,24 +134,3 @@ def test_then_the_newest_value_weighs_one_part_of_its_memory() -> None:
     for _ in range(100):
         running.add(5.0)
     assert running.mean == pytest.approx(5.0, abs=1e-3), "what was is forgotten"
-
-
-def test_errors_are_kept_apart_by_where_the_guess_came_from() -> None:
-    errors = ForecastErrors()
-    assert errors.means() == {}
-    assert errors.add(LengthPrediction(50, "quantile"), 100) == forecast_error(50, 100)
-    errors.add(LengthPrediction(300, "quantile"), 100)
-    errors.add(LengthPrediction(80, "learnt"), 100)
-    assert errors.means() == {
-        "quantile": pytest.approx(ForecastError(ratio=1.75, relative=1.25)),
-        "learnt": pytest.approx(ForecastError(ratio=0.8, relative=0.2)),
-    }
-
-
-def test_errors_of_long_ago_fade() -> None:
-    errors = ForecastErrors(memory=8)
-    for _ in range(20):
-        errors.add(LengthPrediction(300, "learnt"), 100)
-    for _ in range(80):
-        errors.add(LengthPrediction(100, "learnt"), 100)
-    assert errors.means()["learnt"].relative < 1e-3

@@ -32,11 +32,7 @@ def test_best_effort_that_has_begun_is_served_first_but_for_the_starved() -> Non
     assert [r.request_id for r in rank_best_effort(requests, 100.0, 30.0)][:3] == begun
 
 
-@given(
-    st.integers(0, 30),
-    st.integers(0, 30),
-    st.lists(st.integers(0, 8), max_size=7),
-)
+@given(st.integers(0, 30), st.integers(0, 30), st.lists(st.integers(0, 8), max_size=7))
 def test_the_fewest_victims_in_order_give_way(needed: int, free: int, sizes: list[int]) -> None:
     victims = [(f"v{i}", n) for i, n in enumerate(sizes)]
     enough = [k for k in range(len(sizes) + 1) if free + sum(sizes[:k]) >= needed]

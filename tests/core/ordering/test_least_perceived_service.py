@@ -248,10 +248,7 @@ def test_a_lower_queue_gives_way_to_a_newcomer() -> None:
 
 
 def test_nobody_gives_way_before_the_switch_has_paid() -> None:
-    views = [
-        waiting("r1", placed=True, attained_s=2.0, progress_s=0.2, kept_s=0.3),
-        waiting("r2"),
-    ]
+    views = [waiting("r1", placed=True, attained_s=2.0, progress_s=0.2, kept_s=0.3), waiting("r2")]
     assert LAPS.give_way(LAPS.rank(views), 0, 0) == ()
 
 

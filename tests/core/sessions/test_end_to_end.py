@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from vllm_slo.core.sessions.end_to_end import end_to_end_pace, pace_of_rest
+from vllm_slo.core.sessions.rounds import end_to_end_pace, pace_of_rest
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler
@@ -40,9 +40,7 @@ def test_the_parts_add_up_and_are_stretched_alike(
 
 
 @given(
-    st.lists(st.floats(0.0, 2.0), min_size=1, max_size=9),
-    st.integers(1, 30),
-    st.floats(-5.0, 60.0),
+    st.lists(st.floats(0.0, 2.0), min_size=1, max_size=9), st.integers(1, 30), st.floats(-5.0, 60.0)
 )
 def test_who_keeps_the_pace_of_the_rest_is_in_time(
     gaps_s: list[float], left: int, ahead_s: float

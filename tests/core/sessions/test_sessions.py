@@ -21,8 +21,8 @@ from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
-from vllm_slo.sim.text import own_text
-from vllm_slo.slo.resolve import resolve_slo
+from vllm_slo.sim.jobs import own_text
+from vllm_slo.slo.carriers import resolve_slo
 
 KEY = (None, "job")
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)

@@ -31,8 +31,8 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.stage_marks import AnswerMarks
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.slo.carriers import resolve_slo
 from vllm_slo.slo.model import Stage
-from vllm_slo.slo.resolve import resolve_slo
 
 THINK = [{"until": "</think>", "tpot_ms": 20}, {"tpot_ms": 100}]
 FLAT = StepTimeModel(((0.0, 0.0, 0.01), (0.0, 0.0, 0.0)), max_tokens=64)

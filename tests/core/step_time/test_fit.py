@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""core/step_time/fit.py and least_squares.py."""
+"""core/step_time/fit.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_shapes import TRUE, shapes
 
-from vllm_slo.core.step_time.fit import fit
-from vllm_slo.core.step_time.least_squares import nnls
+from vllm_slo.core.step_time.fit import fit, nnls
 from vllm_slo.core.step_time.model import BatchShape, Sample
 from vllm_slo.errors import ProfileError
 

@@ -52,12 +52,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_slo.engine import gate
 from vllm_slo.engine.http import response as http_response
 from vllm_slo.engine.http.middleware import SLOMiddleware
-from vllm_slo.engine.http.outcome import (
-    Asked,
-    rewrite_event,
-    rewrite_json,
-    served_service_tier,
-)
+from vllm_slo.engine.http.outcome import Asked, rewrite_event, rewrite_json, served_service_tier
 from vllm_slo.slo.model import SLO
 from vllm_slo.slo.verdicts import Declined, Invalid, pack_report, unpack
 
@@ -308,11 +303,7 @@ def test_inner_http_middleware_sees_the_same() -> None:
 
 
 def check_declined(
-    response: httpx.Response,
-    path: str,
-    seconds: str = "2",
-    millis: str = "1500",
-    status: int = 429,
+    response: httpx.Response, path: str, seconds: str = "2", millis: str = "1500", status: int = 429
 ) -> None:
     text = refused_in_any_shape(response, path, status)
     assert f"retry after {millis} ms" in text and "(prefill)" in text

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from live_server import PROMPT, SMALL, LiveServer, command
 
 from vllm_slo import tiny
-from vllm_slo.engine.http.routes import ROUTES, unlisted
+from vllm_slo.engine.http.routes import ROUTES
 from vllm_slo.slo.keys import INTERNAL_KEYS
 
 pytestmark = pytest.mark.engine
@@ -55,11 +55,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": TALK, "max_tokens": 4},
     "/invocations": {"prompt": PROMPT, "max_tokens": 4},
     "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}},
-    "/generative_scoring": {
-        "query": "a",
-        "items": ["b", "c"],
-        "label_token_ids": [5, 6],
-    },
+    "/generative_scoring": {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6]},
 }
 # Routes that this server does not have: audio needs a model that hears, Cohere's its SDK.
 ELSEWHERE = {"/v1/audio/transcriptions", "/v1/audio/translations", "/cohere/v2/chat"}
@@ -219,10 +215,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "continue_final_message": True,
         },
     ),
-    "structured": (
-        "/v1/chat/completions",
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-    ),
+    "structured": ("/v1/chat/completions", {"structured_outputs": {"choice": ["yes", "no"]}}),
     "forced tool": (
         "/v1/chat/completions",
         {
@@ -461,7 +454,7 @@ def test_whatever_comes_is_answered_and_nobody_else_is_disturbed(server: LiveSer
 
 def test_every_route_is_in_the_list(server: LiveServer) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    assert unlisted(path for path, methods in paths.items() if "post" in methods) == set()
+    assert {path for path, methods in paths.items() if "post" in methods} <= ROUTES.keys()
 
 
 def test_a_route_that_a_plugin_adds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +478,7 @@ def test_a_route_that_a_plugin_adds_is_noticed(monkeypatch: pytest.MonkeyPatch) 
             for route in app.routes
             if "POST" in (getattr(route, "methods", None) or ())
         }
-        assert unlisted(posts) == expected
+        assert set(posts) - ROUTES.keys() == expected
 
 
 # --- the log --------------------------------------------------------------------------------------

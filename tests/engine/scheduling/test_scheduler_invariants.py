@@ -34,7 +34,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.stage_marks import AnswerMarks
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome, VirtualEngine
-from vllm_slo.sim.text import own_text
+from vllm_slo.sim.jobs import own_text
 from vllm_slo.slo.keys import INTERNAL_KEYS
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)

@@ -53,7 +53,7 @@ from vllm_slo.engine.scheduling import request_facts
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation.chains import Chains
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
-from vllm_slo.sim.text import own_text
+from vllm_slo.sim.jobs import own_text
 from vllm_slo.slo.fields import SHORTEST_MS
 from vllm_slo.slo.keys import GROUP_KEY
 

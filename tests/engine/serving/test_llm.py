@@ -79,10 +79,7 @@ def llm() -> Iterator[LLM]:
     parser = SUPPORT / "first_line_parser.py"
     thinking = {"reasoning_parser": "first_line", "reasoning_parser_plugin": str(parser)}
     engine = LLM(
-        "tiny",
-        slo_config={"classes": CLASSES},
-        structured_outputs_config=thinking,
-        **OPTIONS,
+        "tiny", slo_config={"classes": CLASSES}, structured_outputs_config=thinking, **OPTIONS
     )
     yield engine
     engine.llm_engine.engine_core.shutdown()

@@ -19,8 +19,8 @@ from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileKey, ProfileReport
 from vllm_slo.core.step_time.fit import fit
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
-from vllm_slo.engine.serving import profile, profile_measurement, profile_report
-from vllm_slo.engine.serving.profile_grid import Limits, scenarios
+from vllm_slo.engine.serving import profile, profile_measurement
+from vllm_slo.engine.serving.profile_measurement import Limits, scenarios
 from vllm_slo.errors import ProfileError
 
 KEY = ProfileKey(
@@ -176,7 +176,7 @@ def test_the_grid_stays_within_the_engine(limits: Limits, quick: bool) -> None:
 
 def test_picture(report: ProfileReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = profile_report.draw(report, tmp_path / "fit.png")
+    path = profile.draw(report, tmp_path / "fit.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -83,12 +83,7 @@ CARRIERS: dict[str, tuple[dict[str, Any], dict[str, str], str | None, str]] = {
         "guaranteed",
         "default",
     ),
-    "aliases": (
-        {},
-        {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "10000"},
-        "guaranteed",
-        "default",
-    ),
+    "aliases": ({}, {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "10000"}, "guaranteed", "default"),
     "class": ({"slo": {"class": "code"}}, {}, "guaranteed", "default"),
     "class_header": ({}, {"x-slo-class": "chat"}, "guaranteed", "default"),
     "tier_header": (

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 from vllm_slo.core.lengths.output_length import (
     LengthPrediction,
     OutputLengthPredictor,
-    Source,
     checked_quantile,
 )
 
@@ -30,7 +29,6 @@ class LengthQuery:
 
     Attributes:
         slo_class: the name by which lengths are learnt.
-        prompt_tokens: length of the prompt.
         max_tokens: most output tokens, at least 1.
         declared: output tokens that the request announced, or None.
         prompt_token_ids: the prompt; empty where it is not tokens.
@@ -88,7 +86,6 @@ class RunningMean:
         self.mean = 0.0
 
     def add(self, value: float) -> None:
-        """Take in one value."""
         self._count += 1
         self.mean += (value - self.mean) / min(self._count, self._memory)
 
@@ -104,32 +101,3 @@ def forecast_error(predicted: float, actual: int) -> ForecastError:
     """How far off a predicted length was; an empty answer counts as one token."""
     actual = max(actual, 1)
     return ForecastError(predicted / actual, abs(predicted - actual) / actual)
-
-
-class ForecastErrors:
-    """Errors of late by where the prediction came from.
-
-    Args:
-        memory: requests of each source that its means are over, more or less.
-    """
-
-    def __init__(self, memory: int = 256) -> None:
-        self._memory = memory
-        self._means: dict[Source, tuple[RunningMean, RunningMean]] = {}
-
-    def add(self, prediction: LengthPrediction, tokens: int) -> ForecastError:
-        """Take in what became of a prediction made at arrival; returns its error."""
-        error = forecast_error(prediction.tokens, tokens)
-        means = self._means.setdefault(
-            prediction.source, (RunningMean(self._memory), RunningMean(self._memory))
-        )
-        for mean, value in zip(means, error, strict=True):
-            mean.add(value)
-        return error
-
-    def means(self) -> dict[Source, ForecastError]:
-        """Source -> its mean ratio and mean relative error; sources without a request left out."""
-        return {
-            source: ForecastError(ratio.mean, relative.mean)
-            for source, (ratio, relative) in self._means.items()
-        }

@@ -37,10 +37,7 @@ def preemptions(
 ) -> tuple[str, ...]:
     """Best-effort requests whose KV must go so that promises find ``needed_blocks``.
 
-    Args:
-        needed_blocks: blocks that promised requests are about to take.
-        free_blocks: blocks that no request holds.
-        victims: (request id, blocks it would free), in the order in which they are to give way.
+    ``victims``: (request id, blocks it would free), in the order in which they are to give way.
 
     Returns:
         The shortest prefix of ``victims`` that frees enough; all of them if that is too little.

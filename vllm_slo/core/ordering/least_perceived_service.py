@@ -101,7 +101,6 @@ class TypicalRounds:
         self.round_s = self.drafted = self.accepted = 0.0
 
     def observe(self, seconds: float, drafted: int, accepted: int) -> None:
-        """Take in a round."""
         self._count = min(self._count + 1, self.MEMORY)
         self.round_s += (seconds - self.round_s) / self._count
         self.drafted += (drafted - self.drafted) / self._count
@@ -115,7 +114,6 @@ class Perception:
         rounds: gamma, rounds in which the acceptance rate must have stood still. 0: it is taken to
             be the typical one until the request's own rounds say otherwise.
         change: delta, by which it may have moved in them.
-        typical: rounds of all requests.
 
     Attributes:
         attained_s: service since it arrived.
@@ -216,7 +214,6 @@ class ServiceView(NamedTuple):
     """A request without a promise, for its place in the order.
 
     Attributes:
-        request_id: its id.
         arrival: by which first come is first served.
         waited_s: seconds since it last had service, or arrived.
         length: predicted tokens of its whole answer.
@@ -249,7 +246,6 @@ class ServiceOrder:
 
     Attributes:
         policy: see the module; `fcfs` keeps what arrived first in front.
-        queues: thresholds.
         ageing_s: seconds of waiting after which a small request goes first.
         preempt_known: whether places of perceptible requests can be taken at any time.
     """
@@ -260,7 +256,6 @@ class ServiceOrder:
     preempt_known: bool = False
 
     def rank(self, views: Iterable[ServiceView]) -> list[ServiceView]:
-        """Serving order, the most urgent first."""
         return sorted(views, key=self._key)
 
     def _key(self, view: ServiceView) -> tuple[bool, float, bool, float, float, str]:
@@ -305,7 +300,6 @@ class ServiceOrder:
         Args:
             ranked: all requests, the most urgent first.
             places: free ones.
-            free_blocks: free KV blocks.
 
         Returns:
             Their ids. No place is taken for a request that could not begin even so.

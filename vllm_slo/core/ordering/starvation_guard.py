@@ -40,7 +40,6 @@ class StarvationGuard:
         return self.since_s.setdefault(request_id, now_s)
 
     def served(self, request_id: str, now_s: float) -> None:
-        """Note that a request got tokens."""
         self.since_s[request_id] = now_s
 
     def remove(self, request_id: str) -> None:

@@ -105,7 +105,6 @@ def route(
     """Choose a replica for a request; nothing is changed.
 
     Args:
-        replicas: those that may get requests.
         policy: only ``slo`` asks for promises; the others send to the first of their ranking.
         turn: counts requests, for round robin.
         max_hops: replicas asked before the backup acts.

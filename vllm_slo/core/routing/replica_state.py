@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_slo.core.step_time.model import StepTimeModel
@@ -72,9 +72,9 @@ class ReplicaState:
         Each promise is called by its place: its id may be of any length, and no other machine needs
         it.
         """
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
-        fields["model"] = self.model.to_dict()
-        fields["committed"] = [
+        written: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        written["model"] = self.model.to_dict()
+        written["committed"] = [
             [
                 str(place),
                 _finite(d.deadline_s),
@@ -86,8 +86,8 @@ class ReplicaState:
             ]
             for place, d in enumerate(self.committed)
         ]
-        fields["decoding"] = [[_finite(tpot_s), n] for tpot_s, n in self.decoding.items()]
-        return json.dumps(fields, separators=(",", ":")).encode()
+        written["decoding"] = [[_finite(tpot_s), n] for tpot_s, n in self.decoding.items()]
+        return json.dumps(written, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, line: bytes | str) -> ReplicaState:
@@ -103,48 +103,36 @@ class ReplicaState:
             raise ValueError(f"not the state of a replica: {error!r}") from error
 
     @classmethod
-    def from_dict(cls, fields: Any) -> ReplicaState:
+    def from_dict(cls, data: Any) -> ReplicaState:
         """From the parsed JSON of `to_json`.
 
         Raises:
             ValueError: it is not such a state.
         """
         try:
-            plain = {name: fields[name] for name in _PLAIN}
+            plain = {name: data[name] for name in _PLAIN}
             for name in ("block_sizes", "tickets"):
                 plain[name] = tuple(plain[name])
             plain["lengths"] = {name: tuple(points) for name, points in plain["lengths"].items()}
             return cls(
-                model=StepTimeModel.from_dict(fields["model"]),
+                model=StepTimeModel.from_dict(data["model"]),
                 committed=tuple(
                     Demand(name, _infinite(due), tokens, _infinite(tpot), blocks, value, context)
-                    for name, due, tokens, tpot, blocks, value, context in fields["committed"]
+                    for name, due, tokens, tpot, blocks, value, context in data["committed"]
                 ),
-                decoding={_infinite(tpot): n for tpot, n in fields["decoding"]},
+                decoding={_infinite(tpot): n for tpot, n in data["decoding"]},
                 **plain,
             )
         except (KeyError, TypeError, AttributeError, ProfileError) as error:
             raise ValueError(f"not the state of a replica: {error!r}") from error
 
 
-_PLAIN = (
-    "start_s",
-    "decoding_context",
-    "free_blocks",
-    "total_blocks",
-    "block_sizes",
-    "seats",
-    "max_step_tokens",
-    "token_share",
-    "finish_interval_s",
-    "max_model_len",
-    "running",
-    "waiting",
-    "backlog_tokens",
-    "tickets",
-    "seen",
-    "lengths",
+_PLAIN = tuple(
+    each.name
+    for each in fields(ReplicaState)
+    if each.name not in ("model", "committed", "decoding")
 )
+"""Fields that are written as they are."""
 
 
 def _finite(time_s: float) -> float | None:

@@ -63,11 +63,8 @@ class _Sent:
     """A request that was sent and has not ended.
 
     Attributes:
-        request: it.
-        sent_s: when.
         demand: what it was promised; None without a promise.
         tokens: of its prompt, to compute.
-        began: whether its answer has begun.
         known: whether the replica's last state accounts for it.
     """
 
@@ -80,11 +77,7 @@ class _Sent:
 
 
 class VirtualReplica:
-    """One replica as the controller sees it. Times are on the controller's clock.
-
-    Args:
-        name: the replica's.
-    """
+    """One replica as the controller sees it. Times are on the controller's clock."""
 
     def __init__(self, name: str) -> None:
         self.name = name

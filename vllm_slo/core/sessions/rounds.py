@@ -16,7 +16,6 @@ from vllm_slo.core.types import INFINITY
 
 Key: TypeAlias = tuple[str | None, str]
 """(tenant, session id)."""
-
 MOST_SESSIONS: Final = 4_096
 """Sessions that are remembered: a limit of memory. Beyond it, the one that was quiet the longest is
 closed."""
@@ -28,6 +27,8 @@ TOOLS_SHARE: Final = 0.9
 choice: however slow tools were, a round keeps some time, since they may be quicker than usual."""
 TIGHT: Final = 3.0
 """TTFT of a round, in multiples of a lone request's (SLOs-Serve, table 3), where none was asked."""
+SHORTEST_S: Final = 1e-6
+"""Seconds per token, fewer than any engine takes: the pace of an answer that is late already."""
 
 
 class RoundPace(NamedTuple):
@@ -50,7 +51,6 @@ class Session:
     """One job.
 
     Attributes:
-        key: its tenant and id.
         slo_class: of its latest round.
         started_s: arrival of its first round.
         deadline_s: end of the last token of its last round; infinite without an objective.
@@ -90,8 +90,7 @@ class _Typical:
 class Sessions:
     """The jobs of one engine.
 
-    Args:
-        idle_s: seconds without a request after which a session counts as ended.
+    ``idle_s``: seconds without a request after which a session counts as ended.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -115,9 +114,7 @@ class Sessions:
         """Note that a request of a session has come.
 
         Args:
-            key: the session's.
             slo_class: its class, of which the typical number of rounds is learnt.
-            now_s: its arrival.
             e2e_s: the job's end-to-end objective, seconds from its first arrival.
             expected: rounds that it is to have altogether, if the client knows.
             has_objective: whether the request has one, the job's included.
@@ -148,11 +145,8 @@ class Sessions:
         """What the round that has just begun may take, so that the whole job is in time.
 
         Args:
-            session: its job.
-            now_s: when it came.
             lone_ttft_s: what its prompt takes an engine without other work.
             tokens: how long its answer will be; None: that is not known.
-            last: whether it is the last one.
         """
         left_s = session.deadline_s - now_s
         if left_s == INFINITY or left_s <= 0.0:
@@ -181,8 +175,6 @@ class Sessions:
         """Note that a request of a session has ended; returns the session if that has ended, too.
 
         Args:
-            key: the session's.
-            now_s: when.
             attained: whether the request kept its objectives; None without any, or if it was
                 aborted.
             last: whether no other round follows.
@@ -215,3 +207,44 @@ class Sessions:
 
     def _of(self, slo_class: str) -> _Typical:
         return self._typical.setdefault(slo_class, _Typical())
+
+
+def end_to_end_pace(
+    budget_s: float, lone_prefill_s: float, lone_token_s: float, tokens: float
+) -> RoundPace:
+    """Divide a time for a whole answer between its prompt and its tokens.
+
+    Both get the same multiple of what they take on an engine without other work.
+
+    Args:
+        budget_s: from arrival to the last token, seconds, above 0.
+        lone_prefill_s: to the first token on an engine without other work, seconds, above 0.
+        lone_token_s: for each further token there, seconds, above 0.
+        tokens: how long the answer will be, at least 1.
+    """
+    further = max(tokens - 1.0, 0.0)
+    if further == 0.0:
+        return RoundPace(budget_s, INFINITY)
+    stretch = budget_s / (lone_prefill_s + further * lone_token_s)
+    return RoundPace(stretch * lone_prefill_s, stretch * lone_token_s)
+
+
+def pace_of_rest(
+    end_s: float, last_token_s: float, window_s: float, in_window: int, left: int
+) -> float:
+    """The time per token, in seconds, that ends an answer in time once it has begun; at least
+    `SHORTEST_S`.
+
+    A TPOT holds for its window as a whole. Tokens that came fast would let the rest of the window
+    be slower, so the pace is also taken from the start of the window.
+
+    Args:
+        end_s: when the whole answer is to have come.
+        last_token_s: when its last token came.
+        window_s: when the open window of its TPOT began.
+        in_window: tokens in that window so far.
+        left: tokens to come, at least 1.
+    """
+    by_last = (end_s - last_token_s) / left
+    by_window = (end_s - window_s) / (in_window + left)
+    return max(min(by_last, by_window), SHORTEST_S)

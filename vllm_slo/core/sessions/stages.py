@@ -24,7 +24,6 @@ class StageResult(NamedTuple):
     Attributes:
         tpot_s: its objective, seconds per token; infinite without one.
         worst_s: its worst window; None while it has no gap between two tokens.
-        tokens: of it, so far.
         attained: whether it keeps its objective; None without one, or where it did not begin.
     """
 
@@ -43,11 +42,8 @@ class StagedTPOT:
 
     Attributes:
         stage: number of the stage that goes on.
-        tpot_s: its objective.
-        tokens: of it, so far.
         tightest_s: the tightest from here on, itself included.
         is_last: whether no other stage follows.
-        measure: its windows.
     """
 
     __slots__ = (
@@ -77,11 +73,9 @@ class StagedTPOT:
 
     @property
     def stages(self) -> int:
-        """How many stages the answer has."""
         return len(self._tpots_s)
 
     def add(self, time_s: float, count: int = 1) -> None:
-        """Record tokens of the stage that goes on."""
         self.measure.add(time_s, count)
         self.tokens += count
 
@@ -117,7 +111,6 @@ class StagedTPOT:
         return max((stage_s for stage_s in worst_s if stage_s is not None), default=None)
 
     def results(self) -> list[StageResult]:
-        """How each stage went, or goes."""
         begun = [*self._done, (self.measure, self.tokens)]
         results = []
         for number, tpot_s in enumerate(self._tpots_s):

@@ -141,13 +141,12 @@ class OnlineCorrection:
 class StepTimeEstimator:
     """The live step-time model of one engine: a base, its correction, and its replacement.
 
-    With a profile (``learn=False``) the base stays, and only bias and margin follow the live steps.
-    Without one (``learn=True``) the base is a prior of the wrong shape, so the model is fitted anew
-    to live steps: after some, and then whenever twice as many have been seen.
+    With a profile the base stays, and only bias and margin follow the live steps. Without one the
+    base is a prior of the wrong shape, so ``learn`` is true and the model is fitted anew to live
+    steps: after some, and then whenever twice as many have been seen.
 
     Args:
         base: the profile's model; None: a prior.
-        learn: see above; None: whether there is no profile.
         horizon: see ``OnlineCorrection``.
     """
 
@@ -161,14 +160,10 @@ class StepTimeEstimator:
     """Octaves of tokens that samples must span: a slope cannot be told from steps of one size."""
 
     def __init__(
-        self,
-        base: StepTimeModel | None = None,
-        *,
-        learn: bool | None = None,
-        horizon: int = DEFAULT_HORIZON,
+        self, base: StepTimeModel | None = None, *, horizon: int = DEFAULT_HORIZON
     ) -> None:
         self.base = base if base is not None else StepTimeModel.prior()
-        self.learn = learn if learn is not None else base is None
+        self.learn = base is None
         self._horizon = horizon
         self.correction = OnlineCorrection(horizon=horizon)
         self._buckets: dict[tuple[int, int], deque[Sample]] = {}

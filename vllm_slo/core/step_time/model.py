@@ -47,7 +47,6 @@ class BatchShape:
         tokens: scheduled tokens of all requests.
         spec_steps: sequential steps of the draft model (SLOs-Serve's #SpecStep).
         context_tokens: KV tokens attended to before this step, summed over the requests.
-        requests: how many are scheduled.
         pairs: query-key pairs, the sum of `chunk_pairs` over the requests; 0: not known, not
             priced.
     """
@@ -119,7 +118,6 @@ class StepTimeModel:
         return max(low, high) + attention
 
     def predict_shape_s(self, shape: BatchShape) -> float:
-        """Seconds a step of this shape takes."""
         return self.predict_s(shape.tokens, shape.context_tokens, shape.spec_steps, shape.pairs)
 
     def lines(self) -> Lines:
@@ -127,37 +125,22 @@ class StepTimeModel:
         (k1, k2, b), (m1, m2, d) = self.terms
         return Lines(float(k1), float(k2), float(b), float(m1), float(m2), float(d))
 
-    def time_to_tokens(
-        self,
-        time_s: float,
-        context_tokens: float = 0,
-        spec_steps: float = 0,
-        pairs: float = 0,
-        pairs_per_token: float = 0,
-    ) -> int:
+    def time_to_tokens(self, time_s: float, context_tokens: float = 0) -> int:
         """Largest n <= max_tokens whose step fits into ``time_s``; 0 if not even one does.
 
-        The paper's time2bs. Exact in floating point: n tokens fit, and n + 1 do not. The pairs of n
-        tokens are ``pairs + n * pairs_per_token``: those of the tokens that are there already, and
-        what each further token adds (for a prefill chunk, its context so far).
+        The paper's time2bs, without query-key pairs. Exact in floating point: n tokens fit, and
+        n + 1 do not.
         """
-        (k1, k2, b), (m1, m2, d) = self.terms
-        left_s = time_s - self.kv_s * context_tokens - self.pair_s * pairs
-        slope = self.pair_s * pairs_per_token
-        lines = Lines(k1 + slope, k2, b, m1 + slope, m2, d)
-        guess = tokens_within(lines, left_s, float(self.max_tokens), spec_steps)
+        left_s = time_s - self.kv_s * context_tokens
+        guess = tokens_within(self.lines(), left_s, float(self.max_tokens), 0.0)
         n = int(guess) if guess >= 1.0 else 0
-        predict_s = self.predict_s
-        here = predict_s(n, context_tokens, spec_steps, pairs + n * pairs_per_token)
-        above = predict_s(n + 1, context_tokens, spec_steps, pairs + (n + 1) * pairs_per_token)
-        if here <= time_s and (n >= self.max_tokens or above > time_s):
+
+        def fits(n: int) -> bool:
+            return self.predict_s(n, context_tokens) <= time_s
+
+        if fits(n) and (n >= self.max_tokens or not fits(n + 1)):
             return n
-        return _largest(
-            lambda n: (
-                predict_s(n, context_tokens, spec_steps, pairs + n * pairs_per_token) <= time_s
-            ),
-            self.max_tokens,
-        )
+        return _largest(fits, self.max_tokens)
 
     def chunk_to_fit(
         self,

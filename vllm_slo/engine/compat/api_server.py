@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["REQUEST_CLASSES", "fail_stored_response", "has_reasoning_parser", "vllm_config_of"]
-
 REQUEST_CLASSES: Final[Mapping[str, str]] = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
     "vllm.entrypoints.openai.completion.protocol": "CompletionRequest",

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention with trees needs of vLLM's choice of a backend."""
+"""What attention needs: vLLM's choice of a backend, and AMX of torch."""
 
 from __future__ import annotations
-
-from vllm.v1.attention import selector
-
-__all__ = ["forget_chosen_backends"]
 
 
 def forget_chosen_backends() -> None:
@@ -13,4 +9,18 @@ def forget_chosen_backends() -> None:
 
     It remembers its choice for the process, also from before a backend was replaced.
     """
+    from vllm.v1.attention import selector
+
     selector._cached_get_attn_backend.cache_clear()
+
+
+def enable_amx() -> None:
+    """Ask the kernel for AMX on CPUs that have it.
+
+    vLLM's attention kernels use AMX tiles but leave asking to oneDNN, which a small model may not
+    have called before its first attention: the process then dies of an illegal instruction.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -7,8 +7,6 @@ import functools
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-__all__ = ["is_derived"]
-
 
 @functools.cache
 def is_derived(given: str | type | None, names: tuple[str, ...]) -> bool:

@@ -11,15 +11,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-__all__ = [
-    "block_pool",
-    "block_sizes",
-    "cached_tokens",
-    "held_blocks",
-    "held_count",
-    "total_blocks",
-]
-
 
 def block_pool(manager: KVCacheManager) -> BlockPool:
     """The pool of all KV blocks, free ones in the order in which they are taken."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["OVERRIDDEN"]
-
 OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", "vllm_slo.engine.scheduler.Scheduler"): {
         "_reserve_prefill_lookahead": "limits a request's tokens in a step to what is planned",
@@ -31,7 +29,7 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
         "shutdown": "closes the proposer",
     },
     ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm_slo.engine.worker.cpu.CPUTreeWorker"): {
-        "init_device": "checks the configuration and makes the runner with trees",
+        "init_device": "checks the configuration and makes the runner with trees"
     },
     ("vllm.v1.worker.gpu_worker.Worker", "vllm_slo.engine.worker.cuda.CUDATreeWorker"): {
         "init_device": "checks the configuration and registers attention with trees",
@@ -40,9 +38,7 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     (
         "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",
         "vllm_slo.engine.worker.tree_attention.cuda.TritonTreeMetadataBuilder",
-    ): {
-        "_cudagraph_support": "keeps steps with trees out of captured graphs",
-    },
+    ): {"_cudagraph_support": "keeps steps with trees out of captured graphs"},
     (
         "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl",
         "vllm_slo.engine.worker.tree_attention.cuda.TritonTreeImpl",

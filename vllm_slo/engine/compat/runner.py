@@ -14,8 +14,6 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-__all__ = ["KV_GROUP", "RunnerBatch", "registered_layers"]
-
 Ints = NDArray[np.int64]
 
 KV_GROUP: Final = 0
@@ -24,8 +22,7 @@ KV_GROUP: Final = 0
 
 def registered_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     """Layer name -> attention layer, of all models that were built for this engine. Mutable."""
-    layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-    return layers
+    return vllm_config.compilation_config.static_forward_context
 
 
 class RunnerBatch:
@@ -39,15 +36,12 @@ class RunnerBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the models run."""
-        device: torch.device = self._runner.device
-        return device
+        return self._runner.device
 
     # The KV cache.
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         group = self._runner.kv_cache_config.kv_cache_groups[KV_GROUP]
         return int(group.kv_cache_spec.block_size)
 
@@ -59,20 +53,17 @@ class RunnerBatch:
     @property
     def layer_names(self) -> list[str]:
         """The attention layers of the served model and of drafts."""
-        names: list[str] = self._runner.kv_cache_config.kv_cache_groups[KV_GROUP].layer_names
-        return names
+        return self._runner.kv_cache_config.kv_cache_groups[KV_GROUP].layer_names
 
     @property
     def attention_groups(self) -> list[AttentionGroup]:
         """The attention layers by the backend that they share."""
-        groups: list[AttentionGroup] = self._runner.attn_groups[KV_GROUP]
-        return groups
+        return self._runner.attn_groups[KV_GROUP]
 
     @property
     def block_table(self) -> NDArray[np.int32]:
         """Blocks of each request, [requests, columns]."""
-        table: NDArray[np.int32] = self._runner.input_batch.block_table[KV_GROUP].get_numpy_array()
-        return table
+        return self._runner.input_batch.block_table[KV_GROUP].get_numpy_array()
 
     def allocated_tokens(self, index: int) -> int:
         """Tokens for which a request has KV blocks."""
@@ -84,41 +75,34 @@ class RunnerBatch:
     @property
     def request_ids(self) -> list[str]:
         """Ids of the requests, by row."""
-        ids: list[str] = self._runner.input_batch.req_ids
-        return ids
+        return self._runner.input_batch.req_ids
 
     @property
     def index_of(self) -> dict[str, int]:
         """Request id -> row."""
-        rows: dict[str, int] = self._runner.input_batch.req_id_to_index
-        return rows
+        return self._runner.input_batch.req_id_to_index
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """Token ids of prompts and outputs, [requests, positions]."""
-        ids: NDArray[np.int32] = self._runner.input_batch.token_ids_cpu
-        return ids
+        return self._runner.input_batch.token_ids_cpu
 
     @property
     def num_tokens(self) -> Ints:
         """Tokens of each request without draft tokens, [requests]."""
-        lengths: Ints = self._runner.input_batch.num_tokens_no_spec
-        return lengths
+        return self._runner.input_batch.num_tokens_no_spec
 
     @property
     def num_computed_tokens(self) -> Ints:
         """Tokens of each request that were computed before this step, [requests]."""
-        computed: Ints = self._runner.input_batch.num_computed_tokens_cpu
-        return computed
+        return self._runner.input_batch.num_computed_tokens_cpu
 
     def draft_tokens(self, index: int) -> list[int]:
         """The draft tokens of a request that this step verifies."""
-        tokens: list[int] = self._runner.input_batch.spec_token_ids[index]
-        return tokens
+        return self._runner.input_batch.spec_token_ids[index]
 
     @property
     def sampling(self) -> SamplingMetadata:
-        """How the requests are sampled."""
         return self._runner.input_batch.sampling_metadata
 
     # The step.
@@ -131,20 +115,17 @@ class RunnerBatch:
     @property
     def query_start(self) -> Ints:
         """Where the tokens of each request begin in the step, [requests + 1] and padding."""
-        starts: Ints = self._runner.query_start_loc.np
-        return starts
+        return self._runner.query_start_loc.np
 
     @property
     def sequence_lengths(self) -> Ints:
         """Tokens of each request after the step, as if all drafts are accepted, [max requests]."""
-        lengths: Ints = self._runner.optimistic_seq_lens_cpu.numpy()
-        return lengths
+        return self._runner.optimistic_seq_lens_cpu.numpy()
 
     @property
     def positions(self) -> torch.Tensor:
         """Position of each token of the step, on the device, [max tokens]. Mutable."""
-        positions: torch.Tensor = self._runner.positions
-        return positions
+        return self._runner.positions
 
     def complete_outputs(self) -> None:
         """Put the tokens of the step before into the requests' outputs, for penalties: under async

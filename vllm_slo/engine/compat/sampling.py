@@ -11,8 +11,6 @@ import torch
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
-__all__ = ["draw_once", "with_min_tokens_by_row"]
-
 
 def with_min_tokens_by_row(processor: Any, rows: Iterable[tuple[int, int]]) -> Any:
     """A logits processor of requests as one of sampler rows.
@@ -20,9 +18,7 @@ def with_min_tokens_by_row(processor: Any, rows: Iterable[tuple[int, int]]) -> A
     Only minimum output lengths depend on the row, whose path counts as output. The other
     processors that vLLM allows beside speculation keep no state per request.
 
-    Args:
-        processor: of the requests.
-        rows: (request, depth below the root) of each row.
+    ``rows``: (request, depth below the root) of each row.
     """
     if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
         return processor
@@ -54,7 +50,6 @@ def draw_once(sampler: Sampler, logits: torch.Tensor, generator: torch.Generator
     """Advance a generator as sampling one token with it does.
 
     Args:
-        sampler: vLLM's.
         logits: of any step; only the shape counts, [rows, vocabulary].
         generator: is mutated.
     """

@@ -16,15 +16,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-__all__ = ["SchedulerState"]
-
 
 class SchedulerState:
-    """Reads a vLLM scheduler. What it holds changes with every step, so nothing is copied.
-
-    Args:
-        scheduler: vLLM's, or one that is derived from it.
-    """
+    """Reads a vLLM scheduler. What it holds changes with every step, so nothing is copied."""
 
     __slots__ = ("_scheduler",)
 
@@ -40,7 +34,6 @@ class SchedulerState:
 
     @property
     def running(self) -> list[Request]:
-        """The requests that run."""
         return self._scheduler.running
 
     @property
@@ -55,7 +48,6 @@ class SchedulerState:
 
     @property
     def any_waits(self) -> bool:
-        """Whether a request waits in either queue."""
         return bool(self._scheduler.waiting) or bool(self._scheduler.kv_holding_waiting)
 
     @property
@@ -90,9 +82,7 @@ class SchedulerState:
     def preempt(self, request: Request, timestamp: float) -> None:
         """Take a running request's KV, and put it back into the waiting queue.
 
-        Args:
-            request: the request.
-            timestamp: of the event that vLLM notes, on the monotonic clock.
+        ``timestamp``: of the event that vLLM notes, on the monotonic clock.
         """
         scheduler = self._scheduler
         scheduler.running.remove(request)
@@ -119,7 +109,6 @@ class SchedulerState:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block."""
         return int(self._scheduler.block_size)
 
     @property
@@ -144,5 +133,4 @@ class SchedulerState:
 
     @property
     def vllm_config(self) -> Any:
-        """The engine's configuration."""
         return self._scheduler.vllm_config

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-__all__ = ["constraint_start", "grammar_of", "next_token_mask"]
-
 
 def constraint_start(manager: StructuredOutputManager, request: Request) -> int:
     """After how many more tokens the grammar applies; 0: to the next one."""
@@ -28,5 +26,4 @@ def next_token_mask(manager: StructuredOutputManager, request: Request) -> NDArr
     """Bit mask of the tokens that the grammar allows next, in its state now, [words]."""
     rows = manager.grammar_bitmask({request.request_id: request}, [request.request_id], {})
     assert rows is not None
-    mask: NDArray[np.int32] = rows[0].copy()
-    return mask
+    return rows[0].copy()

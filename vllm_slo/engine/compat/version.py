@@ -8,8 +8,6 @@ from typing import Final
 
 from vllm_slo.errors import IncompatibleVLLMError
 
-__all__ = ["SUPPORTED_VLLM", "check_vllm", "vllm_version"]
-
 SUPPORTED_VLLM: Final = "0.32"
 
 

@@ -18,8 +18,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
 from vllm_slo.engine.gate import CALLER
 
-__all__ = ["install"]
-
 
 def install(module: Any) -> None:
     """Wrap the request class of one of the modules in `REQUEST_CLASSES`, once."""

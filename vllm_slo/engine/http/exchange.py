@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.compat.api_server import fail_stored_response
 from vllm_slo.engine.gate import CALLER
-from vllm_slo.engine.http.messages import error_messages, json_messages
+from vllm_slo.engine.http.messages import error_messages, json_messages, retry_headers
 from vllm_slo.engine.http.outcome import Asked
 from vllm_slo.engine.http.reading import Rules, read_request, sealed
 from vllm_slo.engine.http.response import Response
@@ -23,8 +23,6 @@ from vllm_slo.slo.verdicts import DECLINED_HEADER, Declined, Invalid, Quoted, Ve
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-__all__ = ["Exchange"]
 
 logger = logging.getLogger("vllm_slo.http")
 
@@ -74,7 +72,6 @@ class Exchange:
         self._answered: asyncio.Event | None = None
 
     async def run(self, app: ASGIApp) -> None:
-        """Let the application serve the request."""
         token = CALLER.set(self)
         try:
             await app(self._scope, self.receive, self.send)
@@ -150,8 +147,7 @@ class Exchange:
     def _read(self, xargs: Mapping[str, Any] | None) -> None:
         """Read the SLO.
 
-        Args:
-            xargs: the SLO's keys that reached the engine; None: those of the body.
+        ``xargs``: the SLO's keys that reached the engine; None: those of the body.
 
         Raises:
             InvalidSLOError, ConfigError: the request is to be refused.
@@ -170,7 +166,6 @@ class Exchange:
     # --- what the gate calls ----------------------------------------------------------------------
 
     def admit(self, extra_args: Mapping[str, Any] | None, n: int) -> Mapping[str, Any] | None:
-        """As `gate.Caller`."""
         given = slo_keys_of(extra_args)
         if self._asked is None:
             self._read(None)
@@ -186,8 +181,7 @@ class Exchange:
     def _keys(self, n: int) -> dict[str, Any]:
         """Keys for the scheduler; empty: the request passes unchanged.
 
-        Args:
-            n: choices of each prompt.
+        ``n``: choices of each prompt.
         """
         assert self._asked is not None
         rules, slo = self._rules(), self._asked.slo
@@ -207,7 +201,6 @@ class Exchange:
         return sealed({**flat, **internal}, rules) if sealing else flat
 
     def admit_pooling(self) -> None:
-        """As `gate.Caller`."""
         fields = peek(self._body) if self._body else None
         if carriers_of(fields or {}, slo_headers(self._scope["headers"])).explicit:
             raise InvalidSLOError(
@@ -215,12 +208,10 @@ class Exchange:
             )
 
     def begin(self) -> int:
-        """As `gate.Caller`."""
         self._numbers += 1
         return self._numbers - 1
 
     def has_output(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """As `gate.Caller`."""
         self._response.has_output = True
         self._response.reports.update(reports)
 
@@ -262,11 +253,7 @@ class Exchange:
 
     async def _decline(self, declined: Declined) -> None:
         wait_ms, status = declined.retry_after_ms, self._rules().policy.decline_status
-        headers = [
-            (b"retry-after", b"%d" % max(1, -(-wait_ms // 1000))),
-            (b"retry-after-ms", b"%d" % wait_ms),
-            (b"x-slo-reason", declined.reason.encode()),
-        ]
+        headers = retry_headers(wait_ms, declined.reason)
         if FORWARDED in self._scope:
             headers.append((DECLINED_HEADER.encode(), b"%d" % wait_ms))
         await self._refuse(status, "slo_unattainable", declined.text, "slo", headers)

@@ -27,8 +27,6 @@ from vllm_slo.live.page import DATA_PATH, PAGE_PATH, Answer, Sampler, page
 if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
-__all__ = ["LivePage"]
-
 _OURS: Final = "vllm_slo:"
 _THEIRS: Final = tuple(name for name in KEPT if not name.startswith(_OURS))
 
@@ -61,7 +59,6 @@ class LivePage:
         return True
 
     def close(self) -> None:
-        """Stop sampling."""
         self._sampler.stop()
 
     def _begin(self, scope: Scope) -> None:

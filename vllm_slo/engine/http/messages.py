@@ -34,6 +34,15 @@ def error_messages(
     return json_messages(status, error_body(path, status, kind, text, param), headers)
 
 
+def retry_headers(wait_ms: int, reason: str) -> list[tuple[bytes, bytes]]:
+    """The headers that say why a request is refused now, and when to try again."""
+    return [
+        (b"retry-after", b"%d" % max(1, -(-wait_ms // 1000))),
+        (b"retry-after-ms", b"%d" % wait_ms),
+        (b"x-slo-reason", reason.encode()),
+    ]
+
+
 def resized(headers: Headers, size: int) -> list[tuple[bytes, bytes]]:
     """`headers` with the content-length, if there is one, set to `size`."""
     return [

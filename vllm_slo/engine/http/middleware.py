@@ -30,8 +30,6 @@ from vllm_slo.slo.carriers import QUOTE_ROUTE
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["SLOMiddleware"]
-
 EAGER: Final = frozenset(path for path, info in ROUTES.items() if info.kind == "generates")
 """Routes on which every request generates, so mistakes can be answered at once."""
 
@@ -52,9 +50,7 @@ class SLOMiddleware:
     Behind a front the scope holds `FORWARDED`; the process that sets it keeps clients from setting
     it. It then reaches the scheduler with every request that has an SLO, its own or the default.
 
-    Args:
-        app: the application behind this middleware.
-        clock: epoch seconds, for `prefill_ddl`.
+    ``clock``: epoch seconds, for `prefill_ddl`.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.time) -> None:
@@ -66,7 +62,6 @@ class SLOMiddleware:
             gate.install(engine)  # it was imported before the plugin could wrap it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if await self._page.answered(scope, send):
             return
         rules = functools.partial(self.rules, scope)
@@ -77,12 +72,10 @@ class SLOMiddleware:
         elif scope["method"] != "POST" or scope["path"].endswith("/render"):
             await self.app(scope, receive, send)
         elif _is(scope, "POST", {QUOTE_ROUTE}):
-            await answer_quote(
-                self.app, lambda: self.rules(scope), scope, receive, send, self._clock()
-            )
+            await answer_quote(self.app, rules, scope, receive, send, self._clock())
         else:
             exchange = Exchange(
-                lambda: self.rules(scope),
+                rules,
                 scope,
                 receive,
                 send,

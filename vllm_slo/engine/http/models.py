@@ -17,8 +17,6 @@ from vllm_slo.slo.model import SLO
 if TYPE_CHECKING:
     from starlette.types import Message, Send
 
-__all__ = ["MODELS_ROUTE", "with_classes"]
-
 MODELS_ROUTE: Final = "/v1/models"
 
 

@@ -17,11 +17,8 @@ from typing import Any, Final
 
 from vllm_slo.slo.model import SLO
 
-__all__ = ["Asked", "rewrite_event", "rewrite_json", "served_service_tier"]
-
 Reports = Mapping[int, Mapping[str, Any]]
 """Choice -> its report."""
-
 _ENDS: Final = re.compile(
     rb'"finish_reason": ?"|"type": ?"(?:message_delta|response\.(?:completed|incomplete|failed))"'
 )
@@ -31,12 +28,7 @@ _ENDED: Final = ("response.completed", "response.incomplete", "response.failed")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one request asked for.
-
-    Attributes:
-        slo: its SLO; None: it has none.
-        service_tier: as sent; None: not sent.
-    """
+    """What one request asked for. ``service_tier``: as sent; None: not sent."""
 
     slo: SLO | None = None
     service_tier: object = None
@@ -67,7 +59,6 @@ def rewrite_json(body: bytes, asked: Asked, report: Mapping[str, Any] | None) ->
 
     Args:
         body: the response of status 200 as vLLM wrote it.
-        asked: what the request asked for.
         report: of its first choice; None: there is no report.
     """
     if report is None and asked.service_tier is None:
@@ -87,7 +78,6 @@ def rewrite_event(chunk: bytes, asked: Asked, reports: Reports) -> bytes:
 
     Args:
         chunk: one chunk of an SSE body. vLLM sends whole events; a part of one is left as it is.
-        asked: what the request asked for.
         reports: choice -> report, as far as they are there.
     """
     if not _ENDS.search(chunk):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.http.exchange import Exchange
-from vllm_slo.engine.http.messages import error_messages
+from vllm_slo.engine.http.messages import error_messages, retry_headers
 from vllm_slo.engine.http.reading import Rules, sealed
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.body import MAX_BODY_BYTES, prompts_in
@@ -23,8 +23,6 @@ from vllm_slo.slo.keys import QUOTE_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-__all__ = ["answer_quote"]
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -89,7 +87,6 @@ class _QuoteExchange(Exchange):
         super().__init__(rules, inner, receive, send, eager=True, arrival_s=arrival_s)
 
     async def run(self, app: ASGIApp) -> None:
-        """Let vLLM answer."""
         try:
             await super().run(app)
         finally:
@@ -116,11 +113,7 @@ class _QuoteExchange(Exchange):
         text = (
             f"{MAX_QUOTES} quotes are being worked out; ask one after another, or in {RETRY_MS} ms"
         )
-        headers = [
-            (b"retry-after", b"%d" % -(-RETRY_MS // 1000)),
-            (b"retry-after-ms", b"%d" % RETRY_MS),
-            (b"x-slo-reason", b"too_many_quotes"),
-        ]
+        headers = retry_headers(RETRY_MS, "too_many_quotes")
         await self._refuse(429, "RateLimitError", text, None, headers)
 
     def _keys(self, n: int) -> dict[str, Any]:

@@ -14,15 +14,12 @@ from vllm_slo.slo.carriers import Carriers, Forwarded, Policy, asked_by, carrier
 from vllm_slo.slo.keys import INTERNAL_KEYS
 from vllm_slo.slo.model import SLO, OnUnattainable
 
-__all__ = ["Rules", "read_request", "sealed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """How the requests of one server are read.
 
     Attributes:
-        policy: classes, service tiers and the default.
         access: what each API key may ask for; None: anything.
         seal: proves to the scheduler that this server wrote the keys; None: there is no secret.
     """
@@ -43,9 +40,7 @@ def read_request(
     """What a request asks for.
 
     Args:
-        request: the fields of its body.
         raw_headers: ASGI headers, names in lower case.
-        rules: how the request is read.
         arrival_s: arrival here, epoch seconds.
         forwarded: what a front has added; None: it did not come through one.
         xargs: the SLO's keys that reached the engine; None: those of the body.

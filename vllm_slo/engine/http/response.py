@@ -13,8 +13,6 @@ from vllm_slo.slo.body import read_body
 if TYPE_CHECKING:
     from starlette.types import Message, Send
 
-__all__ = ["Response"]
-
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 """Of a response that is to get a report; a longer one goes out as it comes."""
 
@@ -22,9 +20,7 @@ MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 class Response:
     """A response on its way to the client.
 
-    Args:
-        send: the client's.
-        eager: whether the request is read before the application has it.
+    ``eager``: whether the request is read before the application has it.
 
     Attributes:
         asked: what the request asks for; None: it was not read yet.
@@ -32,7 +28,6 @@ class Response:
         reports: choice -> its report, as far as they are there.
         has_output: whether the engine has had output.
         started: whether the client has a part of the response.
-        stored_id: id of the stored response.
     """
 
     def __init__(self, send: Send, *, eager: bool) -> None:
@@ -128,6 +123,5 @@ class Response:
 
 
 def _id_of(body: bytes) -> str | None:
-    """The id of a response object."""
     response_id = (read_body(body) or {}).get("id")
     return response_id if isinstance(response_id, str) else None

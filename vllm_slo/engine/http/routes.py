@@ -7,10 +7,8 @@ route calls it. The list is for the documentation, and a test compares it with v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple, TypeAlias
-
-__all__ = ["ROUTES", "RouteInfo", "unlisted"]
 
 Kind: TypeAlias = Literal["generates", "renders", "pools", "other"]
 
@@ -85,8 +83,3 @@ ROUTES: Final[Mapping[str, RouteInfo]] = {
         _OTHER,
     ),
 }
-
-
-def unlisted(paths: Iterable[str]) -> set[str]:
-    """The POST routes among ``paths`` that the list lacks."""
-    return set(paths) - ROUTES.keys()

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_slo.config.sessions import SessionsConfig
+from vllm_slo.config.sections import SessionsConfig
 from vllm_slo.core.admission.program import work_tokens
 from vllm_slo.core.sessions.rounds import Session, Sessions
 from vllm_slo.core.types import INFINITY

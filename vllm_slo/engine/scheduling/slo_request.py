@@ -7,8 +7,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from vllm_slo.core.sessions.end_to_end import pace_of_rest
-from vllm_slo.core.sessions.rounds import Session
+from vllm_slo.core.sessions.rounds import Session, pace_of_rest
 from vllm_slo.core.sessions.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduling.request_facts import (

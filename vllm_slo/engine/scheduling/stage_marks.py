@@ -12,8 +12,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_slo.errors import InvalidSLOError
+from vllm_slo.slo.carriers import check_thinking
 from vllm_slo.slo.model import SLO
-from vllm_slo.slo.resolve import check_thinking
 
 OVERRUN: Final = 64
 """Most tokens that are sampled after a stop string before vLLM's API server has the engine stop."""

@@ -13,7 +13,7 @@ from vllm_slo.core.admission.program import PLAIN, Capacity, work_tokens
 from vllm_slo.core.batching.decodes import Decodes, warm_up
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
-from vllm_slo.core.sessions.end_to_end import end_to_end_pace
+from vllm_slo.core.sessions.rounds import end_to_end_pace
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.compat.scheduler_state import SchedulerState

@@ -17,12 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
-from importlib.metadata import (
-    Distribution,
-    DistributionFinder,
-    PackageNotFoundError,
-    distribution,
-)
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, distribution
 from os import PathLike
 from types import ModuleType
 from typing import Any
@@ -93,9 +88,6 @@ class _AliasFinder(DistributionFinder):
         return [self._alias] if asked else []
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         return None  # a finder of metadata: it finds no module

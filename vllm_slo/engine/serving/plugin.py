@@ -21,7 +21,7 @@ import yaml
 
 from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER_NAMES
 from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
-from vllm_slo.engine.compat.cpu import enable_amx
+from vllm_slo.engine.compat.attention import enable_amx
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import lifeline
 from vllm_slo.errors import VllmSLOError

@@ -7,6 +7,7 @@ vLLM is imported when something is measured, not when this module is.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileReport
 from vllm_slo.core.step_time.fit import fit
 from vllm_slo.engine.serving.profile_measurement import Progress, in_process_llm, measure
-from vllm_slo.engine.serving.profile_report import draw, table
 from vllm_slo.errors import ProfileError, VllmSLOError
 
 WORST_R2 = 0.5
@@ -35,8 +35,6 @@ def profile(
     Prefix caching and asynchronous scheduling are off meanwhile (see RecordingScheduler).
 
     Args:
-        model: name or folder.
-        quick: a coarser grid.
         time_limit_s: for the measuring itself; None: 25 s if quick, else 300 s.
         on_progress: is told the scenarios done and their number.
         engine_args: arguments of ``vllm.LLM``, those with which the server will run.
@@ -111,3 +109,72 @@ def run(args: argparse.Namespace) -> int:
         Console(stderr=True).print(line, style="red", soft_wrap=True, markup=False)
         return 2
     return 0
+
+
+def draw(report: ProfileReport, path: Path) -> Path:
+    """Draw measured against predicted step times as a PNG.
+
+    Raises:
+        ProfileError: matplotlib is missing.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+        ticker = importlib.import_module("matplotlib.ticker")
+    except ImportError as error:
+        raise ProfileError(
+            "drawing needs matplotlib: pip install 'vllm-slo[bench]', or leave --plot out"
+        ) from error
+    figure = figures.Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.add_subplot()
+    kinds = {
+        "decode": lambda s: s.tokens == s.requests,
+        "prefill": lambda s: s.requests == 1 < s.tokens,
+        "mixed": lambda s: 1 < s.requests < s.tokens,
+    }
+    for name, belongs in kinds.items():
+        points = [(report.model.predict_shape_s(s), t) for s, t in report.samples if belongs(s)]
+        if points:
+            predicted, measured = zip(*points, strict=True)
+            axes.scatter(
+                [1e3 * x for x in predicted], [1e3 * y for y in measured], s=14, label=name
+            )
+    times = [1e3 * t for _, t in report.samples]
+    axes.plot([min(times), max(times)], [min(times), max(times)], color="grey", linewidth=1)
+    axes.set(
+        xscale="log", yscale="log", xlabel="predicted (ms)", ylabel="measured (ms)",
+        title=f"{report.key.model}: step time, R\u00b2 = {report.fit.r2:.4f}",
+    )  # fmt: skip
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def table(report: ProfileReport) -> Any:
+    """The fit as a ``rich`` table, beside fits without the terms for attention."""
+    from rich.table import Table
+
+    low, high = report.model.terms
+    shown = Table(title=f"{report.key.model} on {report.key.device}, {report.fit.n} shapes")
+    for heading in ("terms", "R\u00b2", "worst residual", "worst ratio"):
+        shown.add_column(heading, justify="left" if heading == "terms" else "right")
+    fits = {
+        "tokens, context, pairs": report.fit,
+        "tokens, context": fit(report.samples, pair_term=False),
+        "tokens only": fit(report.samples, kv_term=False, pair_term=False),
+    }
+    for name, result in fits.items():
+        shown.add_row(
+            name, f"{result.r2:.4f}", f"{1e3 * result.worst_residual_s:.2f} ms",
+            f"{100 * result.worst_residual_ratio:.1f} %",
+        )  # fmt: skip
+    shown.caption = (
+        f"step = max({1e3 * low[2]:.3f} ms + {1e6 * low[0]:.2f} us/token, "
+        f"{1e3 * high[2]:.3f} ms + {1e6 * high[0]:.2f} us/token)\n"
+        f"+ {1e9 * report.model.kv_s:.2f} ns/context token + "
+        f"{1e9 * report.model.pair_s:.4f} ns/query-key pair"
+    )
+    return shown

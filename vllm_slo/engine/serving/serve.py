@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from vllm_slo.config.model import CONFIG_KEY, SLOConfig
+from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
 from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias
-from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_verifier
 
 
@@ -23,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
     # vLLM takes underscores for dashes in its flags, so ours do too.
     parser.add_argument(
-        "--slo-config",
-        "--slo_config",
-        help="YAML file: classes, tiers, margins (see the README)",
+        "--slo-config", "--slo_config", help="YAML file: classes, tiers, margins (see the README)"
     )
     parser.add_argument(
         "--draft-model",
@@ -63,12 +58,7 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         ConfigError: the configuration, ``--additional-config``, the draft model or the address and
             the token for draft servers cannot be used.
     """
-    try:
-        additional: Any = json.loads(args.additional_config)
-    except ValueError as error:
-        raise ConfigError(f"--additional-config: not JSON ({error})") from None
-    if not isinstance(additional, dict):
-        raise ConfigError("--additional-config: not a JSON object")
+    additional = read_additional_config(args.additional_config)
     given = {
         CONFIG_KEY: args.slo_config,
         DRAFT_KEY: args.draft_model and pool_value(args.draft_model),

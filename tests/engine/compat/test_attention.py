@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_slo.engine.compat.cpu import enable_amx
+from vllm_slo.engine.compat.attention import enable_amx
 
 
 @pytest.mark.parametrize("supported", [False, True])
