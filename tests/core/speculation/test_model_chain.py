@@ -415,7 +415,7 @@ def test_measuring_what_is_not_at_work_costs_little(name: str) -> None:
     assert world.tokens > had
 
 
-def test_who_is_out_is_never_chosen_and_may_come_back() -> None:
+def test_who_is_out_is_never_chosen() -> None:
     world = World(WORLDS["all three"])
     world.run(100)
     world.chains.drop(1)
@@ -427,10 +427,6 @@ def test_who_is_out_is_never_chosen_and_may_come_back() -> None:
     world.run(20)
     assert {plan.chain for plan in world.plans} == {()}
     assert world.chains.likely == ()
-    world.chains.restore(0)
-    world.chains.restore(1)
-    world.run(300)
-    assert world.share((0, 1), 50) > 0.6
 
 
 @pytest.mark.parametrize("models", [0, 5])
@@ -465,8 +461,9 @@ def test_where_nothing_can_be_guessed_nothing_is_drafted(load: DraftLoad) -> Non
 def test_of_a_text_that_begins_is_expected_what_is_typical() -> None:
     chains = ModelChains(("small",), 8, 1)
     chains.times[0].observe(1, 0.001)
+    depths = np.arange(1, 9)
     for _ in range(50):
-        chains.shapes[0].observe(0.7 ** np.arange(1.0, 9.0)[None], 8, 1)
+        chains.shapes[0].observe_nodes(0.7**depths, depths, np.array([0, 8]))
     load = DraftLoad(1, 0, 8, min_depth=8)
     typical = chains.choose(load, TARGET, 0.0).tokens
     for step in range(6):

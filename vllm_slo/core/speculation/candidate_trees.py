@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Bools, Floats, Ints, Marks, Parents
 from vllm_slo.core.speculation.tree_budget import node_floor, worthwhile_nodes
 from vllm_slo.core.speculation.tree_selection import needed_tokens, select_trees
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
-Marks: TypeAlias = NDArray[np.int8]
-Bools: TypeAlias = NDArray[np.bool_]
 
 
 class TPOTNeeds(NamedTuple):
@@ -112,7 +107,7 @@ class CandidateTrees:
     def __init__(
         self,
         offsets: Ints,
-        parents: NDArray[np.int32],
+        parents: Parents,
         chances: Floats,
         worths: Floats,
         limits: Ints,
@@ -158,7 +153,6 @@ class CandidateTrees:
             self.chances,
             self.parents,
             self.required(step_s),
-            np.full(len(self.limits), len(self.chances)),
             budget=len(self.limits) + nodes,
             most=self.limits,
             worth=self.worths,

@@ -15,16 +15,12 @@ slowest request, so the same chain takes more rounds in a large batch.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.draft_shape import FIRST_GUESS
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
 
 MAX_WINDOW = 8
 """Most tokens that the first model of a chain guesses in a round."""

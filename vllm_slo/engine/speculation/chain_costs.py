@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.speculation.acceptance import AcceptanceEstimator, expected_tokens
 from vllm_slo.core.speculation.draft_pass_time import DraftPassTime
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
@@ -21,8 +21,6 @@ from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.decode_model import WayToDecode
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.step_clock import StepClock
-
-Floats = NDArray[np.float64]
 
 KEPT_WEIGHT = 0.01
 """Weight of the newest answer in the exponential mean of what chains yield over what is expected of

@@ -34,7 +34,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -69,8 +68,6 @@ from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation.chain_costs import ChainCosts
 from vllm_slo.engine.speculation.tenants import TenantShares, Verified
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
-
-Floats = NDArray[np.float64]
 
 PROBE_EVERY = 4
 """Steps after which one request, each in turn, verifies a draft at least: what is never tried is

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.arrays import Bools, Floats, Ints, Parents
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
 from vllm_slo.core.speculation.model_chain import ModelChains, Plan
@@ -28,9 +28,6 @@ from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 logger = init_logger(__name__)
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 TARGET = "target"
 """The served model's name among those of the drafts, in metrics."""
@@ -52,7 +49,7 @@ class Candidate:
     model: int
     width: int
     tokens: Ints
-    parents: NDArray[np.int32]
+    parents: Parents
     probabilities: Floats
 
 
@@ -91,7 +88,7 @@ class Drafts(Protocol):
         """Whose candidates have come for a request: `Candidate.model`."""
 
     def chances(
-        self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
+        self, found: Sequence[Candidate], offsets: Ints, parents: Parents, said: Floats
     ) -> tuple[Floats, Bools]:
         """Calibrated path probabilities of all nodes, and which have no likelier sibling; what is
         typical of each model is brought up to date.
@@ -248,7 +245,7 @@ class DraftModels:
         """Nothing is known of single requests."""
 
     def chances(
-        self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
+        self, found: Sequence[Candidate], offsets: Ints, parents: Parents, said: Floats
     ) -> tuple[Floats, Bools]:
         """As `Drafts.chances`."""
         paths, best = np.empty(len(said)), np.empty(len(said), dtype=np.bool_)

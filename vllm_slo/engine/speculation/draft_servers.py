@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.arrays import Bools, Floats, Ints, Parents
 from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.candidate_trees import tpot_needs
@@ -46,10 +46,6 @@ from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, Draft
 from vllm_slo.engine.speculation.servers_report import ServersReport
 from vllm_slo.engine.speculation.tenants import Verified
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -301,7 +297,7 @@ class DraftServers:
         return found
 
     def chances(
-        self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
+        self, found: Sequence[Candidate], offsets: Ints, parents: Parents, said: Floats
     ) -> tuple[Floats, Bools]:
         """Calibrated path probabilities of all nodes, and which have no likelier sibling."""
         paths, best = np.empty(len(said)), np.empty(len(said), dtype=np.bool_)

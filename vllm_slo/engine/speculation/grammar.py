@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_slo.core.arrays import Parents
 from vllm_slo.engine.compat.structured_output import constraint_start, grammar_of, next_token_mask
 
-Masks = NDArray[np.int32]
+Masks = Parents
 
 
 def constrains_now(manager: StructuredOutputManager, request: Request) -> bool:

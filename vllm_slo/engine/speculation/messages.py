@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -21,6 +20,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm_slo.config.class_names import REMOTE_PROPOSER, TREE_PROPOSER
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.speculation.draft_check import check_flags
 from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
@@ -91,9 +91,9 @@ class DraftTrees(DraftTokenIds):
     """
 
     counts: list[int] = field(default_factory=list)
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    parents: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    probabilities: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    tokens: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    parents: Parents = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    probabilities: Floats = field(default_factory=lambda: np.zeros(0))
     width: int = 1
     model: int = 0
 

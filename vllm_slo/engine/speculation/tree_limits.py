@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.request import Request
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
@@ -29,8 +28,6 @@ from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.draft_models import Drafts
-
-Floats = NDArray[np.float64]
 
 EPS = 1e-9
 DEAR_SHARE = 0.8

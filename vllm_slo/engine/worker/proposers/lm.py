@@ -20,11 +20,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_slo.core.arrays import Ints
 from vllm_slo.engine.compat.runner import KV_GROUP, registered_layers
 from vllm_slo.engine.speculation.draft_config import draft_model_config
 from vllm_slo.engine.worker.tree_attention.path_rows import ROWS, Rows
 
-Ints = NDArray[np.int64]
 Blocks = NDArray[np.int32]
 _NOTHING: Ints = np.empty(0, dtype=np.int64)
 

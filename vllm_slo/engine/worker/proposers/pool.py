@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
@@ -27,7 +27,6 @@ from vllm_slo.engine.worker.proposers.lm import DraftCoverage, DraftModel
 
 logger = init_logger(__name__)
 
-Ints = NDArray[np.int64]
 
 GREEDY_TEMPERATURE = 0.5
 """A greedy request's draft logits are divided by it. The target takes its likeliest token, so a
@@ -255,7 +254,7 @@ class TreeProposer:
 
     def _beams(
         self, plan: Plan, search: ChainSearch, ahead: Ahead
-    ) -> tuple[list[int], Ints, NDArray[np.int32], NDArray[np.float64]]:
+    ) -> tuple[list[int], Ints, Parents, Floats]:
         """Trees of a model that works alone: a beam search from its roots."""
         member, n = search.chain[0], len(search.counts)
         roots = search.read()

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_slo.core.arrays import Parents
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
@@ -193,7 +193,7 @@ def _as_trees(answers: Mapping[str, DraftTokens]) -> DraftTrees:
     tokens = [token for draft in drafts for token in draft.tokens]
     probabilities = [chance for draft in drafts for chance in draft.probabilities]
     counts = [len(draft.tokens) for draft in drafts]
-    parents: NDArray[np.int32] = np.concatenate([np.arange(-1, n - 1) for n in counts])
+    parents: Parents = np.concatenate([np.arange(-1, n - 1) for n in counts])
     return DraftTrees(
         list(answers),
         [],
