@@ -120,9 +120,8 @@ def shapes(requests: int, nodes: int, repeats: int) -> list[list[str]]:
     """Rows about laying out chosen trees in the scheduler, and using them in a worker."""
     found = batch(requests, nodes)
     marks = select_trees(
-        found.offsets, found.path, found.parent, found.required,
-        np.full(requests, found.depth), budget=8 * requests,
-    )  # fmt: skip
+        found.offsets, found.path, found.parent, found.required, budget=8 * requests
+    )
     deepest = np.full(requests, found.depth)
 
     def arrange() -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:

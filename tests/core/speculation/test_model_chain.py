@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_slo.core.speculation.chain_costs import MAX_WINDOW, Edges, PassTimes, lifted
+from vllm_slo.core.speculation.chain_costs import MAX_WINDOW, OCTAVES, Edges, PassTimes, lifted
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
 from vllm_slo.core.speculation.chain_learning import Predictability
 from vllm_slo.core.speculation.model_chain import ModelChains, Plan
@@ -121,7 +121,7 @@ def test_the_drafting_of_a_chain_takes_what_equation_7_says(edge: float, depth: 
 
 
 def test_pass_times_lie_between_what_was_seen() -> None:
-    times = PassTimes()
+    times = PassTimes(np.zeros((3, OCTAVES)))
     for _ in range(50):
         times.observe(1, 0.010)
         times.observe(64, 0.073)
@@ -133,7 +133,7 @@ def test_pass_times_lie_between_what_was_seen() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(1e-4, 1.0)), max_size=30))
 def test_more_tokens_never_take_less(seen: list[tuple[int, float]]) -> None:
-    times = PassTimes()
+    times = PassTimes(np.zeros((3, OCTAVES)))
     for tokens, seconds in seen:
         times.observe(tokens, seconds)
     took = [times.pass_s(tokens) for tokens in range(1, 600, 7)]

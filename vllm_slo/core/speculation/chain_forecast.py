@@ -117,7 +117,7 @@ class ChainForecasts:
             for chain in itertools.combinations(range(models), length)
         ]
         self._passes = np.zeros((models, 3, OCTAVES))
-        self.times = [PassTimes(known=passes) for passes in self._passes]
+        self.times = [PassTimes(passes) for passes in self._passes]
         self.shapes = [DraftShape(max_depth, max_width, memory=self.TREES) for _ in self.times]
         self.edges = Edges(models)
         self.available = [True] * models

@@ -73,12 +73,7 @@ class Candidates:
     """Keeps the newest candidate of each request.
 
     Args:
-        state: the running requests.
-        tracker: which of them want no drafts.
-        blocks: the memory that nodes need.
-        drafting: what the candidates are worth.
         tenants: weights of the requests; None: all weigh the same.
-        config: limits of trees.
         path_tokens: what verifying another path of a tree costs besides its nodes, in tokens.
     """
 

@@ -125,7 +125,7 @@ class ChainCosts:
         return max(c for _, c, _ in model.terms) + self.pass_s(margin)
 
     def plain(self) -> StepTimeModel:
-        """Steps without drafts, for promises: one pass is made all the same."""
+        """As `DecodeModel.plain`. Steps without drafts make one pass all the same."""
         steps = self._clock
         model = steps.plain_promise_model
         return model.besides(self.full_pass_s(model, steps.margin)) if self._lowers else model
@@ -144,7 +144,6 @@ class ChainCosts:
         return drafts, least.besides(drafting_s), most
 
     def speculative(self, tpot_s: float) -> WayToDecode | None:
-        """Decoding with drafts that keeps a TPOT, for promises to count on."""
         steps = self._clock
         plain = steps.plain_promise_model
         pass_s = self.full_pass_s(plain, steps.margin)
@@ -159,8 +158,8 @@ class ChainCosts:
         )
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
-        """How many requests keep a TPOT together, by typical step times, and with what drafts;
-        asked for every request that waits, so answered once a step."""
+        """As `DecodeModel.sustainable`; asked for every request that waits, so answered once a
+        step."""
         if tpot_s not in self._sustained:
             model = self._clock.verifying_model
             drafts, _, most = self._drafts_that_keep(

@@ -23,7 +23,6 @@ from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.speculation.draft_check import check_flags
-from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.speculation.servers_report import ServersReport
 from vllm_slo.errors import ConfigError
 
@@ -166,12 +165,18 @@ def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:
     return config
 
 
+def scratch_blocks_per_row(config: SpeculationConfig, block_size: int) -> int:
+    """KV blocks that always hold the tokens of a partly filled block, a root and the nodes of the
+    deepest path."""
+    return -(-(block_size + config.max_depth) // block_size)
+
+
 def scratch_blocks(config: SpeculationConfig, block_size: int) -> int:
     """KV blocks at the end of the pool that belong to the worker; chains alone, as draft servers
     draft them, are verified in the requests' own."""
     if config.draft_servers is not None:
         return 0
-    return config.draft_tokens * scratch_blocks_per_row(block_size, config.max_depth)
+    return config.draft_tokens * scratch_blocks_per_row(config, block_size)
 
 
 def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -> KVCacheConfig:

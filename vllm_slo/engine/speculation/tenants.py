@@ -49,12 +49,7 @@ class Verified(NamedTuple):
 
 
 class TenantShares:
-    """The tenants of one engine.
-
-    Args:
-        tracker: which tenant a request is of.
-        metrics: where shares are shown.
-    """
+    """The tenants of one engine."""
 
     def __init__(self, tracker: RequestTracker, metrics: SpeculationMetrics) -> None:
         self._tracker = tracker

@@ -22,7 +22,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_slo.core.arrays import Ints
 from vllm_slo.engine.compat.runner import KV_GROUP, registered_layers
-from vllm_slo.engine.speculation.draft_config import draft_model_config
+from vllm_slo.engine.speculation.draft_check import draft_model_config
 from vllm_slo.engine.worker.tree_attention.path_rows import ROWS, Rows
 
 Blocks = NDArray[np.int32]

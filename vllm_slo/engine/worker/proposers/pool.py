@@ -20,7 +20,6 @@ from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees
-from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.worker.proposers.beam import BeamSearch
 from vllm_slo.engine.worker.proposers.chain import Ahead, ChainSearch, DraftKVState, Member
 from vllm_slo.engine.worker.proposers.lm import DraftCoverage, DraftModel
@@ -90,7 +89,7 @@ class TreeProposer:
         """Take the runner's batch and KV cache, once they are there."""
         self.batch = batch
         self.block_size = batch.block_size
-        self.blocks_per_row = scratch_blocks_per_row(self.block_size, self.config.max_depth)
+        self.blocks_per_row = messages.scratch_blocks_per_row(self.config, self.block_size)
         num_blocks = batch.num_blocks
         self.scratch = num_blocks - messages.scratch_blocks(self.config, self.block_size)
         trusted = self.vllm_config.kv_transfer_config is None

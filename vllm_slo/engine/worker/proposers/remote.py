@@ -31,7 +31,6 @@ from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.draft_check import token_ids
 from vllm_slo.engine.speculation.draft_link import DraftLink, Exchange
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees, Grant
-from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.speculation.servers_report import (
     DrafterRound,
     DrafterView,
@@ -101,7 +100,7 @@ class RemoteProposer:
     def bind(self, batch: RunnerBatch) -> None:
         """Take the runner's batch and KV cache, once they are there. Chains need no scratch."""
         self.batch = batch
-        self.blocks_per_row = scratch_blocks_per_row(batch.block_size, self.config.max_depth)
+        self.blocks_per_row = messages.scratch_blocks_per_row(self.config, batch.block_size)
         self.scratch = batch.num_blocks
 
     def begin_step(self, _output: SchedulerOutput) -> None:
