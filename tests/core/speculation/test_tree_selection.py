@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""core/speculation/tree_selection.py: AdaServe's algorithms 1 and 2, and equation 3."""
+"""core/speculation/tree_selection.py: AdaServe's algorithms 1 and 2."""
 
 import itertools
 import math
@@ -16,7 +16,6 @@ from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
     NOT_CHOSEN,
-    needed_tokens,
     node_worths,
     select_trees,
 )
@@ -321,16 +320,3 @@ def test_arrays_that_do_not_fit_are_refused(change, named) -> None:
     assert select_trees(**fitting, budget=3).tolist() == [1, 2]
     with pytest.raises(ValueError, match=named):
         select_trees(**(fitting | change), budget=3)
-
-
-# Equation 3.
-
-
-def test_needed_tokens_by_hand() -> None:
-    # Eleven tokens are due at 50 ms each after 0.5 s and a step of 0.05 s; nine are out.
-    assert needed_tokens(0.5, 0.05, 0.05, 9) == pytest.approx(2.0)
-    assert needed_tokens(0.1, 0.05, 0.05, 9) == pytest.approx(-6.0)
-    assert needed_tokens(0.5, 0.05, math.inf, 9) == -math.inf
-    for tpot_s in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="tpot_s"):
-            needed_tokens(0.5, 0.05, tpot_s, 9)

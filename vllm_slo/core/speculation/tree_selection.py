@@ -15,7 +15,6 @@ probabilities are equal the parent comes first by its index, so every choice is 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -28,24 +27,6 @@ NOT_CHOSEN, FOR_SLO, FOR_THROUGHPUT = 0, 1, 2
 """Marks of a node that `select_trees` returns."""
 
 UNBOUNDED = 1 << 40
-
-
-def needed_tokens(latency_s: float, step_s: float, tpot_s: float, tokens_out: int) -> float:
-    """A(r): tokens that this step must yield for the mean TPOT to be kept (equations 2 and 3).
-
-    Args:
-        latency_s: time since the first decoding step began.
-        step_s: how long this step will take.
-        tpot_s: objective; infinite without one, and then the result is -inf.
-        tokens_out: tokens decoded so far.
-
-    Raises ValueError if ``tpot_s`` is not positive.
-    """
-    if not tpot_s > 0.0:
-        raise ValueError(f"tpot_s: must be positive, not {tpot_s}")
-    if tpot_s == math.inf:
-        return -math.inf
-    return (latency_s + step_s) / tpot_s - tokens_out
 
 
 def select_trees(
@@ -67,7 +48,7 @@ def select_trees(
         offsets: (n+1,) where each request's nodes begin in the flat arrays of N nodes.
         probability: (N,) path probabilities; no child's exceeds its parent's.
         parent: (N,) index of the parent within the request, smaller than the node's own; -1: root.
-        required: (n,) A(r), see `needed_tokens`; at most 1 needs no node.
+        required: (n,) A(r), tokens that the step must yield (equation 3); at most 1 needs no node.
         budget: B, the tokens to verify, roots included.
         most: (n,) most nodes of a request, root not included; default no limit.
         worth: (N,) the order of the second phase, see `node_worths`; default the probabilities.

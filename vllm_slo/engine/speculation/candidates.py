@@ -29,8 +29,6 @@ from vllm_slo.engine.speculation.messages import DraftTrees
 from vllm_slo.engine.speculation.no_speculation import wants_no_drafts
 from vllm_slo.engine.speculation.tenants import TenantShares
 
-__all__ = ["Candidates", "StepCandidates"]
-
 
 class StepCandidates(NamedTuple):
     """The N candidate nodes of the n requests of a step, request by request.

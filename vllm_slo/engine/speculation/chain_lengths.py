@@ -35,8 +35,6 @@ from vllm_slo.engine.speculation.chain_costs import ChainCosts
 from vllm_slo.engine.speculation.no_speculation import wants_no_drafts
 from vllm_slo.engine.speculation.tenants import TenantShares
 
-__all__ = ["ChainLengths"]
-
 STRETCHED_TPOTS = 1.0
 """The longest step that drafts may make, in the tightest TPOT, where a TTFT is so tight that a
 request that arrives during the step would wait too long."""

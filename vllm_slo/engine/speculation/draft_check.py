@@ -29,8 +29,6 @@ from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.errors import ConfigError
 
-__all__ = ["check_draft", "check_flags", "draft_model_config", "one_line", "token_ids"]
-
 _FIELD: Final = "speculation.draft_model"
 _SERVERS_FIELD: Final = "speculation.draft_servers"
 _WITHOUT: Final = "serve it without a draft model"

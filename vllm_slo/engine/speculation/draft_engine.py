@@ -34,8 +34,6 @@ from vllm_slo.engine.speculation.draft_check import one_line
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_messages import vocabulary_digest
 
-__all__ = ["DraftEngine", "engine_arguments"]
-
 _CPU_BLOCK: Final = 32
 """Tokens of a KV block if the user sets no flag. Prefix caching finds whole blocks only, and vLLM's
 default of 128 on CPU is more than a round adds."""

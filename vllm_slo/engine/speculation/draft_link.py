@@ -50,8 +50,6 @@ from vllm_slo.wire.draft_messages import (
 )
 from vllm_slo.wire.draft_socket import ZAP_DOMAIN, check_address, derive_keys, verifier_socket
 
-__all__ = ["DraftLink", "DrafterTimes", "Exchange"]
-
 logger = logging.getLogger("vllm_slo.draft_link")
 
 READ_AT_ONCE: Final = 256

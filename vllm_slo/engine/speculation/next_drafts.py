@@ -14,8 +14,6 @@ from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.draft_models import Drafts
 from vllm_slo.engine.speculation.tree_limits import TreeLimits
 
-__all__ = ["NextDrafts"]
-
 WIDTHS = 1, 2
 """Widths of trees to choose from, besides the widest that equation 9 allows."""
 

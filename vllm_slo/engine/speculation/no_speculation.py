@@ -15,8 +15,6 @@ from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 
-__all__ = ["NoSpeculation", "Speculation", "wants_no_drafts"]
-
 
 class Speculation(DecodeModel, Protocol):
     """The scheduler's side of drafts, in the order in which a step calls it.

@@ -344,30 +344,7 @@ class Trees:
     def grammar_output(
         self, output: SchedulerOutput, _as_vllm: Callable[[SchedulerOutput], GrammarOutput | None]
     ) -> GrammarOutput | None:
-        """The bit masks of a step. Each structured request has a row for its root, and one for each
-        node of its tree."""
-        requests = self._state.requests
-        names = [
-            name
-            for name in output.num_scheduled_tokens
-            if (request := requests.get(name))
-            and request.use_structured_output
-            and not request.is_prefill_chunk
-        ]
-        if not output.has_structured_output_requests or not names:
-            return None
-        sent = messages.of(output).parents
-        tokens = output.scheduled_spec_decode_tokens
-        masks = [
-            grammar.masks(
-                self._state.structured_output,
-                requests[name],
-                tokens.get(name, ()),
-                sent.get(name, ()),
-            )
-            for name in names
-        ]
-        return GrammarOutput(names, np.concatenate(masks), [len(tokens.get(n, ())) for n in names])
+        return grammar.step_masks(self._state.structured_output, self._state.requests, output)
 
     # After a step.
 
@@ -402,7 +379,7 @@ class Trees:
                 yield Verified(name, offered, len(given) - 1)
 
     def _given(self, done: ModelRunnerOutput) -> list[tuple[int, int]]:
-        """Of each request that got tokens how many, and how many it lacked to its longest."""
+        """(new tokens, tokens that it lacked to its longest) of each request that got tokens."""
         requests, sampled = self._state.requests, done.sampled_token_ids
         return [
             (len(sampled[index]), request.max_tokens - request.num_output_tokens)

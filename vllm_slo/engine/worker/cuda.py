@@ -8,8 +8,6 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 from vllm_slo.engine.worker.model_runner import TreeRunner
 from vllm_slo.engine.worker.setup import refuse_what_fails, register_backends
 
-__all__ = ["CUDATreeWorker"]
-
 
 class CUDATreeWorker(GPUWorker):
     """vLLM's CUDA worker with trees."""
