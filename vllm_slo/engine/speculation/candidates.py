@@ -64,7 +64,7 @@ class StepCandidates(NamedTuple):
             self.tokens[part].tolist(), self.trees.parents[part].tolist(), kept
         )
         allowed = grammar.allowed(request, tokens, parents)
-        own[[node for place, node in enumerate(kept) if place not in allowed]] = 0
+        own[[node for index, node in enumerate(kept) if index not in allowed]] = 0
 
 
 class Candidates:
