@@ -110,7 +110,7 @@ class Server(adaserve_engine.Server):
             lengths._draft_ahead(DRAFTS)
             return [DRAFTS + 1] * len(decoding)
 
-        lengths._lengths = all_of_them
+        lengths._choose_lengths = all_of_them
 
     def params(self, one: Any) -> Any:
         from vllm import SamplingParams

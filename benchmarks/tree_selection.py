@@ -78,16 +78,14 @@ def batch(requests: int, nodes: int) -> Candidates:
 def selections(requests: int, nodes: int, repeats: int) -> list[list[str]]:
     """A row for each budget."""
     found = batch(requests, nodes)
-    depth = np.full(requests, found.depth)
     rows = []
     for each in (0.5, 3, 7, nodes):
         budget = requests + int(each * requests)
 
         def select(budget: int = budget) -> NDArray[np.int8]:
             return select_trees(
-                found.offsets, found.path, found.parent, found.required, depth,
-                budget=budget, n_max=17,
-            )  # fmt: skip
+                found.offsets, found.path, found.parent, found.required, budget=budget
+            )
 
         if np.count_nonzero(select()) != budget - requests:
             raise SystemExit(f"{requests} x {nodes}: the budget of {budget} is not used")
@@ -122,9 +120,8 @@ def shapes(requests: int, nodes: int, repeats: int) -> list[list[str]]:
     """Rows about laying out chosen trees in the scheduler, and using them in a worker."""
     found = batch(requests, nodes)
     marks = select_trees(
-        found.offsets, found.path, found.parent, found.required,
-        np.full(requests, found.depth), budget=8 * requests,
-    )  # fmt: skip
+        found.offsets, found.path, found.parent, found.required, budget=8 * requests
+    )
     deepest = np.full(requests, found.depth)
 
     def arrange() -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:

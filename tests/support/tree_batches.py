@@ -12,13 +12,12 @@ Tree = tuple[list[int], list[float]]
 """Parents of the nodes, -1 for the root, and their path probabilities."""
 
 
-def select(trees: list[Tree], required, depth=64, **options) -> list[list[int]]:
+def select(trees: list[Tree], required, **options) -> list[list[int]]:
     """`select_trees`, its marks split by request."""
     offsets = np.cumsum([0, *(len(parents) for parents, _ in trees)])
     probability = [p for _, probabilities in trees for p in probabilities]
     parent = [p for parents, _ in trees for p in parents]
-    depths = np.broadcast_to(depth, len(trees))
-    marks = select_trees(offsets, probability, parent, required, depths, **options)
+    marks = select_trees(offsets, probability, parent, required, **options)
     return [m.tolist() for m in np.split(marks, offsets[1:-1])][: len(trees)]
 
 

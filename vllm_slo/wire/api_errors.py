@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["error_body", "is_anthropic"]
-
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -57,35 +57,6 @@ from msgspec import Meta
 
 from vllm_slo.errors import VllmSLOError
 
-__all__ = [
-    "MAX_ANSWER_BYTES",
-    "MAX_ASKED_TOKENS",
-    "MAX_DRAFT_BYTES",
-    "MAX_GRANT",
-    "MAX_NAME",
-    "MAX_SESSIONS",
-    "NAME_PATTERN",
-    "RETRY_S",
-    "WIRE",
-    "Answer",
-    "Ask",
-    "Draft",
-    "Drafted",
-    "FromDrafter",
-    "FromVerifier",
-    "Hello",
-    "Ping",
-    "Pong",
-    "Refused",
-    "Welcome",
-    "WireError",
-    "WireVersionError",
-    "encode",
-    "from_drafter",
-    "from_verifier",
-    "vocabulary_digest",
-]
-
 WIRE: Final = 1
 """Version of the format."""
 MAX_GRANT: Final = 64

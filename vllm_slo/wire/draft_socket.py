@@ -28,23 +28,6 @@ from zmq.utils import z85
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_messages import MAX_ANSWER_BYTES, MAX_DRAFT_BYTES
 
-__all__ = [
-    "MIN_TOKEN",
-    "TOKEN_FILE_FLAG",
-    "TOKEN_VARIABLE",
-    "ZAP_DOMAIN",
-    "Context",
-    "KeyPair",
-    "LinkKeys",
-    "Socket",
-    "check_address",
-    "check_verifier",
-    "derive_keys",
-    "drafter_socket",
-    "read_token",
-    "verifier_socket",
-]
-
 TOKEN_VARIABLE: Final = "VLLMSLO_DRAFT_TOKEN"
 """Environment variable with the token; a flag may name a file instead."""
 TOKEN_FILE_FLAG: Final = "--draft-token-file"

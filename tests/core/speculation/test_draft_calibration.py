@@ -63,8 +63,6 @@ def test_nothing_is_changed_before_there_is_data() -> None:
     q = np.concatenate([GRID, [1e-6, 1e-4, 1 - 1e-4, 1 - 1e-6]])
     for depth in (1, 5, 100):
         assert at(DraftCalibration(5), depth, q) == pytest.approx(q, rel=1e-9)
-    assert DraftCalibration().reliability() == []
-    assert DraftCalibration().error() == (0.0, 0.0)
 
 
 def test_a_few_observations_move_little() -> None:
@@ -95,7 +93,6 @@ def test_the_best_guess_is_told_apart_from_the_others() -> None:
     paths, _ = calibration.path_probabilities([0, 4], [-1, -1, 1, 1], q)
     each = calibration.conditional([1, 1, 2, 2], q, [False, True, True, False])
     assert paths == pytest.approx(each * [1, 1, each[1], each[1]])
-    assert {row.best for row in calibration.reliability()} == {True, False}
 
 
 @settings(max_examples=examples(100))
@@ -125,38 +122,6 @@ def test_what_is_long_past_is_forgotten() -> None:
     see(stubborn, overconfident, 20_000, depths=(1, 2))
     see(stubborn, np.sqrt, 20_000, depths=(1, 2), seed=1)
     assert np.abs(at(stubborn, 1) - np.sqrt(GRID)).max() > 0.15
-
-
-def test_the_half_life_is_one() -> None:
-    calibration = DraftCalibration(1, half_life=100)
-    calibration.observe(np.ones(64, int), np.full(64, 0.3), np.ones(64, bool))
-    calibration.observe(np.ones(100, int), np.full(100, 0.8), np.ones(100, bool))
-    assert [row.observations for row in calibration.reliability()] == pytest.approx([32, 100])
-
-
-def test_reliability_by_hand() -> None:
-    calibration = DraftCalibration(2, half_life=math.inf)
-    calibration.observe([1, 1, 1, 2, 7], [0.5, 0.52, 0.9, 0.2, 0.2], [1, 0, 1, 0, 1])
-    assert calibration.reliability() == [
-        (1, True, pytest.approx(0.51), 0.5, 2.0),
-        (1, True, pytest.approx(0.9), 1.0, 1.0),
-        (2, True, pytest.approx(0.2), 0.5, 2.0),
-    ]
-    # Nothing was known when these were foretold.
-    before, after = calibration.error()
-    assert before == after == pytest.approx((2 * 0.01 + 0.1 + 2 * 0.3) / 5)
-
-
-def test_the_error_falls_for_a_dishonest_draft_and_stays_small_for_an_honest_one() -> None:
-    for truth in (overconfident, np.sqrt):
-        calibration = DraftCalibration(4)
-        see(calibration, truth, 40_000)
-        before, after = calibration.error()
-        assert before > 0.1
-        assert after < 0.03
-    calibration = DraftCalibration(4)
-    see(calibration, honest, 40_000)
-    assert max(calibration.error()) < 0.02
 
 
 unit = st.one_of(st.floats(0.0, 1.0), st.sampled_from(ODD))
@@ -230,22 +195,6 @@ def test_no_path_is_likelier_than_its_parents(data) -> None:
         above = [own[p] if p >= 0 else 1.0 for p in parents[start:end]]
         assert np.all(own <= above)
         assert np.all(own >= 0.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("max_depth", {"max_depth": 0}),
-        ("bins", {"bins": 1}),
-        ("prior", {"prior": 0.0}),
-        ("prior", {"prior": math.inf}),
-        ("half_life", {"half_life": 0.0}),
-        ("half_life", {"half_life": math.nan}),
-    ],
-)
-def test_arguments_out_of_range_are_named(name, arguments) -> None:
-    with pytest.raises(ValueError, match=name):
-        DraftCalibration(**arguments)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:

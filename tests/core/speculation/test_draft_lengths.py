@@ -244,7 +244,7 @@ def test_the_budget_is_the_step_time_models_own(instance: Instance, tpot_s: floa
         [Tier(1, tpot_s, 0.5)], instance.model, 1, prompts=True, context_tokens=instance.context
     )
     tokens = instance.model.time_to_tokens(tpot_s, instance.context)
-    assert math.floor(max(plan.prompt_tokens + 1.0, 0.0) + 1e-6) == tokens
+    assert tokens - 1e-6 <= max(plan.prompt_tokens + 1.0, 0.0) < tokens + 1.0 + 1e-6
 
 
 # --- the paper's figure 6, and what it says of several tiers --------------------------------------
@@ -307,12 +307,11 @@ def test_nobody_asks_for_a_tpot() -> None:
     rates = [4 * expected_tokens(0.8, n) / (0.020 + 0.004 * n) for n in range(1, 9)]
     assert idle.lengths == (1 + int(np.argmax(rates)),)
     assert idle.per_second == pytest.approx(max(rates))
-    assert idle.draft_steps == idle.lengths[0] - 1
 
 
 def test_nobody_decodes() -> None:
     plan = plan_lengths([], SLOPED, 8, prompts=True, most_tokens=100)
-    assert (plan.lengths, plan.step_s, plan.prompt_tokens, plan.draft_steps) == ((), INF, 100.0, 0)
+    assert (plan.lengths, plan.step_s, plan.prompt_tokens) == ((), INF, 100.0)
 
 
 def test_drafting_costs_what_the_model_or_the_caller_says() -> None:

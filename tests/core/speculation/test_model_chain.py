@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_slo.core.speculation.chain_costs import MAX_WINDOW, Edges, PassTimes, lifted
+from vllm_slo.core.speculation.chain_costs import MAX_WINDOW, OCTAVES, Edges, PassTimes, lifted
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
 from vllm_slo.core.speculation.chain_learning import Predictability
 from vllm_slo.core.speculation.model_chain import ModelChains, Plan
@@ -121,7 +121,7 @@ def test_the_drafting_of_a_chain_takes_what_equation_7_says(edge: float, depth: 
 
 
 def test_pass_times_lie_between_what_was_seen() -> None:
-    times = PassTimes()
+    times = PassTimes(np.zeros((3, OCTAVES)))
     for _ in range(50):
         times.observe(1, 0.010)
         times.observe(64, 0.073)
@@ -133,7 +133,7 @@ def test_pass_times_lie_between_what_was_seen() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(1e-4, 1.0)), max_size=30))
 def test_more_tokens_never_take_less(seen: list[tuple[int, float]]) -> None:
-    times = PassTimes()
+    times = PassTimes(np.zeros((3, OCTAVES)))
     for tokens, seconds in seen:
         times.observe(tokens, seconds)
     took = [times.pass_s(tokens) for tokens in range(1, 600, 7)]
@@ -415,7 +415,7 @@ def test_measuring_what_is_not_at_work_costs_little(name: str) -> None:
     assert world.tokens > had
 
 
-def test_who_is_out_is_never_chosen_and_may_come_back() -> None:
+def test_who_is_out_is_never_chosen() -> None:
     world = World(WORLDS["all three"])
     world.run(100)
     world.chains.drop(1)
@@ -427,10 +427,6 @@ def test_who_is_out_is_never_chosen_and_may_come_back() -> None:
     world.run(20)
     assert {plan.chain for plan in world.plans} == {()}
     assert world.chains.likely == ()
-    world.chains.restore(0)
-    world.chains.restore(1)
-    world.run(300)
-    assert world.share((0, 1), 50) > 0.6
 
 
 @pytest.mark.parametrize("models", [0, 5])
@@ -465,8 +461,9 @@ def test_where_nothing_can_be_guessed_nothing_is_drafted(load: DraftLoad) -> Non
 def test_of_a_text_that_begins_is_expected_what_is_typical() -> None:
     chains = ModelChains(("small",), 8, 1)
     chains.times[0].observe(1, 0.001)
+    depths = np.arange(1, 9)
     for _ in range(50):
-        chains.shapes[0].observe(0.7 ** np.arange(1.0, 9.0)[None], 8, 1)
+        chains.shapes[0].observe_nodes(0.7**depths, depths, np.array([0, 8]))
     load = DraftLoad(1, 0, 8, min_depth=8)
     typical = chains.choose(load, TARGET, 0.0).tokens
     for step in range(6):

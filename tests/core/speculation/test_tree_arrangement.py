@@ -31,20 +31,40 @@ def arranged(trees, marks, deepest, paths):
     ]
 
 
+def test_the_best_path_leads() -> None:
+    # root - 0 - 1 - 3
+    #      |   ` - 4 - 6
+    #      ` - 2 - 5
+    parents = [-1, 0, -1, 1, 0, 2, 4]
+    tree = parents, [0.5, 0.2, 0.4, 0.1, 0.3, 0.25, 0.15]
+    assert arranged([tree], [[1] * 7], [9], 9) == [([0, 4, 6, 2, 5, 1, 3], [-1, 0, 1, -1, 3, 0, 5])]
+
+
+def test_equal_chances_keep_parents_first() -> None:
+    tree = [-1, -1, 0, 1, 3], [0.5] * 5
+    assert arranged([tree], [[1] * 5], [9], 9) == [([0, 2, 1, 3, 4], [-1, 0, -1, 2, 3])]
+
+
 @given(st.data())
-def test_chosen_nodes_are_arranged_as_token_tree_arranges_them(data) -> None:
+def test_chosen_nodes_come_path_by_path_the_best_first(data) -> None:
     trees = data.draw(batches().filter(bool))
     budget = data.draw(st.integers(len(trees), 40))
     marks = select(trees, [-math.inf] * len(trees), budget=budget)
     deepest = [data.draw(st.integers(0, 8)) for _ in trees]
-    for tree, mark, most, (order, parents) in zip(
+    for (above, chances), mark, most, (order, parents) in zip(
         trees, marks, deepest, arranged(trees, marks, deepest, 1000), strict=True
     ):
-        depth = token_tree.depths(tree[0])
+        depth = token_tree.depths(above)
         kept = [node for node, chosen in enumerate(mark) if chosen and depth[node] <= most]
-        nodes, above = token_tree.reorder(list(range(len(tree[0]))), tree[0], kept)
-        expected_order = token_tree.linearise(above, [tree[1][node] for node in kept])
-        assert (order, parents) == token_tree.reorder(nodes, above, expected_order)
+        assert sorted(order) == kept
+        assert parents == token_tree.reorder(above, above, order)[1]
+        rows = token_tree.path_rows(parents)
+        assert [t for row in rows for t in row.path[-row.queries :]] == list(range(len(order) + 1))
+        for place, node in enumerate(order):
+            last = order[place - 1] if place else -1
+            going_on = [n for n in order[place:] if above[n] == last]
+            started = [n for n in order[place:] if above[n] < 0 or above[n] in order[:place]]
+            assert node == min(going_on or started, key=lambda n: (-chances[n], n))
 
 
 @given(st.data())

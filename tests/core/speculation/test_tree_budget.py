@@ -12,6 +12,7 @@ from vllm_slo.core.admission.program import PLAIN
 from vllm_slo.core.speculation.tree_budget import (
     TREE,
     Verifying,
+    depth_and_width,
     fastest_shapes,
     sustained_trees,
     worthwhile_nodes,
@@ -252,3 +253,25 @@ def test_trees_that_sustain_most_by_hand() -> None:
     assert found.tokens_in == 3.0
     assert drafting_s == pytest.approx(0.004)
     assert most == 57 / 3, "2.7 * 30 - 4 - 20 ms; 10 without trees"
+
+
+# Depth and width: AdaServe's equations 8 and 9.
+
+
+def test_depth_and_width_by_hand() -> None:
+    limits = {"min_depth": 1, "max_depth": 8, "max_width": 6}
+    assert [
+        depth_and_width(n, verifier_tokens=64, speculator_tokens=32, **limits)
+        for n in (0, 1, 6, 8, 14, 30, 500)
+    ] == [(8, 6), (8, 6), (8, 5), (7, 4), (3, 2), (1, 1), (1, 1)]
+
+
+@given(st.integers(0, 2000), st.integers(0, 100))
+def test_more_requests_never_get_deeper_or_wider_trees(active: int, more: int) -> None:
+    limits = {"min_depth": 2, "max_depth": 10, "max_width": 16}
+    depth, width = depth_and_width(active, verifier_tokens=256, speculator_tokens=128, **limits)
+    deeper, wider = depth_and_width(
+        active + more, verifier_tokens=256, speculator_tokens=128, **limits
+    )
+    assert 2 <= deeper <= depth <= 10
+    assert 1 <= wider <= width <= 16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""core/speculation/tree_selection.py: AdaServe's algorithms 1 and 2, and equation 3."""
+"""core/speculation/tree_selection.py: AdaServe's algorithms 1 and 2."""
 
 import itertools
 import math
@@ -16,7 +16,6 @@ from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
     NOT_CHOSEN,
-    needed_tokens,
     node_worths,
     select_trees,
 )
@@ -96,7 +95,7 @@ def _worst_first(tree: Sequence[float]) -> list[int]:
 
 
 def test_figure_5() -> None:
-    assert select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=8) == [
+    assert select(FIGURE_5, FIGURE_5_REQUIRED, budget=8) == [
         [FOR_SLO, NOT_CHOSEN, FOR_THROUGHPUT, NOT_CHOSEN, FOR_THROUGHPUT, NOT_CHOSEN],
         [FOR_SLO, FOR_SLO, FOR_THROUGHPUT, NOT_CHOSEN, NOT_CHOSEN, NOT_CHOSEN],
     ]
@@ -175,10 +174,9 @@ def test_choices_are_trees_within_every_limit(data) -> None:
     required = data.draw(needs(trees))
     count = len(trees)
     most = data.draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
-    budget, n_max = data.draw(st.integers(-1, 40)), data.draw(st.integers(1, 6))
-    depth = data.draw(st.integers(0, 3))
+    budget = data.draw(st.integers(-1, 40))
     floor = data.draw(st.sampled_from([0.0, 0.25, 0.5]))
-    marks = select(trees, required, depth, budget=budget, n_max=n_max, most=most, slo_floor=floor)
+    marks = select(trees, required, budget=budget, most=most, slo_floor=floor)
     sizes = [len(own) for own in chosen(marks)]
     assert sum(sizes) <= max(budget - count, 0)
     assert all(size <= limit for size, limit in zip(sizes, most, strict=True))
@@ -186,9 +184,8 @@ def test_choices_are_trees_within_every_limit(data) -> None:
     for own, (parents, p), need, limit in zip(marks, trees, required, most, strict=True):
         assert all(own[parent] for node, parent in enumerate(parents) if own[node] and parent >= 0)
         first = [p[node] for node, mark in enumerate(own) if mark == FOR_SLO]
-        assert len(first) < n_max
         # Not one node more than the objective asks for.
-        assert not first or 1.0 + sum(first) - min(first) < min(need, depth + 1)
+        assert not first or 1.0 + sum(first) - min(first) < need
         assert all(p[node] >= floor for node, mark in enumerate(own) if mark == FOR_SLO)
         kept = [p[node] for node, mark in enumerate(own) if mark]
         missed = [p[node] for node, mark in enumerate(own) if not mark]
@@ -230,8 +227,8 @@ def test_the_order_of_requests_does_not_matter(data) -> None:
     trees = trees[: len(required)]
     budget = data.draw(st.integers(0, 40))
     order = data.draw(st.permutations(range(len(trees))))
-    plain = select(trees, required, 4, budget=budget)
-    turned = select([trees[r] for r in order], [required[r] for r in order], 4, budget=budget)
+    plain = select(trees, required, budget=budget)
+    turned = select([trees[r] for r in order], [required[r] for r in order], budget=budget)
     assert turned == [plain[r] for r in order]
 
 
@@ -244,22 +241,8 @@ def test_the_most_demanding_request_is_served_first() -> None:
     assert chosen(select([chain] * 3, [1.5, 2.5, 1.5], budget=5)) == [[], [0, 1], []]
 
 
-def test_what_no_step_can_yield_is_capped_by_the_depth() -> None:
-    tree: Tree = ([-1, -1, -1], [1.0, 0.5, 0.25])
-    assert select([tree], [50.0], 1, budget=9)[0] == [FOR_SLO, FOR_THROUGHPUT, FOR_THROUGHPUT]
-
-
-def test_n_max_counts_the_root_and_binds_the_first_phase_only() -> None:
-    tree: Tree = ([-1, 0, 1], [0.5, 0.25, 0.125])
-    marks = select([tree], [3.0], budget=9, n_max=3)
-    assert marks == [[FOR_SLO, FOR_SLO, FOR_THROUGHPUT]]
-
-
-def test_phases_can_be_switched_off() -> None:
-    greedy = select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=6, slo_phase=False)
-    assert chosen(greedy) == [[0, 2, 4], [0]]
-    assert all(FOR_SLO not in own for own in greedy)
-    frugal = select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=99, throughput_phase=False)
+def test_the_second_phase_can_be_switched_off() -> None:
+    frugal = select(FIGURE_5, FIGURE_5_REQUIRED, budget=99, throughput_phase=False)
     assert chosen(frugal) == [[0], [0, 1]]
 
 
@@ -301,7 +284,7 @@ def test_worths_keep_trees_connected(trees: list[Tree], path_tokens: float, data
 
 
 def test_a_request_without_nodes_wanted_leaves_its_share_to_others() -> None:
-    marks = select(FIGURE_5, FIGURE_5_REQUIRED, 3, budget=7, most=[0, 99])
+    marks = select(FIGURE_5, FIGURE_5_REQUIRED, budget=7, most=[0, 99])
     assert chosen(marks) == [[], [0, 1, 2, 3, 4]]
 
 
@@ -333,21 +316,7 @@ def test_arrays_that_do_not_fit_are_refused(change, named) -> None:
         "probability": [0.5, 0.4],
         "parent": [-1, 0],
         "required": [1.5],
-        "depth": [2],
     }
     assert select_trees(**fitting, budget=3).tolist() == [1, 2]
     with pytest.raises(ValueError, match=named):
         select_trees(**(fitting | change), budget=3)
-
-
-# Equation 3.
-
-
-def test_needed_tokens_by_hand() -> None:
-    # Eleven tokens are due at 50 ms each after 0.5 s and a step of 0.05 s; nine are out.
-    assert needed_tokens(0.5, 0.05, 0.05, 9) == pytest.approx(2.0)
-    assert needed_tokens(0.1, 0.05, 0.05, 9) == pytest.approx(-6.0)
-    assert needed_tokens(0.5, 0.05, math.inf, 9) == -math.inf
-    for tpot_s in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="tpot_s"):
-            needed_tokens(0.5, 0.05, tpot_s, 9)

@@ -146,6 +146,13 @@ def aside(work: Callable[[], Any]) -> Iterator[None]:
         running.result(SOON_S)
 
 
+def heard(drafter: RawDrafter) -> Draft:
+    """The round that it is asked for."""
+    draft = drafter.hear()
+    assert isinstance(draft, Draft)
+    return draft
+
+
 # --- drafts --------------------------------------------------------------------------------------
 
 
@@ -246,8 +253,7 @@ def test_grants_are_bounded_by_the_verifier() -> None:
 
 def test_an_empty_draft_is_as_good_as_none(link: DraftLink) -> None:
     def have_nothing() -> None:
-        draft = drafter.hear()
-        assert isinstance(draft, Draft)
+        draft = heard(drafter)
         drafter.say(drafter.drafted(draft, answer_to(draft, tokens=[], probabilities=[])))
 
     with raw(link) as drafter, aside(have_nothing):
@@ -261,8 +267,7 @@ def test_a_session_that_the_drafter_lost_comes_back(link: DraftLink) -> None:
         numbers = []
 
         def lose() -> None:
-            draft = drafter.hear()
-            assert isinstance(draft, Draft)
+            draft = heard(drafter)
             numbers.append((draft.asks[0].session, draft.asks[0].keep))
             drafter.say(drafter.drafted(draft, lost=[draft.asks[0].session]))
 
@@ -424,8 +429,7 @@ def answer_to(draft: Draft, place: int = 0, **changed: Any) -> Answer:
 
 
 def answer_well(drafter: RawDrafter) -> Draft:
-    draft = drafter.hear()
-    assert isinstance(draft, Draft)
+    draft = heard(drafter)
     drafter.say(drafter.drafted(draft, *(answer_to(draft, n) for n in range(len(draft.asks)))))
     return draft
 
@@ -455,8 +459,7 @@ def test_a_bad_answer_is_dropped_and_counted_and_no_other(link: DraftLink, what:
     changed, fault = BAD_ANSWERS[what]
 
     def spoil_the_first() -> None:
-        draft = drafter.hear()
-        assert isinstance(draft, Draft)
+        draft = heard(drafter)
         drafter.say(drafter.drafted(draft, answer_to(draft, **changed), answer_to(draft, 1)))
 
     with raw(link) as drafter, drafting(link.address, "good"):
@@ -478,8 +481,7 @@ def test_a_bad_answer_is_dropped_and_counted_and_no_other(link: DraftLink, what:
 
 def test_a_second_draft_of_a_session_is_dropped(link: DraftLink) -> None:
     def answer_twice() -> None:
-        draft = drafter.hear()
-        assert isinstance(draft, Draft)
+        draft = heard(drafter)
         drafter.say(drafter.drafted(draft, answer_to(draft), answer_to(draft, tokens=[9, 9, 9])))
 
     with raw(link) as drafter, aside(answer_twice):
@@ -490,8 +492,7 @@ def test_a_second_draft_of_a_session_is_dropped(link: DraftLink) -> None:
 @pytest.mark.parametrize("draft_s", [float("nan"), float("inf"), -5.0, 1e300])
 def test_what_a_drafter_says_of_its_time_is_not_believed(link: DraftLink, draft_s: float) -> None:
     def lie() -> None:
-        draft = drafter.hear()
-        assert isinstance(draft, Draft)
+        draft = heard(drafter)
         drafter.say(drafter.drafted(draft, answer_to(draft), draft_s=draft_s))
 
     with raw(link) as drafter:
@@ -519,8 +520,7 @@ def test_answers_that_nobody_waits_for_are_dropped(link: DraftLink) -> None:
     def first_replays_then_answer() -> None:
         for message in replays(drafter):
             drafter.send(message)
-        draft = drafter.hear()
-        assert isinstance(draft, Draft)
+        draft = heard(drafter)
         late = drafter.drafted(draft, answer_to(draft, tokens=[9, 9, 9]), epoch=drafter.epoch + 1)
         drafter.say(late)
         drafter.say(drafter.drafted(draft, answer_to(draft)))
@@ -693,8 +693,7 @@ def test_nobody_waits_longer_than_the_deadline(link: DraftLink) -> None:
 def test_a_late_answer_is_not_taken_for_the_next(link: DraftLink) -> None:
     with raw(link) as drafter:
         assert ask(link, "raw", [1], deadline_s=0.05).late == ("raw",)
-        old = drafter.hear()
-        assert isinstance(old, Draft)
+        old = heard(drafter)
 
         def answer_both() -> None:
             new = drafter.hear()

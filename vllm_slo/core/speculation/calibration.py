@@ -19,54 +19,20 @@ above.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from vllm_slo.core.arrays import Bools, Floats, Ints, Marks, Parents
 from vllm_slo.core.jit import jit
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
-Bools: TypeAlias = NDArray[np.bool_]
 
 SMALLEST_Q = 1e-9
 """Draft probabilities are kept this far from 0 and 1; NaN counts as 0."""
 OUTER_LOGIT = math.log(999.0)
 """The inner edges of the bins spread over q = 0.001 .. 0.999; the outermost bins are unbounded."""
 
-COUNT, DRAFT, CALIBRATED, ACCEPTED = 0, 1, 2, 3
-"""Sums of a bin: observations, their q, their calibrated probabilities, how many were accepted."""
-
-
-class Reliability(NamedTuple):
-    """One point of a reliability plot.
-
-    Attributes:
-        depth: of the nodes; the deepest also stands for those below it.
-        best: whether they are the draft's best guesses after their parents.
-        draft_probability: mean q.
-        accepted: share of them that the target accepted, their parents being accepted.
-        observations: how many they are; old ones count less.
-    """
-
-    depth: int
-    best: bool
-    draft_probability: float
-    accepted: float
-    observations: float
-
-
-class CalibrationError(NamedTuple):
-    """Expected calibration error: mean |probability - accepted share| over bins, weighted by count.
-
-    Attributes:
-        before: of the draft's probabilities.
-        after: of the calibrated ones, as they were before the outcome was known.
-    """
-
-    before: float
-    after: float
+COUNT, DRAFT, ACCEPTED = 0, 1, 2
+"""Sums of a bin: observations, their q, how many were accepted."""
 
 
 def _logits(q: Floats) -> Floats:
@@ -117,16 +83,13 @@ def _map(knots: Floats, depth: Ints, best: Bools, x: Floats) -> Floats:
 
 
 @jit
-def _add(
-    sums: Floats, depth: Ints, best: Bools, x: Floats, q: Floats, calibrated: Floats, hit: Bools
-) -> None:
-    """Add observations to ``sums`` (4, rows, bins)."""
+def _add(sums: Floats, depth: Ints, best: Bools, x: Floats, q: Floats, hit: Bools) -> None:
+    """Add observations to ``sums`` (3, rows, bins)."""
     for node in range(len(x)):
         row = _row(depth[node], best[node], sums.shape[1])
         b = _bin(x[node], sums.shape[2])
         sums[COUNT, row, b] += 1.0
         sums[DRAFT, row, b] += q[node]
-        sums[CALIBRATED, row, b] += calibrated[node]
         sums[ACCEPTED, row, b] += hit[node]
 
 
@@ -217,10 +180,10 @@ def outcomes(
     starts: Ints,
     counts: Ints,
     tokens: Ints,
-    parent: NDArray[np.int32],
+    parent: Parents,
     given_offsets: Ints,
     given: Ints,
-) -> tuple[Ints, NDArray[np.int8]]:
+) -> tuple[Ints, Marks]:
     """Which nodes of n verified trees the target accepted.
 
     Args:
@@ -254,33 +217,21 @@ class DraftCalibration:
 
     Args:
         max_depth: depths told apart; a deeper node counts as one of this depth.
-        bins: bins of each depth and kind of guess.
         prior: imagined observations of each bin.
         half_life: observations after which an older one counts half; infinite: always in full.
 
-    Raises ValueError naming the argument that is out of range. The first call of a method compiles
-    it where numba's cache is empty, which takes some seconds.
+    The first call of a method compiles it where numba's cache is empty, which takes some seconds.
     """
 
+    BINS = 12
+    """Bins of each depth and kind of guess."""
+
     def __init__(
-        self,
-        max_depth: int = 8,
-        *,
-        bins: int = 12,
-        prior: float = 8.0,
-        half_life: float = 10_000.0,
+        self, max_depth: int = 8, *, prior: float = 8.0, half_life: float = 10_000.0
     ) -> None:
-        if max_depth < 1:
-            raise ValueError(f"max_depth: must be at least 1, not {max_depth}")
-        if bins < 2:
-            raise ValueError(f"bins: must be at least 2, not {bins}")
-        if not 0.0 < prior < math.inf:
-            raise ValueError(f"prior: must be positive and finite, not {prior}")
-        if not half_life > 0.0:
-            raise ValueError(f"half_life: must be positive, not {half_life}")
-        self._prior = float(prior)
+        self._prior = prior
         self._half_life = half_life
-        self._sums = np.zeros((4, 2 * max_depth, bins))
+        self._sums = np.zeros((3, 2 * max_depth, self.BINS))
         self._knots: Floats | None = None
 
     def observe(
@@ -298,9 +249,8 @@ class DraftCalibration:
         kinds = _flags(best, probabilities, "best")
         hits = _flags(accepted, probabilities, "accepted")
         x = _logits(probabilities)
-        calibrated = _sigmoid(_map(self._fitted(), depths, kinds, x))
         self._sums *= 0.5 ** (len(x) / self._half_life)
-        _add(self._sums, depths, kinds, x, _sigmoid(x), calibrated, hits)
+        _add(self._sums, depths, kinds, x, _sigmoid(x), hits)
         self._knots = None
 
     def conditional(self, depth: ArrayLike, q: ArrayLike, best: ArrayLike = True) -> Floats:
@@ -333,31 +283,6 @@ class DraftCalibration:
         result = self.conditional(depths, probabilities, best)
         _multiply_down(starts, parents, result)
         return result, best
-
-    def reliability(self) -> list[Reliability]:
-        """The bins that hold half an observation or more: the best guesses by depth and q, then the
-        others."""
-        count, draft, _, accepted = self._sums
-        depths = len(count) // 2
-        return [
-            Reliability(
-                int(row) % depths + 1,
-                bool(row < depths),
-                float(draft[row, b] / count[row, b]),
-                float(accepted[row, b] / count[row, b]),
-                float(count[row, b]),
-            )
-            for row, b in zip(*np.nonzero(count >= 0.5), strict=True)
-        ]
-
-    def error(self) -> CalibrationError:
-        """The error of the draft's probabilities and of the calibrated ones; 0 before any data."""
-        count, draft, calibrated, accepted = self._sums
-        total = max(float(count.sum()), 1e-300)
-        return CalibrationError(
-            float(np.abs(draft - accepted).sum()) / total,
-            float(np.abs(calibrated - accepted).sum()) / total,
-        )
 
     def _fitted(self) -> Floats:
         """The knots (2, rows, bins), computed anew after an observation."""

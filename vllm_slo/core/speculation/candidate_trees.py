@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Bools, Floats, Ints, Marks, Parents
 from vllm_slo.core.speculation.tree_budget import node_floor, worthwhile_nodes
-from vllm_slo.core.speculation.tree_selection import needed_tokens, select_trees
+from vllm_slo.core.speculation.tree_selection import select_trees
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
-Marks: TypeAlias = NDArray[np.int8]
-Bools: TypeAlias = NDArray[np.bool_]
 
 
 class TPOTNeeds(NamedTuple):
@@ -32,7 +27,8 @@ class TPOTNeeds(NamedTuple):
         pace_s: most seconds per token that keep it to the end of the window by which it is judged,
             or of the answer, whichever comes first.
         tpot_s: the objective.
-        owed: A(r) of a step that takes no time; see ``needed_tokens``.
+        owed: A(r) of a step that takes no time: the tokens that it must yield for the TPOT to be
+            kept (AdaServe, equations 2 and 3).
     """
 
     pace_s: float
@@ -44,13 +40,14 @@ def tpot_needs(view: DecodeView, start_s: float, left: int) -> TPOTNeeds:
     """What a TPOT needs from a step that begins at ``start_s``.
 
     Args:
-        view: the request before that step, one token of it being expected of each step.
+        view: the request before that step, one token of it being expected of each step; its TPOT
+            is finite.
         left: most tokens of its answer still to come, at least 1.
     """
     beyond = max(view.window_left - left, 0.0)
     pace_s = (view.window_end_s - beyond * view.tpot_s - start_s) / min(view.window_left, left)
-    # Time is counted from when the next token is due; one token is owed by then.
-    owed = needed_tokens(start_s - view.due_s, 0.0, view.tpot_s, -1)
+    # Equation 3, with time counted from when the next token is due; one token is owed by then.
+    owed = (start_s - view.due_s) / view.tpot_s + 1.0
     return TPOTNeeds(pace_s, view.tpot_s, owed)
 
 
@@ -112,7 +109,7 @@ class CandidateTrees:
     def __init__(
         self,
         offsets: Ints,
-        parents: NDArray[np.int32],
+        parents: Parents,
         chances: Floats,
         worths: Floats,
         limits: Ints,
@@ -158,7 +155,6 @@ class CandidateTrees:
             self.chances,
             self.parents,
             self.required(step_s),
-            np.full(len(self.limits), len(self.chances)),
             budget=len(self.limits) + nodes,
             most=self.limits,
             worth=self.worths,

@@ -15,16 +15,12 @@ slowest request, so the same chain takes more rounds in a large batch.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.draft_shape import FIRST_GUESS
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
 
 MAX_WINDOW = 8
 """Most tokens that the first model of a chain guesses in a round."""
@@ -88,19 +84,20 @@ class PassTimes:
     """T_i of one model: the time of a pass by its number of tokens.
 
     Args:
-        first_s: seconds of a pass before any was measured.
-        known: (3, OCTAVES) the table to use, see `TOKENS`; default a new one.
+        known: (3, OCTAVES) the table to use, see `TOKENS`.
     """
 
+    FIRST_S = 0.002
+    """Seconds of a pass before any was measured."""
     SHARE = 0.1
     """Weight of a pass in the mean of its octave."""
     MANY = 64
     """Tokens of a pass from which on the cost of one more token is known."""
 
-    def __init__(self, first_s: float = 0.002, known: Floats | None = None) -> None:
-        self._known = np.zeros((3, OCTAVES)) if known is None else known
+    def __init__(self, known: Floats) -> None:
+        self._known = known
         self._known[:] = 0.0
-        self._known[SECONDS, 0] = first_s
+        self._known[SECONDS, 0] = self.FIRST_S
 
     def observe(self, tokens: int, took_s: float) -> None:
         """Learn the time of a pass over so many tokens; an impossible time is ignored."""

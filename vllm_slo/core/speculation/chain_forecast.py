@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.speculation.chain_costs import (
     OCTAVES,
     Edges,
-    Floats,
-    Ints,
     PassTimes,
     drafting_times,
     lifted,
@@ -99,7 +98,7 @@ class ChainForecasts:
         shapes: what the trees of each model are typically like.
         times: T_i of each model.
         edges: alpha(i, j).
-        available: whether each model may be chosen, see `set_available`.
+        available: whether each model may be chosen.
         is_open: whether all models of each chain are available.
         use: share of the nodes that would pay for which steps have room.
         fresh: mean tokens of a request that a step adds, which each model has to read.
@@ -118,7 +117,7 @@ class ChainForecasts:
             for chain in itertools.combinations(range(models), length)
         ]
         self._passes = np.zeros((models, 3, OCTAVES))
-        self.times = [PassTimes(known=passes) for passes in self._passes]
+        self.times = [PassTimes(passes) for passes in self._passes]
         self.shapes = [DraftShape(max_depth, max_width, memory=self.TREES) for _ in self.times]
         self.edges = Edges(models)
         self.available = [True] * models
@@ -140,9 +139,9 @@ class ChainForecasts:
         ]
         self._turn = 0
 
-    def set_available(self, model: int, *, available: bool) -> None:
-        """Open or close all chains with a model."""
-        self.available[model] = available
+    def drop(self, model: int) -> None:
+        """Close all chains with a model."""
+        self.available[model] = False
         self.is_open = [all(self.available[place] for place in chain) for chain in self.chains]
         self._drafting = None
 

@@ -111,10 +111,6 @@ class Probes:
         for part in self._measures[c]:
             self._measured[part] = self._step
 
-    def renew(self, model: int) -> None:
-        """Measure the proposals of a model as if for the first time."""
-        self._measured[model, model] = NEVER
-
     def next(
         self, time_s: Sequence[float], current: int, trees: int, cost_s: Callable[[int, int], float]
     ) -> tuple[int, bool]:

@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.tiers import Tier
 from vllm_slo.core.step_time.budget import (
@@ -42,9 +42,6 @@ from vllm_slo.core.step_time.budget import (
 )
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 SHORTEST_S = 1e-9
 FALLS = 2
@@ -72,11 +69,6 @@ class LengthPlan:
     prompt_tokens: float
     per_second: float
     feasible: bool
-
-    @property
-    def draft_steps(self) -> int:
-        """Passes of the draft that these lengths take."""
-        return max(self.lengths, default=1) - 1
 
 
 def _engine(

@@ -11,17 +11,14 @@ waits.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.speculation.proportional_fairness import grant_tokens, verify_budget
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
 
 FIRST_TOKEN_S = 0.002
 """Seconds of a draft token before any was measured."""

@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 FIRST_GUESS = 0.6
 """Acceptance of the best guess at each depth before the first tree."""
@@ -117,12 +114,6 @@ class DraftShape:
     def is_guess(self) -> bool:
         """Whether the first guess still counts at depth 1."""
         return bool(self._guessed[0] > self.NEGLIGIBLE)
-
-    def observe(self, chances: Floats, depth: int, width: int) -> None:
-        """Learn from n trees: (n, depth * width) path probabilities, layer by layer."""
-        count, size = len(chances), depth * width
-        depths = np.tile(np.repeat(np.arange(1, depth + 1), width), count)
-        self.observe_nodes(chances.ravel(), depths, np.arange(0, count * size + 1, size))
 
     def observe_nodes(self, chances: Floats, depths: Ints, offsets: Ints) -> None:
         """Learn from n trees of any form.

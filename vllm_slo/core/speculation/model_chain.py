@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_slo.core.speculation.chain_costs import Floats
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.speculation.chain_forecast import ChainForecasts, DraftLoad, Forecast
 from vllm_slo.core.speculation.chain_learning import Chain, Predictability, Probes
 from vllm_slo.core.step_time.model import StepTimeModel
@@ -122,22 +122,12 @@ class ModelChains:
 
     def drop(self, model: int) -> None:
         """A model has failed or left: no chain with it is chosen."""
-        self.forecasts.set_available(model, available=False)
+        self.forecasts.drop(model)
         is_open = self.forecasts.is_open
         if not is_open[self._current]:
             self._current = 0
         if not is_open[self._likely]:
             self._likely = is_open.index(True, 1) if True in is_open[1:] else 0
-
-    def restore(self, model: int) -> None:
-        """A model is available again; it is measured anew."""
-        self.forecasts.set_available(model, available=True)
-        self._probes.renew(model)
-
-    @property
-    def chain(self) -> Chain:
-        """The current chain, whatever a probe measures."""
-        return self._chains[self._current]
 
     @property
     def likely(self) -> Chain:

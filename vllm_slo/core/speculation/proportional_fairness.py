@@ -30,15 +30,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.tree_budget import worthwhile_nodes
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 UNBOUNDED = 1 << 40
 ETA = 0.05
@@ -357,10 +355,6 @@ class GradientScheduler:
         for client, tokens in zip(clients, granted.tolist(), strict=True):
             self._clients[client].granted += tokens
         return granted
-
-    def utility(self) -> float:
-        """sum_i w_i U(X_i) over the clients."""
-        return sum(view.utility for view in self.views().values())
 
     def views(self) -> dict[str, ClientView]:
         """Every client, in the order in which they were added."""

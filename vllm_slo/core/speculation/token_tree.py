@@ -5,45 +5,13 @@ The root of a tree is the last committed token, which is sampled but not yet ver
 Its nodes are numbered 0..m-1 with parents before children; ``parents[i]`` is -1 for a child of the
 root. A step that verifies the tree computes m+1 tokens: token 0 is the root, token i+1 is node i.
 
-Only `TokenTree.of` checks its input: the functions run for every request of every step.
+The functions run for every request of every step, so they do not check their input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTree:
-    """The nodes of one request's tree.
-
-    Attributes:
-        tokens: token id of each node; siblings differ.
-        parents: node index of each node's parent, -1 for the root.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
-        """A tree from a source that is not trusted.
-
-        Raises ValueError naming the field unless it is a tree as described above.
-        """
-        if len(tokens) != len(parents):
-            raise ValueError(f"parents: {len(parents)} for {len(tokens)} tokens")
-        for node, parent in enumerate(parents):
-            if not -1 <= parent < node:
-                raise ValueError(f"parents[{node}]: {parent} is neither -1 nor an earlier node")
-        seen: set[tuple[int, int]] = set()
-        for node, edge in enumerate(zip(parents, tokens, strict=True)):
-            if edge in seen:
-                raise ValueError(f"tokens[{node}]: duplicate of a sibling, {edge[1]}")
-            seen.add(edge)
-        return cls(tuple(tokens), tuple(parents))
 
 
 class PathRow(NamedTuple):
@@ -56,38 +24,6 @@ class PathRow(NamedTuple):
 
     path: tuple[int, ...]
     queries: int
-
-
-def linearise(parents: Sequence[int], scores: Sequence[float]) -> list[int]:
-    """Order of the nodes in which every prefix is a tree: path by path, the best path first.
-
-    The best path goes from the root to its best child, and so on to a leaf. Of the nodes left whose
-    parent is placed, the best one starts the next path, which goes on likewise. Ties go by index.
-    So the nodes that a row of `path_rows` computes are consecutive.
-
-    Args:
-        parents: (m,).
-        scores: (m,) path probabilities; no child's exceeds its parent's.
-    """
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # children[-1]: the root's
-    for node, parent in enumerate(parents):
-        children[parent].append(node)
-    for own in children:
-        own.sort(key=lambda node: (-scores[node], node))
-    order: list[int] = []
-    waiting: list[tuple[float, int]] = []
-    at = -1
-    while True:
-        own = children[at]
-        if own:
-            waiting.extend((-scores[node], node) for node in own[1:])
-            at = own[0]
-        elif waiting:
-            at = min(waiting)[1]
-            waiting.remove(min(waiting))
-        else:
-            return order
-        order.append(at)
 
 
 def reorder(

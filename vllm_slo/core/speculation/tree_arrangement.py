@@ -3,48 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Bools, Floats, Ints, Marks, Parents
 from vllm_slo.core.jit import jit
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
-Marks: TypeAlias = NDArray[np.int8]
-Bools: TypeAlias = NDArray[np.bool_]
-
-
-def arrange_trees(
-    offsets: Ints,
-    probability: Floats,
-    parent: NDArray[np.int32],
-    chosen: Marks,
-    deepest: Ints,
-    paths: int,
-) -> tuple[Ints, NDArray[np.int32], Ints]:
-    """The chosen nodes of all requests as trees, in the order in which they are verified.
-
-    The nodes of a tree are in the order of `token_tree.linearise`: path by path, the best first.
-    Where the trees have more extra paths than ``paths``, the last requests lose their last nodes.
-
-    Args:
-        offsets, probability, parent: as `tree_selection.select_trees` takes them.
-        chosen: (N,) marks that it returned.
-        deepest: (n,) greatest depth of a node; deeper ones are left out.
-        paths: most extra paths of all trees together; see `token_tree.path_rows`.
-
-    Returns:
-        (K,) the nodes by index within their request, request by request; (K,) each node's parent in
-        its new tree; (n,) how many nodes each request has.
-    """
-    return _arrange(offsets, probability, parent, chosen, deepest, paths)
 
 
 @jit
-def _order(left: Bools, probability: Floats, parent: NDArray[np.int32], nodes: Ints) -> int:
-    """Write the nodes ``left`` of one request to ``nodes`` in the order of `token_tree.linearise`;
+def _order(left: Bools, probability: Floats, parent: Parents, nodes: Ints) -> int:
+    """Write the nodes ``left`` of one request to ``nodes`` in the order of `arrange_trees`;
     how many of them form the best path."""
     placed = np.zeros(len(left), dtype=np.bool_)
     at, count, chain = -1, 0, -1
@@ -70,7 +37,7 @@ def _order(left: Bools, probability: Floats, parent: NDArray[np.int32], nodes: I
 
 
 @jit
-def _leaves(parents: NDArray[np.int32], chain: int) -> int:
+def _leaves(parents: Parents, chain: int) -> int:
     """How many leaves a tree has beyond its leading chain of ``chain`` nodes."""
     leaves = 0
     for node in range(chain, len(parents)):
@@ -82,14 +49,31 @@ def _leaves(parents: NDArray[np.int32], chain: int) -> int:
 
 
 @jit
-def _arrange(
+def arrange_trees(
     offsets: Ints,
     probability: Floats,
-    parent: NDArray[np.int32],
+    parent: Parents,
     chosen: Marks,
     deepest: Ints,
     paths: int,
-) -> tuple[Ints, NDArray[np.int32], Ints]:
+) -> tuple[Ints, Parents, Ints]:
+    """The chosen nodes of all requests as trees, in the order in which they are verified.
+
+    The best path comes first. It goes from the root to its best child, and so on to a leaf. Of the
+    nodes left whose parent is placed, the best one starts the next path, which goes on likewise.
+    Ties go by index. So the nodes that a row of `token_tree.path_rows` computes are consecutive.
+    Where the trees have more extra paths than ``paths``, the last requests lose their last nodes.
+
+    Args:
+        offsets, probability, parent: as `tree_selection.select_trees` takes them.
+        chosen: (N,) marks that it returned.
+        deepest: (n,) greatest depth of a node; deeper ones are left out.
+        paths: most extra paths of all trees together; see `token_tree.path_rows`.
+
+    Returns:
+        (K,) the nodes by index within their request, request by request; (K,) each node's parent in
+        its new tree; (n,) how many nodes each request has.
+    """
     total, requests = len(probability), len(deepest)
     nodes = np.empty(total, dtype=np.int64)
     parents = np.empty(total, dtype=np.int32)

@@ -13,19 +13,40 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.step_time.budget import Lines, step_seconds_compiled, whole_tokens_within
 from vllm_slo.core.step_time.model import StepTimeModel
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 SHORTEST_S = 1e-9
 TREE = 8
 """Most nodes of a tree that an objective is assumed to need."""
+
+
+def depth_and_width(
+    active: int,
+    *,
+    verifier_tokens: int,
+    speculator_tokens: int,
+    min_depth: int,
+    max_depth: int,
+    max_width: int,
+) -> tuple[int, int]:
+    """(d, w) of the candidate trees of ``active`` requests: AdaServe's equations 8 and 9 (section
+    5.2), with c1 = c2 = 0.
+
+    Args:
+        active: requests; 0 counts as 1.
+        verifier_tokens: B1, tokens that the target verifies in a step.
+        speculator_tokens: B2, tokens that the draft model processes in one of its steps.
+        min_depth, max_depth: D_min and D_max.
+        max_width: W_max.
+    """
+    n = max(active, 1)
+    depth, width = verifier_tokens // n - 1, speculator_tokens // n
+    return max(min(depth, max_depth), min_depth), max(min(width, max_width), 1)
 
 
 @jit

@@ -15,18 +15,13 @@ probabilities are equal the parent comes first by its index, so every choice is 
 
 from __future__ import annotations
 
-import math
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vllm_slo.core.arrays import Bools, Floats, Ints, Marks, Parents
 from vllm_slo.core.jit import jit
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
-Marks: TypeAlias = NDArray[np.int8]
-Bools: TypeAlias = NDArray[np.bool_]
 
 NOT_CHOSEN, FOR_SLO, FOR_THROUGHPUT = 0, 1, 2
 """Marks of a node that `select_trees` returns."""
@@ -34,36 +29,15 @@ NOT_CHOSEN, FOR_SLO, FOR_THROUGHPUT = 0, 1, 2
 UNBOUNDED = 1 << 40
 
 
-def needed_tokens(latency_s: float, step_s: float, tpot_s: float, tokens_out: int) -> float:
-    """A(r): tokens that this step must yield for the mean TPOT to be kept (equations 2 and 3).
-
-    Args:
-        latency_s: time since the first decoding step began.
-        step_s: how long this step will take.
-        tpot_s: objective; infinite without one, and then the result is -inf.
-        tokens_out: tokens decoded so far.
-
-    Raises ValueError if ``tpot_s`` is not positive.
-    """
-    if not tpot_s > 0.0:
-        raise ValueError(f"tpot_s: must be positive, not {tpot_s}")
-    if tpot_s == math.inf:
-        return -math.inf
-    return (latency_s + step_s) / tpot_s - tokens_out
-
-
 def select_trees(
     offsets: ArrayLike,
     probability: ArrayLike,
     parent: ArrayLike,
     required: ArrayLike,
-    depth: ArrayLike,
     *,
     budget: int,
-    n_max: int = UNBOUNDED,
     most: ArrayLike | None = None,
     worth: ArrayLike | None = None,
-    slo_phase: bool = True,
     throughput_phase: bool = True,
     slo_floor: float = 0.0,
 ) -> Marks:
@@ -74,13 +48,10 @@ def select_trees(
         offsets: (n+1,) where each request's nodes begin in the flat arrays of N nodes.
         probability: (N,) path probabilities; no child's exceeds its parent's.
         parent: (N,) index of the parent within the request, smaller than the node's own; -1: root.
-        required: (n,) A(r), see `needed_tokens`; at most 1 needs no node.
-        depth: (n,) d of each request's candidate tree; A(r) is capped at d + 1.
+        required: (n,) A(r), tokens that the step must yield (equation 3); at most 1 needs no node.
         budget: B, the tokens to verify, roots included.
-        n_max: most tokens of a request's tree, root included (|T(r)|), in the first phase.
-        most: (n,) most nodes of a request, root not included, in both phases; default no limit.
+        most: (n,) most nodes of a request, root not included; default no limit.
         worth: (N,) the order of the second phase, see `node_worths`; default the probabilities.
-        slo_phase: whether there is a first phase.
         throughput_phase: whether there is a second phase.
         slo_floor: least path probability of a node of the first phase. Without it a request that
             is far behind could fill a step with nodes that hardly ever help it.
@@ -96,17 +67,16 @@ def select_trees(
     scores = np.ascontiguousarray(probability, dtype=np.float64)
     parents = np.ascontiguousarray(parent, dtype=np.int32)
     needed = np.ascontiguousarray(required, dtype=np.float64)
-    cap = np.minimum(needed, np.asarray(depth, dtype=np.float64) + 1.0)
     limit = (
         np.full(len(needed), UNBOUNDED) if most is None else np.ascontiguousarray(most, np.int64)
     )
     values = scores if worth is None else np.ascontiguousarray(worth, dtype=np.float64)
-    _check(starts, scores, parents, needed, cap, limit)
+    _check(starts, scores, parents, needed, limit)
     if values.shape != scores.shape:
         raise ValueError(f"worth: {len(values)} for {len(scores)} probabilities")
     return _select(
-        starts, scores, values, parents, np.argsort(-needed, kind="stable"), cap, limit,
-        int(budget), int(n_max), bool(slo_phase), bool(throughput_phase), float(slo_floor),
+        starts, scores, values, parents, np.argsort(-needed, kind="stable"), needed, limit,
+        int(budget), bool(throughput_phase), float(slo_floor),
     )  # fmt: skip
 
 
@@ -121,7 +91,7 @@ def _check(
         raise ValueError(f"offsets: must ascend from 0 to {total}")
     if any(values.shape != (requests,) for values in by_request):
         shapes = [values.shape for values in by_request]
-        raise ValueError(f"required, depth, most: shapes {shapes} for {requests} requests")
+        raise ValueError(f"required, most: shapes {shapes} for {requests} requests")
 
 
 @jit
@@ -184,18 +154,16 @@ def _select(
     offsets: Ints,
     probability: Floats,
     worth: Floats,
-    parent: NDArray[np.int32],
+    parent: Parents,
     order: Ints,
-    cap: Floats,
+    needed: Floats,
     most: Ints,
     budget: int,
-    n_max: int,
-    slo_phase: bool,
     throughput_phase: bool,
     slo_floor: float,
 ) -> Marks:
-    """`select_trees` with A_cap and the order of the requests computed."""
-    requests, total = len(cap), len(probability)
+    """`select_trees`, given the order of the requests."""
+    requests, total = len(needed), len(probability)
     chosen = np.zeros(total, dtype=np.int8)
     owner = np.empty(total, dtype=np.int64)
     first = np.full(total + requests, -1)  # first child; root r counts as node total + r
@@ -215,9 +183,8 @@ def _select(
     heap = np.empty(total, dtype=np.int64)
     for r in order:
         count = _open(heap, 0, total + r, first, following, probability)
-        limit = min(most[r], n_max - 1) if slo_phase else 0
         expected = 1.0
-        while expected < cap[r] and size[r] < limit and left > 0 and count > 0:
+        while expected < needed[r] and size[r] < most[r] and left > 0 and count > 0:
             node = heap[0]
             if probability[node] < slo_floor:
                 break
@@ -244,7 +211,7 @@ def _select(
 def node_worths(
     offsets: Ints,
     probability: Floats,
-    parent: NDArray[np.int32],
+    parent: Parents,
     best: Bools,
     path_tokens: float,
 ) -> Floats:
@@ -270,7 +237,7 @@ def node_worths(
 def _worths(
     offsets: Ints,
     probability: Floats,
-    parent: NDArray[np.int32],
+    parent: Parents,
     best: Bools,
     path_tokens: float,
 ) -> Floats:

@@ -16,14 +16,12 @@ import math
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN
 from vllm_slo.core.types import DecodeView
-
-Floats = NDArray[np.float64]
 
 MOST_TOKENS = 32
 """Tokens of a window up to which its odds are computed; a longer window is taken for several."""

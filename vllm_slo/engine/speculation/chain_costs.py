@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.speculation.acceptance import AcceptanceEstimator, expected_tokens
 from vllm_slo.core.speculation.draft_pass_time import DraftPassTime
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
@@ -20,9 +20,8 @@ from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.decode_model import WayToDecode
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
-
-Floats = NDArray[np.float64]
 
 KEPT_WEIGHT = 0.01
 """Weight of the newest answer in the exponential mean of what chains yield over what is expected of
@@ -31,21 +30,21 @@ MOST_KEPT = 2.0
 """Times what was expected that one step counts for at most in that mean."""
 
 
+def label_of(tracked: SLORequest | None) -> str:
+    """The class by which the acceptance of a request's drafts is learnt."""
+    return UNLABELLED if tracked is None else tracked.slo_class
+
+
 class ChainCosts:
     """The price and the yield of chains on one engine.
 
     Args:
-        state: how many requests run.
-        tracker: the requests that carry an SLO.
-        clock: step times.
-        config: how TPOTs are judged.
         most: drafts of a request at most.
         lowers: whether a step may say how far ahead to draft.
 
     Attributes:
         acceptance: what has been learnt of it, by class.
         base: the step times that passes are compared with.
-        lowers: see above.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ChainCosts:
         self._tracker = tracker
         self._clock = clock
         self._most = most
-        self.lowers = lowers
+        self._lowers = lowers
         self.acceptance = AcceptanceEstimator()
         self.base = clock.estimator.base
         self._pass_time = self._new_pass_time()
@@ -96,6 +95,10 @@ class ChainCosts:
         """A request has ended."""
         self._measured.forget(request_id)
 
+    def acceptance_of(self, tracked: SLORequest | None) -> float:
+        """The acceptance of a request's drafts; None: it has no objective."""
+        return self.acceptance.acceptance(label_of(tracked))
+
     def _new_pass_time(self) -> DraftPassTime:
         """Profiles that know what a pass takes leave little to learn."""
         known = any(c > 0.0 for _, c, _ in self.base.terms)
@@ -103,29 +106,29 @@ class ChainCosts:
 
     def pass_s(self, margin: float = 1.0) -> float:
         """Seconds of one pass of the draft that step times do not hold yet."""
-        if not self.lowers:
+        if not self._lowers:
             return 0.0
         plain_s = self.base.predict_s(max(len(self._state.running), 1))
         return self._pass_time.share() * plain_s * margin
 
     def without_passes(self, model: StepTimeModel) -> StepTimeModel:
         """Step times to plan by. Where drafting is always the same, they hold all of it."""
-        if self.lowers:
+        if self._lowers:
             return model
         (k1, _, b1), (k2, _, b2) = model.terms
         return replace(model, terms=((k1, 0.0, b1), (k2, 0.0, b2)))
 
     def full_pass_s(self, model: StepTimeModel, margin: float = 1.0) -> float:
-        """Seconds of one pass, whoever knows of it."""
-        if not self.lowers:
+        """Seconds of one pass of the draft, those that step times hold included."""
+        if not self._lowers:
             return 0.0
         return max(c for _, c, _ in model.terms) + self.pass_s(margin)
 
     def plain(self) -> StepTimeModel:
-        """Steps without drafts, for promises: one pass is made all the same."""
+        """As `DecodeModel.plain`. Steps without drafts make one pass all the same."""
         steps = self._clock
         model = steps.plain_promise_model
-        return model.besides(self.full_pass_s(model, steps.margin)) if self.lowers else model
+        return model.besides(self.full_pass_s(model, steps.margin)) if self._lowers else model
 
     def _drafts_that_keep(
         self, share: float, tpot_s: float, model: StepTimeModel, pass_s: float
@@ -141,7 +144,6 @@ class ChainCosts:
         return drafts, least.besides(drafting_s), most
 
     def speculative(self, tpot_s: float) -> WayToDecode | None:
-        """Decoding with drafts that keeps a TPOT, for promises to count on."""
         steps = self._clock
         plain = steps.plain_promise_model
         pass_s = self.full_pass_s(plain, steps.margin)
@@ -156,8 +158,8 @@ class ChainCosts:
         )
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
-        """How many requests keep a TPOT together, by typical step times, and with what drafts;
-        asked for every request that waits, so answered once a step."""
+        """As `DecodeModel.sustainable`; asked for every request that waits, so answered once a
+        step."""
         if tpot_s not in self._sustained:
             model = self._clock.verifying_model
             drafts, _, most = self._drafts_that_keep(

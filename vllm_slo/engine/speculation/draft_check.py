@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.platforms import current_platform
 from vllm.tokenizers import get_tokenizer
 
@@ -26,10 +27,7 @@ from vllm_slo.config.draft_folder import check_draft_folder, check_vocabulary
 from vllm_slo.config.serve_args import proposer_of
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.engine.compat.classes import is_derived
-from vllm_slo.engine.speculation.draft_config import draft_model_config
 from vllm_slo.errors import ConfigError
-
-__all__ = ["check_draft", "check_flags", "token_ids"]
 
 _FIELD: Final = "speculation.draft_model"
 _SERVERS_FIELD: Final = "speculation.draft_servers"
@@ -219,15 +217,38 @@ def _read_draft(vllm_config: VllmConfig, name: str) -> ModelConfig:
     try:
         return draft_model_config(vllm_config, name)
     except Exception as error:
-        raise _UnreadDraftError(f"{_FIELD}: cannot read {name!r}: {_one_line(error)}") from error
+        # vLLM puts a list after the sentence with the reason.
+        reason = one_line(error).partition(" [type=")[0].partition(". ")[0]
+        raise _UnreadDraftError(f"{_FIELD}: cannot read {name!r}: {reason}") from error
 
 
-def _one_line(error: Exception) -> str:
-    """The sentence with the reason: pydantic puts lines before it, vLLM a list after it."""
+def one_line(error: Exception) -> str:
+    """The first line of vLLM's message; pydantic puts lines before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("Value error, ")]
-    text = (reasons or lines or [type(error).__name__])[0].removeprefix("Value error, ")
-    return text.partition(" [type=")[0].partition(". ")[0]
+    return (reasons or lines or [type(error).__name__])[0].removeprefix("Value error, ")
+
+
+def draft_model_config(vllm_config: VllmConfig, model: str) -> ModelConfig:
+    """The configuration of the draft model ``model``, a name or a folder.
+
+    Raises:
+        Exception: vLLM cannot read the model.
+    """
+    target = vllm_config.model_config
+    return ModelConfig(
+        model=model,
+        runner="draft",
+        tokenizer=target.tokenizer,
+        tokenizer_mode=target.tokenizer_mode,
+        trust_remote_code=target.trust_remote_code,
+        dtype=target.dtype,
+        seed=target.seed,
+        enforce_eager=target.enforce_eager,
+        max_logprobs=target.max_logprobs,
+        spec_target_max_model_len=target.max_model_len,
+        hf_overrides=SpeculativeConfig.hf_config_override,
+    )
 
 
 # --- vocabularies --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -27,13 +28,11 @@ from vllm.v1.executor import Executor
 from vllm_slo import tiny
 from vllm_slo.config.command_line import Flags
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, runs_on_cpu, tiny_arguments
-from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.engine.compat.version import check_vllm
+from vllm_slo.engine.speculation.draft_check import one_line
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_messages import vocabulary_digest
-
-__all__ = ["DraftEngine", "engine_arguments"]
 
 _CPU_BLOCK: Final = 32
 """Tokens of a KV block if the user sets no flag. Prefix caching finds whole blocks only, and vLLM's
@@ -47,7 +46,6 @@ class DraftEngine:
         model: its name or folder; ``tiny`` and ``tiny-middle`` are the built-in ones.
         flags: flags of vLLM's engine.
         max_sessions: sessions drafted for at a time, if ``--max-num-seqs`` is not given.
-        clock: for deadlines; None: the machine's.
 
     Attributes:
         vocab_size: tokens of the model's vocabulary.
@@ -59,9 +57,7 @@ class DraftEngine:
         IncompatibleVLLMError: the installed vLLM is not supported.
     """
 
-    def __init__(
-        self, model: str, flags: Sequence[str], *, max_sessions: int, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, model: str, flags: Sequence[str], *, max_sessions: int) -> None:
         check_vllm()
         # Otherwise vLLM puts the model into another process on CPU, which costs milliseconds.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -70,8 +66,7 @@ class DraftEngine:
             config = EngineArgs.from_cli_args(arguments).create_engine_config()
             self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
         except Exception as error:
-            raise ConfigError(f"--model {model}: cannot be loaded: {_one_line(error)}") from error
-        self._clock = clock or SystemClock()
+            raise ConfigError(f"--model {model}: cannot be loaded: {one_line(error)}") from error
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.max_model_len: int = config.model_config.max_model_len
         tokenizer = self._engine.tokenizer
@@ -94,18 +89,18 @@ class DraftEngine:
             deadline_s: seconds from now.
             interrupted: is called between steps; when true, the drafts so far are returned.
         """
-        end_s = self._clock.monotonic_s() + deadline_s
+        end_s = time.monotonic() + deadline_s
         self._rounds += 1
         tokens: list[list[int]] = [[] for _ in asks]
         probabilities: list[list[float]] = [[] for _ in asks]
         running = [self._add(f"{self._rounds}.{place}", ask) for place, ask in enumerate(asks)]
-        begun_s, steps = self._clock.monotonic_s(), 0
+        begun_s, steps = time.monotonic(), 0
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 place, [new] = int(output.request_id.partition(".")[2]), output.outputs
                 tokens[place] += new.token_ids
                 probabilities[place] += map(_probability, new.token_ids, new.logprobs)
-            now_s, steps = self._clock.monotonic_s(), steps + 1
+            now_s, steps = time.monotonic(), steps + 1
             if steps > 1:
                 self._step_s = now_s - begun_s
             begun_s = now_s
@@ -137,13 +132,6 @@ class DraftEngine:
 def _probability(token: int, logprobs: Any) -> float:
     """The probability of a drawn token; rounding may put its logarithm above zero."""
     return min(math.exp(logprobs[token].logprob), 1.0)
-
-
-def _one_line(error: Exception) -> str:
-    """The first line of vLLM's message; pydantic puts lines before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if line.startswith("Value error, ")]
-    return (reasons or lines or [type(error).__name__])[0].removeprefix("Value error, ")
 
 
 def engine_arguments(model: str, flags: Sequence[str], *, max_sessions: int) -> argparse.Namespace:

@@ -18,9 +18,8 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Self
 
 import zmq
@@ -50,8 +49,6 @@ from vllm_slo.wire.draft_messages import (
     from_drafter,
 )
 from vllm_slo.wire.draft_socket import ZAP_DOMAIN, check_address, derive_keys, verifier_socket
-
-__all__ = ["DraftLink", "DrafterTimes", "Exchange"]
 
 logger = logging.getLogger("vllm_slo.draft_link")
 
@@ -180,12 +177,7 @@ class DraftLink:
         self.bind()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -244,7 +236,9 @@ class DraftLink:
         self.poll()
         self._round += 1
         self._answers, self._answered = {}, {}
-        self._end(ended)
+        for session in ended:
+            for peer in self._peers.values():
+                peer.sent.end(session)
         asked, late, skipped = self._ask_all(asks, end_s)
         self._tell_ended()
         sent_s = self._clock.monotonic_s()
@@ -255,14 +249,13 @@ class DraftLink:
         late += [name for name in asked if name not in self._answered]
         for name in late:
             self._miss(name, done_s)
-        times = {name: self._times(name, sent_s, done_s) for name in asked}
+        times = {}
+        for name in asked:
+            at_s, draft_s = self._answered.get(name, (done_s, None))
+            times[name] = DrafterTimes(at_s - sent_s, draft_s)
         return Exchange(
             self._answers, times, tuple(late), tuple(skipped), sent_s - begun_s, done_s - sent_s
         )
-
-    def _times(self, name: str, sent_s: float, done_s: float) -> DrafterTimes:
-        at_s, draft_s = self._answered.get(name, (done_s, None))
-        return DrafterTimes(at_s - sent_s, draft_s)
 
     # --- sending ---------------------------------------------------------------------------------
 
@@ -293,11 +286,6 @@ class DraftLink:
             return False
         peer.owe(self._round, now_s, end_s)
         return True
-
-    def _end(self, ended: Iterable[str]) -> None:
-        for session in ended:
-            for peer in self._peers.values():
-                peer.sent.end(session)
 
     def _tell_ended(self) -> None:
         """Send the ended sessions to the drafters that got no ask. They do not answer that."""
@@ -338,18 +326,13 @@ class DraftLink:
 
     # --- receiving -------------------------------------------------------------------------------
 
-    def _await(self, names: Iterable[str], end_s: float) -> None:
+    def _await(self, names: Sequence[str], end_s: float) -> None:
         """Read until none of these drafters owes an answer to this round, or until ``end_s``."""
-        waiting = list(names)
-        while waiting := [name for name in waiting if self._owes(name)]:
+        while any(name in self._peers and self._round in self._peers[name].owed for name in names):
             left_s = end_s - self._clock.monotonic_s()
             if left_s <= 0.0 or not self._socket.poll(math.ceil(left_s * 1e3)):
                 return
             self._read()
-
-    def _owes(self, name: str) -> bool:
-        peer = self._peers.get(name)
-        return peer is not None and self._round in peer.owed
 
     def _read(self) -> None:
         """Read the messages that have arrived, at most `READ_AT_ONCE` of them."""

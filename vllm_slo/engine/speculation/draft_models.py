@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.arrays import Bools, Floats, Ints, Parents
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
 from vllm_slo.core.speculation.model_chain import ModelChains, Plan
@@ -28,9 +28,6 @@ from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 logger = init_logger(__name__)
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 TARGET = "target"
 """The served model's name among those of the drafts, in metrics."""
@@ -52,7 +49,7 @@ class Candidate:
     model: int
     width: int
     tokens: Ints
-    parents: NDArray[np.int32]
+    parents: Parents
     probabilities: Floats
 
 
@@ -91,7 +88,7 @@ class Drafts(Protocol):
         """Whose candidates have come for a request: `Candidate.model`."""
 
     def chances(
-        self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
+        self, found: Sequence[Candidate], offsets: Ints, parents: Parents, said: Floats
     ) -> tuple[Floats, Bools]:
         """Calibrated path probabilities of all nodes, and which have no likelier sibling; what is
         typical of each model is brought up to date.
@@ -159,9 +156,6 @@ class DraftModels:
     """Follows the draft models of one engine; see `Drafts`.
 
     Args:
-        clock: step times; it is told how long drafting takes.
-        metrics: where drafting is counted.
-        config: the models, and how deep and wide they may guess.
         path_tokens: what another path of a tree costs besides its nodes, in tokens.
 
     Attributes:
@@ -193,12 +187,10 @@ class DraftModels:
     # What is to be drafted.
 
     def nothing(self) -> None:
-        """After the next step nothing is drafted."""
         self.plan = NO_DRAFT
         self._clock.drafting(0.0, 0.0)
 
     def decide(self, load: DraftLoad) -> None:
-        """Choose what is drafted after the next step."""
         clock = self._clock
         self.plan = self.chains.choose(load, clock.verifying_model, clock.now_s)
         prompt_s = sum(self.chains.times[model].token_s for model in self.plan.chain)
@@ -206,16 +198,13 @@ class DraftModels:
 
     @property
     def out(self) -> bool:
-        """Whether no draft model is left."""
         return not self.chains.likely
 
     @property
     def typical(self) -> Floats:
-        """(depths, width) path probabilities of what is drafted now, typically."""
         return self.chains.shapes[self._chain[-1]].typical
 
     def ahead_s(self, requests: int) -> Floats:
-        """(depths,) seconds of drafting for so many requests, by how far ahead."""
         return self.chains.drafting_s(self._chain, max(requests, 1), 1)
 
     @property
@@ -224,33 +213,27 @@ class DraftModels:
         return self.chains.likely or (0,)
 
     def grants(self, _requests: Sequence[Request]) -> dict[str, Grant]:
-        """Draft models are told by the plan."""
-        return {}
+        return {}  # the plan says what is drafted
 
     def deadline_s(self, _output: SchedulerOutput) -> float:
-        """Nothing was granted."""
         return 0.0
 
     def author(self, drafts: DraftTrees, _request_id: str) -> int:
-        """The last model of the chain."""
         return drafts.model
 
     # What guesses are worth.
 
     def used(self, share: float) -> None:
-        """As `ModelChains.used`."""
         self.chains.used(share)
 
     def observe(self, _verified: Iterable[Verified]) -> None:
         """What became of whole trees is told node by node, by `accepted`."""
 
-    def forget(self, _request_id: str) -> None:
-        """Nothing is known of single requests."""
+    def forget(self, _request_id: str) -> None: ...
 
     def chances(
-        self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
+        self, found: Sequence[Candidate], offsets: Ints, parents: Parents, said: Floats
     ) -> tuple[Floats, Bools]:
-        """As `Drafts.chances`."""
         paths, best = np.empty(len(said)), np.empty(len(said), dtype=np.bool_)
         start = 0
         for model, group in itertools.groupby(found, key=lambda candidate: candidate.model):
@@ -268,7 +251,6 @@ class DraftModels:
         return paths, best
 
     def accepted(self, models: Ints, depths: Ints, said: Floats, hit: Bools, best: Bools) -> None:
-        """As `Drafts.accepted`."""
         for model in np.unique(models).tolist():
             of = models == model
             self.calibrations[model].observe(depths[of], said[of], hit[of], best[of])
@@ -285,7 +267,6 @@ class DraftModels:
     def learn(
         self, plan: Plan, report: DraftingReport, given: Sequence[tuple[int, int]], *, quiet: bool
     ) -> None:
-        """As `Drafts.learn`."""
         self._learn_step(plan, report.seconds, given, quiet)
         edges = self.chains.edges
         for model, tokens, seconds in report.passes:

@@ -12,8 +12,6 @@ from vllm_slo.core.speculation.drafter_health import Attendance, Conduct
 from vllm_slo.engine.speculation.servers_report import DrafterView, Fault
 from vllm_slo.wire.draft_messages import MAX_ASKED_TOKENS, Answer, Ask, Hello
 
-__all__ = ["SPARE_MESSAGES", "DraftPeer", "misfit"]
-
 SPARE_MESSAGES: Final = 16
 """Messages that a drafter may send between two calls beyond the answers it owes."""
 MAX_OWED: Final = 64

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.arrays import Bools, Floats, Ints, Parents
 from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.candidate_trees import tpot_needs
@@ -46,10 +46,6 @@ from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, Draft
 from vllm_slo.engine.speculation.servers_report import ServersReport
 from vllm_slo.engine.speculation.tenants import Verified
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -76,12 +72,7 @@ class DraftServers:
     """Follows the draft servers of one engine; see `engine.speculation.draft_models.Drafts`.
 
     Args:
-        state: the requests that run.
-        tracker: which of them are promised a TPOT.
-        clock: step times; it is told how long drafts are waited for.
         yields: tokens that the next step is expected to yield.
-        metrics: where drafts are counted.
-        config: how far ahead they may guess, and how long they are waited for.
         max_step_tokens: tokens of one step at most.
 
     Attributes:
@@ -125,12 +116,10 @@ class DraftServers:
     # What is to be drafted.
 
     def nothing(self) -> None:
-        """After the next step nothing is drafted."""
         self.plan = NO_DRAFT
         self._clock.drafting(0.0, 0.0)
 
     def decide(self, load: DraftLoad) -> None:
-        """Choose how much is drafted after the next step."""
         requests = self._at_home(self._state.running)
         if not requests or not load.deepest:
             self.nothing()
@@ -150,7 +139,6 @@ class DraftServers:
         self._clock.drafting(found.wait_s, 0.0)
 
     def grants(self, requests: Sequence[Request]) -> dict[str, Grant]:
-        """What each of these requests, which get tokens in this step, is drafted after it."""
         found = self._at_home(requests) if self.plan.depth else []
         if not found:
             return {}
@@ -170,8 +158,8 @@ class DraftServers:
         return grants
 
     def deadline_s(self, output: SchedulerOutput) -> float:
-        """How long a step may wait for drafts: as long as leaves time to keep its promises, or as
-        they are expected to take."""
+        """As `Drafts.deadline_s`: what leaves time to keep the step's promises, but no less than
+        drafts are expected to take."""
         context = sum(request.num_computed_tokens for request in self._state.running)
         tokens = output.total_num_scheduled_tokens
         verifying_s = self._clock.verifying_model.predict_s(tokens, context)
@@ -276,7 +264,6 @@ class DraftServers:
         return self._drafters[name].place if name in self._drafters else -1
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
         self._homes.pop(request_id, None)
         self._authors.pop(request_id, None)
 
@@ -284,7 +271,6 @@ class DraftServers:
 
     @property
     def typical(self) -> Floats:
-        """(depths, 1) path probabilities of what is drafted now, typically."""
         ready = [name for name, drafter in self._drafters.items() if drafter.ready]
         depths = np.arange(1.0, self.config.max_depth + 1.0)[:, None]
         if not ready:
@@ -293,17 +279,16 @@ class DraftServers:
         return found
 
     def ahead_s(self, _requests: int) -> Floats:
-        """(depths,) seconds of drafting, by how far ahead: until the slowest that is ready is done;
-        infinite where there is none."""
+        """As `Drafts.ahead_s`: until the slowest draft server that is ready is done; infinite
+        without one."""
         depth = self.config.max_depth
         times = [d.times.ahead_s(depth) for d in self._drafters.values() if d.ready]
         found: Floats = np.max(times, axis=0) if times else np.full(depth, INFINITY)
         return found
 
     def chances(
-        self, found: Sequence[Candidate], offsets: Ints, parents: NDArray[np.int32], said: Floats
+        self, found: Sequence[Candidate], offsets: Ints, parents: Parents, said: Floats
     ) -> tuple[Floats, Bools]:
-        """Calibrated path probabilities of all nodes, and which have no likelier sibling."""
         paths, best = np.empty(len(said)), np.empty(len(said), dtype=np.bool_)
         self._likely = {}
         start = 0
@@ -322,17 +307,14 @@ class DraftServers:
         return DraftCalibration(self.config.max_depth) if known is None else known.calibration
 
     def accepted(self, models: Ints, depths: Ints, said: Floats, hit: Bools, best: Bools) -> None:
-        """Learn which of the nodes that the target looked at it accepted."""
         for name, drafter in self._drafters.items():
             of = models == drafter.place
             if of.any():
                 self._calibration(name).observe(depths[of], said[of], hit[of], best[of])
 
-    def used(self, _share: float) -> None:
-        """Budgets keep to what promises leave; what share of a step's drafts had room is known."""
+    def used(self, _share: float) -> None: ...
 
     def observe(self, verified: Iterable[Verified]) -> None:
-        """Take in what became of the drafts of everybody who decoded in a step."""
         metrics, ratios = self._metrics, dict[str, list[float]]()
         tokens: Counter[str] = Counter()
         looked_at: Counter[str] = Counter()
@@ -357,7 +339,6 @@ class DraftServers:
     def learn(
         self, _plan: Plan, report: DraftingReport, _given: Sequence[tuple[int, int]], *, quiet: bool
     ) -> None:
-        """Take in what the draft servers did in a step."""
         if report.servers is None:
             return
         self._meet(report.servers)

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_slo.core.arrays import Parents
 from vllm_slo.engine.compat.structured_output import constraint_start, grammar_of, next_token_mask
+from vllm_slo.engine.speculation import messages
 
-Masks = NDArray[np.int32]
+Masks = Parents
 
 
 def constrains_now(manager: StructuredOutputManager, request: Request) -> bool:
@@ -67,3 +69,22 @@ def masks(
     if tokens:
         _descend(request, tokens, parents, keep)
     return rows
+
+
+def step_masks(
+    manager: StructuredOutputManager, requests: Mapping[str, Request], output: SchedulerOutput
+) -> GrammarOutput | None:
+    """The bit masks of a step that trees were attached to. Each structured request has a row for
+    its root, and one for each node of its tree."""
+    names = [
+        name
+        for name in output.num_scheduled_tokens
+        if (request := requests.get(name))
+        and request.use_structured_output
+        and not request.is_prefill_chunk
+    ]
+    if not output.has_structured_output_requests or not names:
+        return None
+    tokens, parents = output.scheduled_spec_decode_tokens, messages.of(output).parents
+    rows = [masks(manager, requests[n], tokens.get(n, ()), parents.get(n, ())) for n in names]
+    return GrammarOutput(names, np.concatenate(rows), [len(tokens.get(n, ())) for n in names])

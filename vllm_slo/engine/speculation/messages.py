@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -21,9 +20,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm_slo.config.class_names import REMOTE_PROPOSER, TREE_PROPOSER
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.speculation.draft_check import check_flags
-from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.speculation.servers_report import ServersReport
 from vllm_slo.errors import ConfigError
 
@@ -91,9 +90,9 @@ class DraftTrees(DraftTokenIds):
     """
 
     counts: list[int] = field(default_factory=list)
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    parents: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    probabilities: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    tokens: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    parents: Parents = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    probabilities: Floats = field(default_factory=lambda: np.zeros(0))
     width: int = 1
     model: int = 0
 
@@ -166,12 +165,18 @@ def speculation_of(vllm_config: VllmConfig) -> SpeculationConfig | None:
     return config
 
 
+def scratch_blocks_per_row(config: SpeculationConfig, block_size: int) -> int:
+    """KV blocks that always hold the tokens of a partly filled block, a root and the nodes of the
+    deepest path."""
+    return -(-(block_size + config.max_depth) // block_size)
+
+
 def scratch_blocks(config: SpeculationConfig, block_size: int) -> int:
     """KV blocks at the end of the pool that belong to the worker; chains alone, as draft servers
     draft them, are verified in the requests' own."""
     if config.draft_servers is not None:
         return 0
-    return config.draft_tokens * scratch_blocks_per_row(block_size, config.max_depth)
+    return config.draft_tokens * scratch_blocks_per_row(config, block_size)
 
 
 def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -> KVCacheConfig:

@@ -11,10 +11,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.scheduling.decode_model import DecodeModel, PlainDecoding
+from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
-
-__all__ = ["NoSpeculation", "Speculation"]
 
 
 class Speculation(DecodeModel, Protocol):
@@ -57,6 +56,11 @@ class Speculation(DecodeModel, Protocol):
         """A request has ended."""
 
 
+def wants_no_drafts(tracked: SLORequest | None) -> bool:
+    """Whether a request, or its class, has speculation off; None: it has no objective."""
+    return tracked is not None and tracked.slo.speculation == "off"
+
+
 class NoSpeculation(PlainDecoding):
     """An engine without drafts, or whose drafts are left to vLLM.
 
@@ -69,11 +73,9 @@ class NoSpeculation(PlainDecoding):
         super().__init__(clock)
         self.draft_padding = draft_padding
 
-    def propose(self, *, active: bool) -> None:
-        """Nothing is proposed."""
+    def propose(self, *, active: bool) -> None: ...
 
-    def select(self, _schedule: StepSchedule | None, /) -> None:
-        """Nothing is selected."""
+    def select(self, _schedule: StepSchedule | None, /) -> None: ...
 
     def attach(self, _output: SchedulerOutput, shape: BatchShape, /) -> BatchShape:
         return shape
@@ -89,8 +91,6 @@ class NoSpeculation(PlainDecoding):
     def drafting_s(self, _output: SchedulerOutput, _done: ModelRunnerOutput, /) -> float:
         return 0.0
 
-    def observe(self, _output: SchedulerOutput, _done: ModelRunnerOutput, /) -> None:
-        """Nothing was drafted here."""
+    def observe(self, _output: SchedulerOutput, _done: ModelRunnerOutput, /) -> None: ...
 
-    def forget(self, _request_id: str, /) -> None:
-        """Nothing is known of a request."""
+    def forget(self, _request_id: str, /) -> None: ...

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["DrafterRound", "DrafterView", "Fault", "ServersReport"]
-
 
 class Fault(StrEnum):
     """Why something that a draft server sent, or owed, was dropped."""

@@ -18,13 +18,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.speculation.proportional_fairness import GradientScheduler, grant_tokens
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
-
-Floats = NDArray[np.float64]
 
 NOBODY = "none"
 """The tenant of requests that name none."""
@@ -51,12 +49,7 @@ class Verified(NamedTuple):
 
 
 class TenantShares:
-    """The tenants of one engine.
-
-    Args:
-        tracker: which tenant a request is of.
-        metrics: where shares are shown.
-    """
+    """The tenants of one engine."""
 
     def __init__(self, tracker: RequestTracker, metrics: SpeculationMetrics) -> None:
         self._tracker = tracker

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.request import Request
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
@@ -30,8 +29,6 @@ from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.draft_models import Drafts
 
-Floats = NDArray[np.float64]
-
 EPS = 1e-9
 DEAR_SHARE = 0.8
 """Share of the dearest drafting seen so far that still counts a step later: a step of trees may be
@@ -40,15 +37,7 @@ followed by steps that draft as much."""
 
 class TreeLimits:
     """The time of steps with trees, and the limits that TPOTs set to it. What is worked out counts
-    for one step.
-
-    Args:
-        state: the requests that run.
-        tracker: the requests that carry an SLO.
-        clock: step times.
-        drafting: what drafts are worth, and how long drafting takes.
-        config: how TPOTs are judged.
-    """
+    for one step."""
 
     def __init__(
         self,
@@ -153,8 +142,8 @@ class TreeLimits:
         return STEP_TIME_MARGIN * (plain_s + self._dear_s)
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
-        """How many requests keep a TPOT together, by typical step times, and with what trees; asked
-        for every request that waits, so answered once a step."""
+        """As `DecodeModel.sustainable`; asked for every request that waits, so answered once a
+        step."""
         if self._drafting.out:
             return self._plain.sustainable(tpot_s)
         if tpot_s not in self._sustained:
@@ -169,11 +158,9 @@ class TreeLimits:
         return self._sustained[tpot_s]
 
     def plain(self) -> StepTimeModel:
-        """Times of steps without trees, for promises to count on."""
         return self._plain.plain()
 
     def speculative(self, tpot_s: float) -> WayToDecode | None:
-        """Decoding with trees that keeps a TPOT, for promises to count on."""
         if self._drafting.out:
             return None
         share, plain = self._measured.share(), self._clock.plain_promise_model

@@ -9,8 +9,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_slo.engine.worker.model_runner import TreeRunner
 from vllm_slo.engine.worker.setup import refuse_what_fails, register_backends
 
-__all__ = ["CPUTreeRunner", "CPUTreeWorker"]
-
 
 class CPUTreeRunner(TreeRunner, CPUModelRunner):
     """vLLM's CPU runner with trees."""

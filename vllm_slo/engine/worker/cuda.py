@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CUDA worker and runner with trees. Imported only where CUDA is the platform."""
+"""vLLM's CUDA worker with trees. Imported only where CUDA is the platform."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from vllm_slo.engine.worker.model_runner import TreeRunner
 from vllm_slo.engine.worker.setup import refuse_what_fails, register_backends
-
-__all__ = ["CUDATreeRunner", "CUDATreeWorker"]
-
-
-class CUDATreeRunner(TreeRunner):
-    """vLLM's CUDA runner with trees."""
 
 
 class CUDATreeWorker(GPUWorker):
@@ -23,5 +17,5 @@ class CUDATreeWorker(GPUWorker):
         register_backends()
         super().init_device()
 
-    def _make_model_runner(self) -> CUDATreeRunner:
-        return CUDATreeRunner(self.vllm_config, self.device)
+    def _make_model_runner(self) -> TreeRunner:
+        return TreeRunner(self.vllm_config, self.device)

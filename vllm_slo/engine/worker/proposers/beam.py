@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_slo.core.arrays import Ints
 from vllm_slo.engine.worker.proposers.lm import DraftModel, common_metadata
 from vllm_slo.engine.worker.tree_attention.path_rows import BeamRows
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

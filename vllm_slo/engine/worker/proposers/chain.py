@@ -23,12 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.speculation.messages import DraftingReport, EdgeTrials
 from vllm_slo.engine.worker.proposers.lm import DraftModel, common_metadata
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 UNLIKELY = 0.02
 """Path probability below which a chain ends: hardly any tree would take the next token."""
@@ -332,7 +330,7 @@ class ChainSearch:
         self.probabilities[where] = likely
         np.multiply.at(self._path, rows[owner], likely[:, 0])
 
-    def trees(self) -> tuple[list[int], Ints, NDArray[np.int32], Floats]:
+    def trees(self) -> tuple[list[int], Ints, Parents, Floats]:
         """(nodes of each request, tokens, parents, probabilities), request by request: a chain of
         the likeliest tokens with the other candidates beside them."""
         _, depth, width = self.tokens.shape

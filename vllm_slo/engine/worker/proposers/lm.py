@@ -20,11 +20,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_slo.core.arrays import Ints
 from vllm_slo.engine.compat.runner import KV_GROUP, registered_layers
-from vllm_slo.engine.speculation.draft_config import draft_model_config
+from vllm_slo.engine.speculation.draft_check import draft_model_config
 from vllm_slo.engine.worker.tree_attention.path_rows import ROWS, Rows
 
-Ints = NDArray[np.int64]
 Blocks = NDArray[np.int32]
 _NOTHING: Ints = np.empty(0, dtype=np.int64)
 
@@ -68,14 +68,12 @@ class DraftModel:
     """A language model beside the served one, with layers of its own in the same KV cache groups.
 
     Args:
-        vllm_config: of the engine.
         model: name or folder of the draft.
-        device: of the engine.
         prefix: distinguishes its layers' names from those of other models.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, model: str, device: torch.device, prefix: str = "draft"
+        self, vllm_config: VllmConfig, model: str, device: torch.device, prefix: str
     ) -> None:
         self.vllm_config = vllm_config
         self.device = device
@@ -94,11 +92,7 @@ class DraftModel:
         """
         layers = registered_layers(self.vllm_config)
         others = dict(layers)
-        config = replace(
-            self.vllm_config,
-            model_config=self.config,
-            quant_config=None,
-        )
+        config = replace(self.vllm_config, model_config=self.config, quant_config=None)
         try:
             with set_model_tag(self.prefix):
                 self.model = get_model(vllm_config=config, prefix=self.prefix)

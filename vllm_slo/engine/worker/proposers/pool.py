@@ -9,25 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees
-from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.worker.proposers.beam import BeamSearch
 from vllm_slo.engine.worker.proposers.chain import Ahead, ChainSearch, DraftKVState, Member
 from vllm_slo.engine.worker.proposers.lm import DraftCoverage, DraftModel
 
 logger = init_logger(__name__)
 
-Ints = NDArray[np.int64]
 
 GREEDY_TEMPERATURE = 0.5
 """A greedy request's draft logits are divided by it. The target takes its likeliest token, so a
@@ -91,7 +89,7 @@ class TreeProposer:
         """Take the runner's batch and KV cache, once they are there."""
         self.batch = batch
         self.block_size = batch.block_size
-        self.blocks_per_row = scratch_blocks_per_row(self.block_size, self.config.max_depth)
+        self.blocks_per_row = messages.scratch_blocks_per_row(self.config, self.block_size)
         num_blocks = batch.num_blocks
         self.scratch = num_blocks - messages.scratch_blocks(self.config, self.block_size)
         trusted = self.vllm_config.kv_transfer_config is None
@@ -255,7 +253,7 @@ class TreeProposer:
 
     def _beams(
         self, plan: Plan, search: ChainSearch, ahead: Ahead
-    ) -> tuple[list[int], Ints, NDArray[np.int32], NDArray[np.float64]]:
+    ) -> tuple[list[int], Ints, Parents, Floats]:
         """Trees of a model that works alone: a beam search from its roots."""
         member, n = search.chain[0], len(search.counts)
         roots = search.read()

@@ -18,20 +18,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_slo.core.arrays import Parents
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.engine.compat.runner import RunnerBatch
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.draft_check import token_ids
 from vllm_slo.engine.speculation.draft_link import DraftLink, Exchange
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees, Grant
-from vllm_slo.engine.speculation.scratch_blocks import scratch_blocks_per_row
 from vllm_slo.engine.speculation.servers_report import (
     DrafterRound,
     DrafterView,
@@ -101,7 +100,7 @@ class RemoteProposer:
     def bind(self, batch: RunnerBatch) -> None:
         """Take the runner's batch and KV cache, once they are there. Chains need no scratch."""
         self.batch = batch
-        self.blocks_per_row = scratch_blocks_per_row(batch.block_size, self.config.max_depth)
+        self.blocks_per_row = messages.scratch_blocks_per_row(self.config, batch.block_size)
         self.scratch = batch.num_blocks
 
     def begin_step(self, _output: SchedulerOutput) -> None:
@@ -193,7 +192,7 @@ def _as_trees(answers: Mapping[str, DraftTokens]) -> DraftTrees:
     tokens = [token for draft in drafts for token in draft.tokens]
     probabilities = [chance for draft in drafts for chance in draft.probabilities]
     counts = [len(draft.tokens) for draft in drafts]
-    parents: NDArray[np.int32] = np.concatenate([np.arange(-1, n - 1) for n in counts])
+    parents: Parents = np.concatenate([np.arange(-1, n - 1) for n in counts])
     return DraftTrees(
         list(answers),
         [],

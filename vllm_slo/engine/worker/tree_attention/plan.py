@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Bools, Ints
 from vllm_slo.core.speculation.token_tree import ancestors, path_rows
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class TreeSlot:
         index: the request's place in the batch.
         first: its root's place among the tokens of the batch; its nodes follow.
         context: KV tokens before the root.
-        parents: parent of each node, -1 for the root, path by path as ``token_tree.linearise``
-            orders them.
+        parents: parent of each node, -1 for the root, path by path as ``arrange_trees`` orders
+            them.
     """
 
     index: int
@@ -180,7 +179,7 @@ class MaskPlan:
     """
 
     ancestors: Ints
-    is_tree: NDArray[np.bool_]
+    is_tree: Bools
     max_tree: int
 
 

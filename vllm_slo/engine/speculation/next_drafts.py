@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is drafted after a step: how deep and wide candidate trees are to be, and for how many."""
+
+from __future__ import annotations
+
+from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.batching.pressure import Pressure
+from vllm_slo.core.speculation.chain_forecast import DraftLoad
+from vllm_slo.core.speculation.tree_budget import depth_and_width
+from vllm_slo.core.types import INFINITY
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.speculation.draft_models import Drafts
+from vllm_slo.engine.speculation.tree_limits import TreeLimits
+
+WIDTHS = 1, 2
+"""Widths of trees to choose from, besides the widest that equation 9 allows."""
+
+
+class NextDrafts:
+    """Bounds the trees of the next drafts; ``drafting`` chooses the models, depth and width."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        tracker: RequestTracker,
+        clock: StepClock,
+        pressure: Pressure,
+        limits: TreeLimits,
+        drafting: Drafts,
+        config: SpeculationConfig,
+        max_step_tokens: int,
+    ) -> None:
+        self._state = state
+        self._tracker = tracker
+        self._clock = clock
+        self._pressure = pressure
+        self._limits = limits
+        self._drafting = drafting
+        self._config = config
+        self._max_step_tokens = max_step_tokens
+
+    def decide(self, lagging: int, *, barred: bool) -> None:
+        """Decide what is drafted after the step that is being planned.
+
+        If first tokens come too late, nothing is drafted that no objective needs. That leaves the
+        time to the prompts.
+
+        Args:
+            lagging: requests that need nodes to keep up with their TPOT.
+            barred: whether trees could not be verified.
+        """
+        running, config = self._state.running, self._config
+        active, behind = len(running), max(lagging, self._faster_than_plain())
+        late = self._pressure.first_tokens_late(self._clock.now_s)
+        idle = late and not behind and not config.min_depth
+        if barred or not active or idle:
+            self._drafting.nothing()
+            return
+        deepest, widest = self._depth_and_width(active)
+        least = min(config.min_width, widest)
+        widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
+        begun = sum(request.num_output_tokens == 1 for request in running)
+        context = self._limits.context()
+        self._drafting.decide(
+            DraftLoad(active, context, deepest, widths, behind, config.min_depth, begun)
+        )
+        self._limits.note_drafting(self._drafting.plan.drafting_s)
+
+    def _faster_than_plain(self) -> int:
+        """How many requests ask for a TPOT that is shorter than a step without trees."""
+        step_s = self._clock.verifying_model.predict_s(len(self._state.running))
+        return sum(
+            t.tpot_s < step_s and not t.missed and t.first_token_s is not None
+            for t in self._tracker
+        )
+
+    def _depth_and_width(self, active: int) -> tuple[int, int]:
+        """Equations 8 and 9. B1 is the largest batch that keeps the tightest TPOT if the best path
+        of a typical tree is accepted as usual."""
+        config, tokens = self._config, self._max_step_tokens
+        tightest_s = min((t.tpot_s for t in self._tracker if t.promised), default=INFINITY)
+        if tightest_s < INFINITY:
+            tokens = self._clock.verifying_model.time_to_tokens(tightest_s * self._limits.ahead())
+        return depth_and_width(
+            active,
+            verifier_tokens=max(min(tokens, self._max_step_tokens), 1),
+            speculator_tokens=config.draft_tokens,
+            min_depth=config.min_depth,
+            max_depth=config.max_depth,
+            max_width=config.max_width,
+        )
