@@ -11,7 +11,6 @@ from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
     NOT_CHOSEN,
-    needed_tokens,
     select_trees,
 )
 
@@ -120,7 +119,8 @@ def draw() -> str:
     """Both trees as SVG; what is chosen is `select_trees`' own answer."""
     nodes = [node for asker in ASKERS for node in asker.tree]
     sizes = [len(asker.tree) for asker in ASKERS]
-    needed = [needed_tokens(a.latency_s, STEP_S, a.tpot_s, a.tokens_out) for a in ASKERS]
+    # AdaServe's A(r), equation 3.
+    needed = [(a.latency_s + STEP_S) / a.tpot_s - a.tokens_out for a in ASKERS]
     marks = select_trees(
         [0, sizes[0], sum(sizes)],
         [node.path for node in nodes],
