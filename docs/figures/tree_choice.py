@@ -126,7 +126,6 @@ def draw() -> str:
         [node.path for node in nodes],
         [node.parent for node in nodes],
         needed,
-        [3, 3],
         budget=BUDGET,
     ).tolist()
     drawing, panels = canvas(2, 5.4)
