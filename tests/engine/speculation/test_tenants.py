@@ -21,7 +21,7 @@ from vllm_slo import SLO, tiny
 from vllm_slo.core.speculation.proportional_fairness import ClientView, jain_index
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.engine.speculation import tenants
+from vllm_slo.engine.speculation import candidates, tenants, trees
 from vllm_slo.engine.speculation.tenants import NOBODY, TenantShares, Verified
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 
@@ -198,3 +198,20 @@ def test_trees_of_a_tenant_that_got_little_are_larger() -> None:
     plain, fair = nodes("throughput"), nodes("tenants")
     assert plain["b"] == pytest.approx(plain["a"], rel=0.25)
     assert fair["b"] > 1.5 * fair["a"]
+
+
+def test_a_tenants_weight_changes_what_nodes_are_worth_and_not_their_chances(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trees, "PATH_TOKENS", 0.0)  # as on a GPU
+    made: list[candidates.CandidateTrees] = []
+
+    class Seen(candidates.CandidateTrees):
+        def __init__(self, *columns: Any) -> None:
+            super().__init__(*columns)
+            made.append(self)
+
+    monkeypatch.setattr(candidates, "CandidateTrees", Seen)
+    nodes("tenants")
+    assert max(one.worths.max() for one in made) > 1.0
+    assert max(one.chances.max() for one in made) <= 1.0

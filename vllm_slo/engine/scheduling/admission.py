@@ -45,10 +45,6 @@ class AdmissionController:
     """Asks SLOs-Serve's program for the requests of one engine.
 
     Args:
-        state: vLLM's queues.
-        tracker: the requests.
-        workload: what they ask, and what is left.
-        clock: step times.
         pressure: what promises lacked of late; it is told of refusals here.
         quotas: how much each tenant may be promised; None: as much as there is.
         config: how often to rule, and over how many.

@@ -37,7 +37,8 @@ from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 
 OVERRUN = 0.1
-"""Of its tokens so far: what a request that outgrew its foretold length will still say."""
+"""Tokens that a request is taken to have left once it is longer than was foretold, as a share of
+its tokens so far."""
 
 
 class _Known:
@@ -49,10 +50,10 @@ class _Known:
         query: what is known of its answer's length.
         first: predicted length, when it was first asked for.
         length: predicted length now.
-        foreseen_s: what it was to take altogether when that was first known.
+        foreseen_s: the whole service it needs, as first foreseen.
         placed: whether it held a place when it was last looked at.
         preemptions: how often it had lost one by then.
-        turn_s: seconds of rounds for which it keeps a place that it got last.
+        turn_s: seconds of rounds for which it keeps the place that it got last.
         beginning: seconds of work and KV blocks that it needs before its next round.
         begins: by which model, and with how many tokens, computed and in all.
     """
@@ -88,12 +89,6 @@ class BestEffort:
     """The order of requests without a promise on one engine.
 
     Args:
-        state: the requests.
-        tracker: which of them carry an SLO.
-        blocks: KV memory.
-        clock: step times.
-        guard: when each request was last served.
-        lengths: the lengths seen of each class.
         metrics: where it is told how forecasts turned out.
         config: names the policy.
 
@@ -133,7 +128,7 @@ class BestEffort:
         self._typical = TypicalRounds()
         self._numbers = itertools.count()
         self._known: dict[str, _Known] = {}
-        # Nothing is drafted: how many drafts are accepted is known from the start.
+        # Without drafts the time of its rounds is known from the start.
         self._plain = state.vllm_config.speculative_config is None
 
     # What happens to requests.
@@ -159,7 +154,7 @@ class BestEffort:
             metrics.foreseen_service(known.foreseen_s, known.perception.attained_s)
 
     def _note_served(self, request_id: str) -> None:
-        """A request without a promise got tokens: one with a promise does not wait."""
+        """A request got tokens. Only one without a promise is noted: others do not wait."""
         tracked = self._tracker.get(request_id)
         if tracked is None or not tracked.promised:
             self._guard.served(request_id, self._clock.now_s)
@@ -176,7 +171,7 @@ class BestEffort:
         )
 
     def _foretell(self, known: _Known, request: Request) -> LengthPrediction:
-        """The predicted length of a request's whole answer; anew once that is outgrown."""
+        """The predicted length of a request's whole answer; predicted anew once it is longer."""
         done = request.num_output_tokens
         if known.query is None:
             known.query = self._length_query(request)
@@ -188,7 +183,7 @@ class BestEffort:
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         """Count the work of a step for everybody who was in it.
 
-        A request's own: what a step of it alone would take, drafting included.
+        The work of a request is the time that a step of it alone would take, drafting included.
         """
         places, sampled = done.req_id_to_index, done.sampled_token_ids
         model = self._clock.expected_model
@@ -222,8 +217,8 @@ class BestEffort:
         return self.order.rank([self._view(request) for request in requests])
 
     def give_way(self, ranked: Sequence[ServiceView], places: int, free: int) -> tuple[str, ...]:
-        """Whose places others are to have. A perceptible request that could have given way, and
-        did not have to, keeps its place for good."""
+        """The requests whose places others are to have. A perceptible request that could have given
+        way, and did not have to, keeps its place for good."""
         chosen = self.order.give_way(ranked, places, free)
         for view in ranked:
             movable = view.placed and view.progress_s >= view.kept_s
@@ -278,8 +273,8 @@ class BestEffort:
         return known.perception.remaining_s(left)
 
     def _beginning(self, known: _Known, request: Request) -> tuple[float, int]:
-        """Seconds of computing what a request that waits needs before its next round, and KV blocks
-        that it has to find; worked out anew when something has changed."""
+        """Seconds of computing that a waiting request needs before its next round, and KV blocks
+        that it needs. Computed anew when its tokens or the model have changed."""
         model = self._clock.expected_model
         computed, tokens = request.num_computed_tokens, request.num_tokens
         if known.begins[0] is not model or known.begins[1:] != (computed, tokens):

@@ -24,7 +24,7 @@ class ChoiceGroups:
         self._answers: OrderedDict[str, Declined | None] = OrderedDict()
 
     def begin(self, tracked: SLORequest) -> Declined | None:
-        """A member has come; the answer of its group if that has been declined already."""
+        """A member has arrived. Returns the answer of its group if that is declined already."""
         if tracked.group is None:
             return None
         if (declined := self._answers.get(tracked.group)) is not None:
@@ -45,11 +45,11 @@ class ChoiceGroups:
     def refused_with(
         self, refused: Mapping[str, str], tracked: Mapping[str, SLORequest]
     ) -> dict[str, str]:
-        """Further requests that are to be declined because a choice beside them is; each with the
-        choice that decides.
+        """Further requests to decline because another choice of their group is refused: request id
+        -> id of that choice.
 
-        Of a group with a token already out, no choice is declined any more: what cannot be promised
-        is served without a promise. Such a choice is changed to ask for that.
+        If a choice of the group has a token already, none of its choices is declined any more. One
+        that cannot be promised is served without a promise, and is changed to ask for that.
         """
         others: dict[str, str] = {}
         for name in refused:
@@ -66,7 +66,7 @@ class ChoiceGroups:
         return others
 
     def declined(self, tracked: SLORequest, answer: Declined) -> None:
-        """A choice has been declined, so those that are still to come are."""
+        """A choice is declined, and so are those of its group that are still to arrive."""
         self._remember(tracked, answer)
 
     def _remember(self, tracked: SLORequest, answer: Declined | None) -> None:

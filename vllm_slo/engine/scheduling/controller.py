@@ -45,23 +45,8 @@ class Controller:
     """Follows the requests of one engine and plans its steps.
 
     Args:
-        state: vLLM's queues; requests that are not served are ended through it.
-        tracker: the requests that carry an SLO.
-        clock: the time, and step times.
-        intake: reads what a request asks for.
-        marks: where stages end.
-        workload: what requests ask.
-        admission: rules who is promised.
-        planner: plans a step.
-        quotes: the requests that only ask.
         quotas: how much each tenant may be promised; None: as much as there is.
         best_effort: in which order requests without a promise are served; None: as they arrive.
-        sessions: jobs of several rounds.
-        guard: when each request without a promise was last served.
-        recent: the objectives seen of late.
-        outcomes: tells what became of requests.
-        reports: tells a front about this engine.
-        metrics: counters.
         tpot_window: tokens over which a TPOT is judged.
         can_promise: whether prompts can be cut. Without that nothing is planned, and vLLM is left
             to itself.

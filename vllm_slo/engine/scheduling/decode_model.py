@@ -50,11 +50,7 @@ class DecodeModel(Protocol):
 
 
 class PlainDecoding:
-    """Decoding without drafts: each step yields one token of a request.
-
-    Args:
-        clock: the step times.
-    """
+    """Decoding without drafts: each step yields one token of a request."""
 
     speculates = False
 

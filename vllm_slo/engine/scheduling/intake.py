@@ -20,9 +20,7 @@ class Intake:
 
     Args:
         config: classes, the default class, whether access is checked.
-        marks: where stages end.
         seal: proves who wrote the internal keys; None: that of the environment.
-        clock: the time.
 
     Attributes:
         classes: the configured classes by name.

@@ -19,9 +19,6 @@ from vllm_slo.engine.scheduling.slo_request import SLORequest
 class KVBlocks:
     """The KV blocks of one engine.
 
-    Args:
-        manager: vLLM's.
-
     Attributes:
         pool: all blocks, for `warm_prefixes`.
         total: KV blocks there are.

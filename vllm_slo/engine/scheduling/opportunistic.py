@@ -18,16 +18,7 @@ NEARLY = 1.25
 
 
 class OpportunisticStarts:
-    """Decides who begins without a promise.
-
-    Args:
-        state: who runs.
-        tracker: who has a TPOT.
-        workload: how long answers become.
-        clock: the time.
-        decoding: how many requests keep a TPOT together.
-        guard: who has waited too long.
-    """
+    """Decides who begins without a promise."""
 
     def __init__(
         self,

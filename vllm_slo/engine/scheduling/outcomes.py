@@ -17,10 +17,6 @@ class Outcomes:
     """Tells how the requests of one engine did.
 
     Args:
-        tracker: the live requests.
-        sessions: the jobs of which some are rounds.
-        clock: the time, and the margin on step times.
-        metrics: counters and gauges.
         spans: makes a span for each request; None where tracing is off.
     """
 

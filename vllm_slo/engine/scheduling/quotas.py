@@ -60,9 +60,6 @@ class Quotas:
     """The quotas of one engine.
 
     Args:
-        requests: all live ones.
-        lengths: how long answers become.
-        metrics: where it is counted what tenants were promised.
         config: with quotas.
         classes: the configured classes, whose values are what their requests are usually worth.
         max_step_tokens: tokens of one step at most.

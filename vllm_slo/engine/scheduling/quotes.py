@@ -60,13 +60,7 @@ class Quotes:
     """The requests that only ask, in the order in which they came.
 
     Args:
-        state: vLLM's queues.
-        tracker: the live requests.
-        workload: what they ask, and what is left.
-        admission: what would be promised. It is asked, and promises nothing.
-        clock: step times.
         quotas: how much each tenant may be promised; None: as much as there is.
-        metrics: where answers are counted.
         config: how long the room for a "yes" is held.
         can_promise: whether anything can be promised on this engine.
 

@@ -19,15 +19,7 @@ MAX_TICKETS = 4_096
 
 
 class ReplicaReports:
-    """Makes the state of one engine, and publishes it where the environment says so.
-
-    Args:
-        state: vLLM's queues.
-        tracker: the requests that carry an SLO.
-        workload: what is promised, and what is left.
-        quotes: requests that only ask, and count for nothing here.
-        clock: step times.
-    """
+    """Makes the state of one engine, and publishes it where the environment says so."""
 
     def __init__(
         self,

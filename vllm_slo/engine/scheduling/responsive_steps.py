@@ -9,12 +9,7 @@ from vllm_slo.engine.scheduling.step_clock import StepClock
 
 
 class ResponsiveSteps:
-    """The longest step that best effort may cause; see `RecentObjectives`.
-
-    Args:
-        clock: step times.
-        recent: the objectives seen of late.
-    """
+    """The longest step that best effort may cause; see `RecentObjectives`."""
 
     def __init__(self, clock: StepClock, recent: RecentObjectives) -> None:
         self._clock = clock

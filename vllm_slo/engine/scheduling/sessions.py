@@ -27,11 +27,6 @@ class SessionRounds:
     """The rounds that requests with a ``session_id`` are.
 
     Args:
-        tracker: the requests.
-        workload: how long answers become.
-        blocks: KV memory and the prefix cache.
-        clock: step times.
-        metrics: where it is counted how sessions did.
         config: how long a session may be quiet, and how much memory they keep warm.
     """
 

@@ -31,8 +31,8 @@ class StageMarks(Protocol):
         """The stage with which the answer to a prompt begins."""
 
     def end_of(self, request: Request, slo: SLO, stage: int, tokens: int, new: int) -> int | None:
-        """Of the ``new`` last tokens of an answer the number of that which ends the stage, from 1;
-        None: it goes on. ``tokens`` of the stage came before them."""
+        """Which of the ``new`` last tokens of an answer ends the stage, counted from 1; None: the
+        stage goes on. ``tokens`` of the stage came before them."""
 
     def has_stopped(self, request: Request) -> bool:
         """Whether the answer has come to one of its stop strings. vLLM's API server looks for these
@@ -42,12 +42,10 @@ class StageMarks(Protocol):
 class AnswerMarks:
     """Reads the answers, with the tokenizer that vLLM keeps in the engine for structured output.
 
-    Some parsers find no thinking unless they are told, as the chat template was, that there is any.
-    vLLM tells the engine only of requests with structured output; all others that ask something of
-    thinking are taken to think. Where a prompt has ended it already, the parser says so.
-
-    Args:
-        manager: vLLM's, which has the tokenizer and the reasoning parser's class.
+    Some parsers find thinking only if they are told, like the chat template, that the model thinks.
+    vLLM tells the engine so only for requests with structured output. All other requests that have
+    an objective for thinking are taken to think. If the prompt has ended the thinking already, the
+    parser finds that out.
     """
 
     def __init__(self, manager: StructuredOutputManager) -> None:
@@ -56,8 +54,8 @@ class AnswerMarks:
 
     @cached_property
     def _thinker(self) -> Any:
-        """One parser for many requests: only what does not change it is called, and finding where
-        thinking ends does not (in vLLM's parsers, reading a stream of text does)."""
+        """One parser for many requests. Only methods are called that do not change it: those that
+        find where thinking ends. Reading a stream of text would change it."""
         assert self._reasoner_cls is not None
         return self._reasoner_cls(tokenizer=self._tokenizer, chat_template_kwargs=dict(THINKING))
 

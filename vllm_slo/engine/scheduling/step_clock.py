@@ -39,7 +39,6 @@ class StepClock:
     """Follows steps from ``schedule()`` to their output, and learns from them.
 
     Args:
-        clock: time.
         estimator: the step times known so far; it is taught here.
         quantile: of their error that promises keep as margin.
         window: tokens over which a TPOT is judged.

@@ -31,7 +31,8 @@ WAITING_LOOKAHEAD = 64
 
 
 def _by_deadline(tracked: SLORequest) -> tuple[float, bool, float, str]:
-    """Of those who can wait for ever the promised first: a seat freed for them is theirs."""
+    """Key of the order of prefills. Of requests without a deadline the promised ones are first, so
+    that they get the seats that were freed for them."""
     name = tracked.request.request_id
     return tracked.deadline_s, not tracked.promised, tracked.arrival_s, name
 
@@ -40,13 +41,7 @@ class StepPlanner:
     """Plans one step after the other. Between steps it holds nothing.
 
     Args:
-        state: vLLM's queues.
-        tracker: the requests that carry an SLO.
-        workload: what they ask, and what is left.
-        admission: whether a prefill may end before its deadline.
         starts: who may begin without a promise.
-        clock: step times.
-        guard: when best effort was last served.
         pressure: what promises lacked of late; it is told what they take from best effort here.
         responsive: how long a step may be that best effort alone causes.
         order: in which best effort is served; None: as it arrives.
@@ -119,7 +114,7 @@ class StepPlanner:
             freed = sum(self._blocks.held(r) for r in preempt)
             self._pressure.short_of(freed, self._clock.now_s)
             free += freed
-        # What starts in blocks that decodes are about to take would be preempted for them.
+        # A request that starts in blocks that decodes need next would soon be preempted for them.
         spare = free - self._decode_blocks()
         if self._best_effort is not None:
             places = self._seats(preempt) - len(starting)
@@ -142,11 +137,11 @@ class StepPlanner:
         return self._build(plan, preempt, starting, waiting_others)
 
     def _sort_waiting(self) -> tuple[list[SLORequest], list[Request]]:
-        """Waiting requests that could start: promised ones and those who are let in, by deadline;
-        best effort, the first few.
+        """Waiting requests that could start: by deadline those that are promised or may begin
+        without a promise, and the first few of best effort.
 
-        vLLM asks a blocked request whether it may go on only while a step has tokens left, and a
-        planned step has none: so it is asked here.
+        vLLM asks a blocked request whether it may go on only while a step has tokens left. A
+        planned step has none left, so it is asked here.
         """
         state, live = self._state, self._tracker.live
         starting: list[SLORequest] = []
@@ -216,8 +211,9 @@ class StepPlanner:
         return config is None or lora == 0 or lora in loaded or len(loaded - {0}) < config.max_loras
 
     def _preemptions(self, starting: list[SLORequest]) -> list[Request]:
-        """Best-effort requests that must give up memory or seats to promises, latest first. Who is
-        only let in takes nobody's: two of them would take each other's for ever."""
+        """Best-effort requests to preempt so that promised ones find memory and seats, the latest
+        first. Requests that begin without a promise preempt nobody: two of them would preempt each
+        other for ever."""
         if not self.others:
             return []
         begun = [*self.decodes, *(t for t in self.prefills if t.promised and t not in starting)]
@@ -231,7 +227,7 @@ class StepPlanner:
         victims.sort(key=lambda r: r.request_id == starved)
         most, short = free + sum(self._blocks.held(r) for r in victims), -seats
         for blocks in to_start:
-            # What is cleared for who cannot start all the same would go to somebody else.
+            # Memory freed for a request that cannot start all the same would go to another one.
             if needed + blocks <= most:
                 needed, short = needed + blocks, short + 1
         by_id = {request.request_id: request for request in victims}
@@ -330,8 +326,8 @@ class StepPlanner:
         return self.model.time_to_tokens(tightest)
 
     def _with_padding(self, token_budget: int, starting: int) -> int:
-        """Room for the drafts to which vLLM pads a request that starts with one token; it would
-        rather start nobody than that one without. Nobody gets more than was granted."""
+        """The budget with room for the drafts to which vLLM pads a request that starts with one
+        token. Without that room vLLM starts no request. The hook still grants what was planned."""
         padding = starting * self._draft_padding
         return min(token_budget + padding, self._workload.max_step_tokens)
 
@@ -349,7 +345,7 @@ class StepPlanner:
             if tokens.get(request.request_id) and self._takes_lora(request, loras):
                 offered.append(request)
                 loras.add(request_facts.lora_id(request))
-        # As vLLM does: who holds blocks must never wait behind who may not get any.
+        # As in vLLM: a request that holds blocks never waits behind one that may not get any.
         offered.sort(key=request_facts.holds_kv, reverse=True)
         running = None
         reordered = self._tracker.take_reordered()

@@ -29,7 +29,6 @@ class WarmPrefixes:
     """The prefixes of sessions that wait for their next round.
 
     Args:
-        pool: vLLM's.
         most: blocks that are kept warm at most; then the session that is quiet the longest goes.
     """
 

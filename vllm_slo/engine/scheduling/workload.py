@@ -91,13 +91,6 @@ class Workload:
     """The demands of requests against the capacity of one engine.
 
     Args:
-        state: vLLM's limits.
-        tracker: the requests.
-        blocks: KV memory.
-        clock: step times.
-        lengths: how long answers become.
-        decoding: what decoding is like.
-        guard: what is reserved for best effort.
         max_step_tokens: tokens of one step at most.
         can_promise: whether anything can be promised on this engine.
     """

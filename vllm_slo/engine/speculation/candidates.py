@@ -139,7 +139,7 @@ class Candidates:
         worths = node_worths(offsets, chances, parents, best, self._path_tokens)
         if self._tenants is not None:
             weights = self._tenants.weights([request.request_id for request in requests])
-            worths *= np.repeat(weights, sizes)
+            worths = worths * np.repeat(weights, sizes)
         return StepCandidates(
             requests,
             [c.model for c in found],

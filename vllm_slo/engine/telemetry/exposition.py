@@ -40,12 +40,7 @@ SETTLE_S: Final = 0.2
 
 
 class SeriesFile:
-    """The file of one scheduler; there is none where `FOLDER_VARIABLE` is not set.
-
-    Args:
-        registry: the series.
-        engine: index of the engine among data-parallel ones.
-    """
+    """The file of one scheduler; there is none where `FOLDER_VARIABLE` is not set."""
 
     def __init__(self, registry: CollectorRegistry, engine: int) -> None:
         self._registry = registry

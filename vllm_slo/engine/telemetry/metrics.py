@@ -41,9 +41,6 @@ class SchedulerMetrics:
 
     Series of features that an engine may not use are exposed from their first value on.
 
-    Args:
-        engine: index of the engine among data-parallel ones, the ``engine`` label.
-
     Attributes:
         registry: all series.
         speculation: those of draft tokens.

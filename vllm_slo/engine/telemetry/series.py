@@ -35,12 +35,7 @@ class Members(Generic[_Series]):
 
 
 class SeriesMaker:
-    """Makes the series of one engine.
-
-    Args:
-        registry: takes them.
-        engine: value of the label ``engine``.
-    """
+    """Makes the series of one engine."""
 
     def __init__(self, registry: CollectorRegistry, engine: str) -> None:
         self._registry = registry

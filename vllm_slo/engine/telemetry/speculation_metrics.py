@@ -56,7 +56,6 @@ class SpeculationMetrics:
     """The series of drafts. Each group of series is exposed from its first value on.
 
     Args:
-        make: makes the series.
         file: is written soon where an engine may have nothing to do for long.
     """
 
@@ -276,7 +275,6 @@ class ClientSeries:
 
     Args:
         kind: of client, the label: ``tenant`` or ``drafter``.
-        make: makes the series.
     """
 
     def __init__(self, kind: str, make: SeriesMaker) -> None:

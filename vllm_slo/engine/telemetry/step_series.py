@@ -18,11 +18,7 @@ __all__ = ["StepSeries"]
 
 
 class StepSeries(Collector):
-    """The step times of one engine.
-
-    Args:
-        engine: value of the label ``engine``.
-    """
+    """The step times of one engine."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
