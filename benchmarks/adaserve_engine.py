@@ -132,9 +132,9 @@ def _without_throughput() -> None:
 def _without_adaptation() -> None:
     """Every tree has the same depth and width, whatever the load."""
     from vllm_slo.core.speculation.model_chain import ModelChains, Plan
-    from vllm_slo.engine.speculation import trees
+    from vllm_slo.engine.speculation import next_drafts
 
-    _replace(trees, "depth_and_width", lambda *_: FIXED)
+    _replace(next_drafts, "depth_and_width", lambda *_: FIXED)
     _replace(ModelChains, "choose", lambda *_: Plan((0,), *FIXED))
 
 
