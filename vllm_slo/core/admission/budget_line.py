@@ -10,16 +10,11 @@ Everything here is compiled. ``counts`` is always (L,), the requests that decode
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.step_time.budget import Lines, step_seconds_compiled, whole_tokens_within
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
 
 EPS: Final = 1e-6
 """Tokens, or blocks: differences below it are rounding."""

@@ -10,8 +10,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from vllm_slo.core.admission.budget_line import TPOT, WEIGHT, Engine, Floats, Ints, prefill_wait
+from vllm_slo.core.admission.budget_line import TPOT, WEIGHT, Engine, prefill_wait
 from vllm_slo.core.admission.labels import Requests, best_set
+from vllm_slo.core.arrays import Floats, Ints
 from vllm_slo.core.jit import jit
 
 ONE_SEAT: Final = 1

@@ -12,26 +12,22 @@ by value, then by budget, are kept.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_slo.core.admission.budget_line import (
     EPS,
     TPOT,
     WEIGHT,
     Engine,
-    Floats,
-    Ints,
     cut_tokens,
     decode_rate,
     is_sustainable,
     prefill_budget,
 )
+from vllm_slo.core.arrays import Bools, Floats, Ints
 from vllm_slo.core.jit import jit
-
-Bools: TypeAlias = NDArray[np.bool_]
 
 TIE_VALUE: Final = 1e-12
 """Value that a token of budget counts for where labels are ranked: it is to decide between labels

@@ -123,14 +123,14 @@ class _Instance:
         )
         self.capacity = capacity
         self.new = [row[3] for row in ranked if row[1]]
-        columns = [
+        rows = [
             (
                 *(d.deadline_s - now_s, d.prefill_tokens, d.tpot_s, d.blocks),
                 *(d.value, d.context_tokens, not is_new),
             )
             for _, is_new, _, d in ranked
         ]
-        self.table = np.array(columns, dtype=np.float64).T.copy()
+        self.table = np.array(rows, dtype=np.float64).T.copy()
         tpots = tiers_of([row[3].tpot_s for row in ranked] + list(decoding)) or [math.inf]
         running = [0] * len(tpots)
         for tpot_s, count in decoding.items():
@@ -161,13 +161,13 @@ class _Instance:
         tier, promised = tiers_of_requests(tpot_s, self.tpots), forced > 0.0
         costs = decode_costs(tier, context, *self.load)
         taken = {d.request_id for d in admitted}
-        served = tiers_of_requests(np.array([d.tpot_s for d in admitted]), self.tpots)
-        counts = self.decoding + np.bincount(tier[promised], minlength=len(self.tpots))
-        counts += np.bincount(served, minlength=len(self.tpots))
+        served = promised.copy()
+        served[~promised] = [d.request_id in taken for d in self.new]
+        counts = self.decoding + np.bincount(tier[served], minlength=len(self.tpots))
         backlog = float(prefill[promised].sum())
         backlog += sum(d.prefill_tokens for d in admitted)
         refused: dict[str, tuple[str, float]] = {}
-        for demand in self.new:
+        for demand, own in zip(self.new, tier[~promised], strict=True):
             if demand.request_id in taken:
                 continue
             if demand.blocks > spare_blocks:
@@ -176,7 +176,7 @@ class _Instance:
                 refused[demand.request_id] = "seats", wait_s
             else:
                 beside = counts.copy()
-                beside[tier_of(demand.tpot_s, self.tpots.tolist())] += 1
+                beside[own] += 1
                 work = backlog + demand.prefill_tokens
                 wait = prefill_wait(work, beside, costs, self.engine)
                 reason = "prefill" if wait.sustainable else "decode"

@@ -9,13 +9,11 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Bools, Floats, Ints
 from vllm_slo.core.jit import jit
+from vllm_slo.core.step_time.model import chunk_pairs
 from vllm_slo.core.types import INFINITY, DecodeView
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 EPS_S = 1e-9
 """Seconds below which two times are the same."""
@@ -54,7 +52,7 @@ class Decodes(NamedTuple):
         request_ids: Sequence[str],
         start_s: float,
         windows: tuple[Floats, Floats],
-        begun: NDArray[np.bool_],
+        begun: Bools,
         expected: Floats,
         tpot_s: Floats,
         window: int,
@@ -101,7 +99,7 @@ class Decodes(NamedTuple):
         mask = self.due_s < time_s
         return Part(self, mask, *early), Part(self, ~mask, *late)
 
-    def where(self, mask: NDArray[np.bool_]) -> Decodes:
+    def where(self, mask: Bools) -> Decodes:
         """Those that a (n,) mask marks."""
         ids = list(compress(self.request_ids, mask.tolist()))
         if len(ids) == self.number:
@@ -137,16 +135,16 @@ class Decodes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some of the requests.
+    """A part of the requests of a step.
 
     Attributes:
-        rows: all of them.
-        mask: (n,) which are meant.
-        tokens, context_tokens, pairs: their `Decodes.load`.
+        rows: all requests.
+        mask: (n,) whether a row belongs to the part.
+        tokens, context_tokens, pairs: `Decodes.load` of the part.
     """
 
     rows: Decodes
-    mask: NDArray[np.bool_]
+    mask: Bools
     tokens: int
     context_tokens: int
     pairs: int
@@ -211,13 +209,16 @@ def _tightest(
     return tightest
 
 
+_pairs = jit(chunk_pairs)
+
+
 @jit
 def _load(tokens: Ints, context: Ints) -> tuple[int, int, int]:
     total = read = pairs = 0
     for i in range(len(tokens)):
         total += tokens[i]
         read += context[i]
-        pairs += tokens[i] * context[i] + tokens[i] * (tokens[i] + 1) // 2
+        pairs += _pairs(tokens[i], context[i])
     return total, read, pairs
 
 
@@ -228,7 +229,7 @@ def _load_before(tokens: Ints, context: Ints, due_s: Floats, time_s: float) -> t
         if due_s[i] < time_s:
             total += tokens[i]
             read += context[i]
-            pairs += tokens[i] * context[i] + tokens[i] * (tokens[i] + 1) // 2
+            pairs += _pairs(tokens[i], context[i])
     return total, read, pairs
 
 
@@ -259,7 +260,7 @@ def _due(
     start_s: float,
     window_s: Floats,
     place: Floats,
-    begun: NDArray[np.bool_],
+    begun: Bools,
     expected: Floats,
     tpot_s: Floats,
     window: int,

@@ -20,11 +20,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vllm_slo.core.arrays import Ints
 from vllm_slo.core.jit import jit
-
-Ints = NDArray[np.int64]
 
 Source = Literal["declared", "quantile", "learnt", "cap"]
 """Where a predicted length comes from: the request itself, what requests of its class did, a
@@ -181,7 +179,7 @@ class OutputLengthPredictor:
         is set aside.
         """
         known = self._believed(slo_class)
-        return int(hold(*known, self.PARTS, prompt, max_tokens, declared or 0, generated))
+        return int(_hold(*known, self.PARTS, prompt, max_tokens, declared or 0, generated))
 
     def expected_holds(self, slo_class: str, requests: Ints) -> Ints:
         """`expected_hold` of many requests of a class.
@@ -194,7 +192,7 @@ class OutputLengthPredictor:
         Returns:
             (n,) tokens.
         """
-        return holds_of(*self._believed(slo_class), self.PARTS, requests)
+        return _holds(*self._believed(slo_class), self.PARTS, requests)
 
     def _believed(self, slo_class: str) -> tuple[Ints, int]:
         """The ranked lengths of a class and the longest one that was seen; none until there are
@@ -206,7 +204,7 @@ class OutputLengthPredictor:
 
 
 @jit
-def hold(
+def _hold(
     ranked: Ints,
     class_longest: int,
     parts: int,
@@ -215,7 +213,7 @@ def hold(
     declared: int,
     done: int,
 ) -> int:
-    """`holds_of` one request."""
+    """`_holds` of one request."""
     now = prompt + done + 1
     if declared > done:
         return max(prompt + min(declared, cap), now)
@@ -232,7 +230,7 @@ def hold(
 
 
 @jit
-def holds_of(ranked: Ints, class_longest: int, parts: int, requests: Ints) -> Ints:
+def _holds(ranked: Ints, class_longest: int, parts: int, requests: Ints) -> Ints:
     """KV tokens to set aside for each of n requests of a class.
 
     Args:
@@ -248,7 +246,7 @@ def holds_of(ranked: Ints, class_longest: int, parts: int, requests: Ints) -> In
     holds = np.empty(requests.shape[1], dtype=np.int64)
     for i in range(len(holds)):
         prompt, cap, declared, done = requests[0, i], requests[1, i], requests[2, i], requests[3, i]
-        holds[i] = hold(ranked, class_longest, parts, prompt, cap, declared, done)
+        holds[i] = _hold(ranked, class_longest, parts, prompt, cap, declared, done)
     return holds
 
 

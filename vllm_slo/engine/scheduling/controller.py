@@ -300,7 +300,7 @@ class Controller:
         for tracked in self._tracker.live.values():
             count = tracked.request.num_output_tokens - tracked.recorded
             if count > 0 and tracked.first_token_s is not None and tracked.tpot.is_last:
-                tracked.on_tokens(count, now_s)  # of most requests in most steps
+                tracked.on_tokens(count, now_s)  # the usual case
             elif count:
                 self._record_new_tokens(tracked)
         if self._best_effort is not None:
