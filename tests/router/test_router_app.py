@@ -54,7 +54,18 @@ def checked(**args: Any) -> AppArgs:
 
 
 def test_flags_are_read_as_vllm_reads_them() -> None:
-    words = ["--max-num-seqs", "-1", "-tp", "2", "--api_key", "a", "b", "--host=::1", "--api-k=c"]
+    words = [
+        "--max-num-seqs",
+        "-1",
+        "-tp",
+        "2",
+        "--api_key",
+        "a",
+        "b",
+        "--host=::1",
+        "m",
+        "--api-k=c",
+    ]
     flags = Flags(words)
     assert flags.last("--tensor-parallel-size") == "2"
     assert flags.values("--api-key") == ["a", "b", "c"]
@@ -62,7 +73,9 @@ def test_flags_are_read_as_vllm_reads_them() -> None:
     assert flags.values("--port") is None
     assert flags.last("--headless") is None
     assert Flags(["--headless"]).values("--headless") == []
-    assert flags.without("--api-key").words == [*("--max-num-seqs", "-1", "-tp", "2", "--host=::1")]
+    assert flags.without("--api-key").words == [
+        *("--max-num-seqs", "-1", "-tp", "2", "--host=::1", "m")
+    ]
 
 
 def test_a_config_file_of_vllm_is_looked_into(tmp_path: Path) -> None:

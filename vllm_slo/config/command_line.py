@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,7 @@ _FLAGS: Final = (
     *("--uds", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
     *("--ssl-cert-reqs", "--served-model-name", "--additional-config", "--api-key", "--config"),
     *("--host", "--port", "--tokenizer", "--block-size", "--attention-backend"),
-    *("--attention-config", "--compilation-config"),
+    *("--attention-config", "--compilation-config", "--scheduler-cls", "--middleware"),
     *("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--worker-cls"),
 )
 _SHORTEST_PREFIX: Final = len("--xxx")
@@ -81,8 +82,9 @@ class Flags:
             if value is False:
                 continue
             listed = value if isinstance(value, list) else [value]
-            words += [f"--{key}", *(str(word) for word in listed if not isinstance(word, bool))]
-        return Flags([*words, *self.words])
+            words += [f"--{key}", *(_word(item) for item in listed if not isinstance(item, bool))]
+        first = next((i for i, word in enumerate(self.words) if _is_flag(word)), len(self.words))
+        return Flags([*self.words[:first], *words, *self.words[first:]])
 
     def _scan(self) -> list[tuple[str, list[str], int, int]]:
         """(flag, values, first word, word after the last) of every flag."""
@@ -91,13 +93,18 @@ class Flags:
         while start < len(self.words):
             stop = start + 1
             if _is_flag(self.words[start]):
-                while stop < len(self.words) and not _is_flag(self.words[stop]):
-                    stop += 1
                 name, equals, value = self.words[start].partition("=")
-                values = [*([value] if equals else []), *self.words[start + 1 : stop]]
+                while not equals and stop < len(self.words) and not _is_flag(self.words[stop]):
+                    stop += 1
+                values = [value] if equals else self.words[start + 1 : stop]
                 flags.append((_full_name(name), values, start, stop))
             start = stop
         return flags
+
+
+def _word(value: object) -> str:
+    """A value of a config file as one word of a command line."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _is_flag(word: str) -> bool:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,83 +64,6 @@ def test_a_log_that_somebody_has_set_up_is_used() -> None:
         assert written == []
 
 
-# --- whose command line is it --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([*SERVE, *OURS], True),
-        ([*SERVE, f"--scheduler-cls={SCHEDULER}"], True),
-        ([*SERVE, "--scheduler_cls", "vllm_slo.engine.scheduler.Scheduler"], True),
-        (["/lib/vllm/entrypoints/openai/api_server.py", "--model", "m", *OURS], True),
-        (SERVE, False),
-        ([*SERVE, "--scheduler-cls", "other.Scheduler"], False),
-        (["/usr/bin/vllm", "bench", "serve", "--model", "m", *OURS], False),
-        (["/usr/bin/vllm", "run-batch", *OURS], False),
-        (["/usr/bin/vllm"], False),
-        (["train.py", *OURS], False),
-        (["-c"], False),
-        ([""], False),
-    ],
-)
-def test_only_a_server_with_our_scheduler_is_ours(argv: list[str], expected: bool) -> None:
-    assert plugin._serves_with_our_scheduler(argv) is expected
-
-
-def test_what_the_config_file_says_counts_as_said(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(
-        f"scheduler-cls: {SCHEDULER}\nport: 8001\nmiddleware: [a.B]\n"
-        "additional-config: {slo_config: {margin_quantile: 0.9}}\n"
-    )
-    for given in (["--config", str(file)], [f"--config={file}"]):
-        said = plugin.with_config_file([*SERVE, *given])
-        assert said[: len(SERVE) + len(given)] == [*SERVE, *given]
-        assert f"--scheduler-cls={SCHEDULER}" in said
-        assert "--port=8001" in said
-        assert plugin._serves_with_our_scheduler(said)
-        assert plugin._additional_config(said) == {"slo_config": {"margin_quantile": 0.9}}
-
-
-def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("additional-config: {slo_config: {}}\n")
-    argv = [*SERVE, "--additional-config", '{"a": 1}', "--config", str(file)]
-    assert plugin._additional_config(plugin.with_config_file(argv)) == {"a": 1}
-
-
-@pytest.mark.parametrize("content", ["", "[1, 2]", "just text", "a: [", "\x00"])
-def test_a_file_without_flags_changes_nothing(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(content)
-    argv = [*SERVE, "--config", str(file)]
-    assert plugin.with_config_file(argv) == argv
-
-
-@pytest.mark.parametrize("tail", [["--config"], ["--config", "no/such/file"], ["--config="], []])
-def test_a_file_that_is_not_there_is_left_to_vllm(tail: list[str]) -> None:
-    assert plugin.with_config_file([*SERVE, *tail]) == [*SERVE, *tail]
-
-
-@pytest.mark.parametrize(
-    ("tail", "expected"),
-    [
-        (["--additional-config", '{"a": 1}'], {"a": 1}),
-        (['--additional-config={"a": 1}'], {"a": 1}),
-        (["--additional_config", '{"a": 1}'], {"a": 1}),
-        (["--additional-config", "{broken"], None),
-        (["--additional-config"], None),
-        ([], None),
-    ],
-)
-def test_additional_config_is_found_as_vllm_finds_it(tail: list[str], expected: Any) -> None:
-    assert plugin._additional_config([*SERVE, *tail]) == expected
-
-
-# --- registration --------------------------------------------------------------------------------
-
-
 class Process:
     """What ``register`` does to its process, caught before it happens."""
 
@@ -167,6 +90,88 @@ class Process:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     return Process(monkeypatch)
+
+
+# --- whose command line is it --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([*SERVE, *OURS], True),
+        ([*SERVE, f"--scheduler-cls={SCHEDULER}"], True),
+        ([*SERVE, "--scheduler_cls", "vllm_slo.engine.scheduler.Scheduler"], True),
+        (["/lib/vllm/entrypoints/openai/api_server.py", "--model", "m", *OURS], True),
+        (SERVE, False),
+        ([*SERVE, "--scheduler-cls", "other.Scheduler"], False),
+        (["/usr/bin/vllm", "bench", "serve", "--model", "m", *OURS], False),
+        (["/usr/bin/vllm", "run-batch", *OURS], False),
+        (["/usr/bin/vllm"], False),
+        (["train.py", *OURS], False),
+        (["-c"], False),
+        ([""], False),
+    ],
+)
+def test_only_a_server_with_our_scheduler_is_ours(
+    process: Process, argv: list[str], expected: bool
+) -> None:
+    assert process.register(*argv) == [*argv, *(["--middleware", MIDDLEWARE] if expected else [])]
+    assert bool(process.collectors) is expected
+
+
+def test_what_the_config_file_says_counts_as_said(process: Process, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        f"scheduler-cls: {SCHEDULER}\nport: 8001\nmiddleware: [a.B]\n"
+        "additional-config: {slo_config: {margin_quantile: 9}}\n"
+    )
+    for given in (["--config", str(file)], [f"--config={file}"]):
+        with pytest.raises(SystemExit, match="margin_quantile"):
+            process.register(*SERVE, *given)
+        argv = [*SERVE, *given, "--additional-config", "{}"]  # the command line wins
+        assert process.register(*argv) == [*argv, "--middleware", MIDDLEWARE]
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "just text", "a: [", "\x00"])
+def test_a_file_without_flags_changes_nothing(
+    process: Process, tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    argv = [*SERVE, "--config", str(file)]
+    assert process.register(*argv) == argv
+
+
+@pytest.mark.parametrize("tail", [["--config"], ["--config", "no/such/file"], ["--config="], []])
+def test_a_file_that_is_not_there_is_left_to_vllm(process: Process, tail: list[str]) -> None:
+    assert process.register(*SERVE, *tail) == [*SERVE, *tail]
+
+
+BAD, GOOD = '{"slo_config": 7}', '{"slo_config": {}}'
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_refused"),
+    [
+        (["--additional-config", BAD], True),
+        ([f"--additional-config={BAD}"], True),
+        (["--additional_config", BAD], True),
+        (["--additional-con", BAD], True),
+        (["--additional-config", GOOD, "--additional-config", BAD], True),
+        (["--additional-config", BAD, "--additional-config", GOOD], False),
+        (["--additional-config", "{broken"], False),
+        (["--additional-config"], False),
+        ([], False),
+    ],
+)
+def test_additional_config_is_found_as_vllm_finds_it(
+    process: Process, tail: list[str], is_refused: bool
+) -> None:
+    with pytest.raises(SystemExit, match="slo_config") if is_refused else nullcontext():
+        process.register(*SERVE, *OURS, *tail)
+
+
+# --- registration --------------------------------------------------------------------------------
 
 
 def test_a_server_gets_the_middleware_and_the_metrics(process: Process) -> None:

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 
 import wrapt
-import yaml
 
 from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER_NAMES
+from vllm_slo.config.command_line import Flags
 from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
 from vllm_slo.engine.compat.attention import enable_amx
 from vllm_slo.engine.compat.version import check_vllm
@@ -35,9 +35,9 @@ def register() -> None:
     if multiprocessing.parent_process() is not None:
         lifeline.watch()
         return
-    argv = with_config_file(sys.argv)
-    if _serves_with_our_scheduler(argv):
-        _check_or_exit(argv)
+    flags = Flags(sys.argv[1:]).with_config_file()
+    if _is_server(sys.argv) and flags.last("--scheduler-cls") in SCHEDULER_NAMES:
+        _check_or_exit(flags)
         from prometheus_client import REGISTRY
 
         from vllm_slo.engine.telemetry import exposition
@@ -45,7 +45,7 @@ def register() -> None:
         folder = exposition.choose_folder()
         atexit.register(_leave, folder, os.getpid())
         REGISTRY.register(exposition.FolderCollector(folder))
-        if not any(MIDDLEWARE in argument for argument in argv):
+        if MIDDLEWARE not in (flags.values("--middleware") or ()):
             sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]
 
 
@@ -57,7 +57,7 @@ def wrap_engine() -> None:
         wrapt.register_post_import_hook("vllm_slo.engine.http.body_slo:install", module)
 
 
-def _check_or_exit(argv: list[str]) -> None:
+def _check_or_exit(flags: Flags) -> None:
     """End the server with one clear line, before it loads a model, if it cannot serve.
 
     From here on the secret of the seal is in the environment.
@@ -72,7 +72,7 @@ def _check_or_exit(argv: list[str]) -> None:
     try:
         check_vllm()
         Seal.prepare()
-        config = SLOConfig.from_additional_config(_additional_config(argv))
+        config = SLOConfig.from_additional_config(_additional_config(flags))
         if config.access is not None:
             Access(config.access)
         if config.profile is not None:
@@ -81,16 +81,12 @@ def _check_or_exit(argv: list[str]) -> None:
         raise SystemExit(f"vllm-slo: error: {error}") from None
 
 
-def _additional_config(argv: list[str]) -> object:
+def _additional_config(flags: Flags) -> object:
     """The value of ``--additional-config``; None without one. vLLM refuses malformed JSON."""
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        name, _, inline = flag.partition("=")
-        if name.replace("_", "-") == "--additional-config":
-            try:
-                return json.loads(inline or value)
-            except ValueError:
-                return None
-    return None
+    try:
+        return json.loads(flags.last("--additional-config") or "null")
+    except ValueError:
+        return None
 
 
 def share_log() -> None:
@@ -111,30 +107,6 @@ def _leave(folder: Path, owner: int) -> None:
         remove_folder(folder)
 
 
-def _serves_with_our_scheduler(argv: list[str]) -> bool:
-    """Whether this command line, its ``--config`` file included, starts a server with our class."""
-    if "serve" not in argv[1:2] and Path(argv[0]).name != "api_server.py":
-        return False
-    text = " ".join(argv)
-    return any(name in text for name in SCHEDULER_NAMES)
-
-
-def with_config_file(argv: list[str]) -> list[str]:
-    """The command line followed by what its ``--config`` file says, as flags.
-
-    The command line wins over the file. A file that cannot be read is ignored: vLLM refuses it.
-    """
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        name, _, inline = flag.partition("=")
-        if name == "--config":
-            try:
-                content = yaml.safe_load(Path(inline or value).read_text(encoding="utf-8"))
-            except (OSError, ValueError, yaml.YAMLError):
-                return argv
-            items = content.items() if isinstance(content, dict) else ()
-            return [*argv, *(f"--{key}={_flag_value(given)}" for key, given in items)]
-    return argv
-
-
-def _flag_value(given: object) -> str:
-    return given if isinstance(given, str) else json.dumps(given, default=str)
+def _is_server(argv: list[str]) -> bool:
+    """Whether this command line starts a server of vLLM."""
+    return "serve" in argv[1:2] or Path(argv[0]).name == "api_server.py"
