@@ -112,6 +112,7 @@ def a_place_in_the_room(kind: int) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup() -> Generator[None]:
+    hermetic.reset_logging()
     with a_place_in_the_room(fcntl.LOCK_SH):
         return (yield)
 

@@ -109,6 +109,34 @@ def test_real_data_are_read_where_the_user_names_them(repository: Path) -> None:
     assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
+LOGS = """
+import logging
+import pytest
+
+PACKAGE, LOGGER = logging.getLogger("vllm_slo"), logging.getLogger("vllm_slo.it")
+
+@pytest.mark.parametrize("change", [
+    lambda: logging.disable(logging.WARNING),
+    lambda: logging.getLogger().setLevel(logging.ERROR),
+    lambda: PACKAGE.setLevel(logging.ERROR),
+    lambda: setattr(PACKAGE, "parent", logging.Logger("another")),
+    lambda: setattr(PACKAGE, "propagate", False),
+    lambda: setattr(LOGGER, "disabled", True),
+    lambda: LOGGER._cache.update({logging.WARNING: False}),
+    lambda: None,
+])
+def test_logs(change, caplog):
+    LOGGER.warning("heard")
+    assert "heard" in caplog.text
+    change()
+"""
+
+
+def test_what_is_logged_is_heard_whatever_earlier_tests_did(repository: Path) -> None:
+    done = run(repository, LOGS)
+    assert "8 passed" in done.stdout, done.stdout + done.stderr
+
+
 SURROUNDINGS = """
 import os, tempfile, time
 from pathlib import Path

@@ -8,6 +8,7 @@ outside the repository, the Python installation and the system's own folders fai
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -66,6 +67,18 @@ def prepare(environ: Any = os.environ) -> None:
     }
     tempfile.tempdir = None
     time.tzset()
+
+
+def reset_logging() -> None:
+    """What this package logs reaches pytest, whatever earlier tests made of the loggers."""
+    logging.disable(logging.NOTSET)
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    for name, logger in list(root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "vllm_slo" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)  # forgets for all loggers which levels are enabled
+    logging.getLogger("vllm_slo").parent = root
 
 
 def clean_up(environ: Any = os.environ) -> None:
