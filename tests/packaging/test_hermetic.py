@@ -132,7 +132,7 @@ def test_logs(change, caplog):
 """
 
 
-def test_what_is_logged_is_heard_whatever_earlier_tests_did(repository: Path) -> None:
+def test_log_messages_are_captured_whatever_earlier_tests_did(repository: Path) -> None:
     done = run(repository, LOGS)
     assert "8 passed" in done.stdout, done.stdout + done.stderr
 

@@ -55,15 +55,7 @@ def checked(**args: Any) -> AppArgs:
 
 def test_flags_are_read_as_vllm_reads_them() -> None:
     words = [
-        "--max-num-seqs",
-        "-1",
-        "-tp",
-        "2",
-        "--api_key",
-        "a",
-        "b",
-        "--host=::1",
-        "m",
+        *("--max-num-seqs", "-1", "-tp", "2", "--api_key", "a", "b", "--host=::1", "m"),
         "--api-k=c",
     ]
     flags = Flags(words)

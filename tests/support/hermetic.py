@@ -70,14 +70,17 @@ def prepare(environ: Any = os.environ) -> None:
 
 
 def reset_logging() -> None:
-    """What this package logs reaches pytest, whatever earlier tests made of the loggers."""
+    """Undo what earlier tests did to the loggers, so that pytest captures this package's messages.
+
+    vLLM's API server, if a test builds it, leaves the root logger at the level ERROR.
+    """
     logging.disable(logging.NOTSET)
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     for name, logger in list(root.manager.loggerDict.items()):
         if name.partition(".")[0] == "vllm_slo" and isinstance(logger, logging.Logger):
             logger.disabled, logger.propagate = False, True
-            logger.setLevel(logging.NOTSET)  # forgets for all loggers which levels are enabled
+            logger.setLevel(logging.NOTSET)  # clears the cache of enabled levels of all loggers
     logging.getLogger("vllm_slo").parent = root
 
 

@@ -104,7 +104,7 @@ class Flags:
 
 def _word(value: object) -> str:
     """A value of a config file as one word of a command line."""
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
 
 
 def _is_flag(word: str) -> bool:

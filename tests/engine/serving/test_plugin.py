@@ -132,6 +132,20 @@ def test_what_the_config_file_says_counts_as_said(process: Process, tmp_path: Pa
         assert process.register(*argv) == [*argv, "--middleware", MIDDLEWARE]
 
 
+def test_a_value_that_json_does_not_know_is_left_to_vllm(process: Process, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"scheduler-cls: {SCHEDULER}\nhf-overrides: {{since: 2026-01-01}}\n")
+    argv = [*SERVE, "--config", str(file)]
+    assert process.register(*argv) == [*argv, "--middleware", MIDDLEWARE]
+
+
+def test_a_config_file_of_another_program_is_not_read(process: Process, tmp_path: Path) -> None:
+    argv = ["train.py", "--config", str(tmp_path / "train.yaml")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("was read"))
+        assert process.register(*argv) == argv
+
+
 @pytest.mark.parametrize("content", ["", "[1, 2]", "just text", "a: [", "\x00"])
 def test_a_file_without_flags_changes_nothing(
     process: Process, tmp_path: Path, content: str

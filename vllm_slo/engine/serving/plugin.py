@@ -35,8 +35,10 @@ def register() -> None:
     if multiprocessing.parent_process() is not None:
         lifeline.watch()
         return
+    if not _is_server(sys.argv):
+        return
     flags = Flags(sys.argv[1:]).with_config_file()
-    if _is_server(sys.argv) and flags.last("--scheduler-cls") in SCHEDULER_NAMES:
+    if flags.last("--scheduler-cls") in SCHEDULER_NAMES:
         _check_or_exit(flags)
         from prometheus_client import REGISTRY
 
