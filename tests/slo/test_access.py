@@ -34,6 +34,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_slo import SLO, SLOConfig
+from vllm_slo.config.command_line import Flags
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.serving import plugin
@@ -348,20 +349,20 @@ def test_a_broken_key_stops_the_server_before_it_loads_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {"slo_config": {"access": {"keys": {"a": {"env": "NOT_SET_ANYWHERE"}}}}}
-    argv = ["vllm", "serve", "--additional-config", json.dumps(config)]
+    flags = Flags(["vllm", "serve", "--additional-config", json.dumps(config)])
     monkeypatch.delenv(SEAL_VARIABLE, raising=False)
     with pytest.raises(SystemExit, match=r"^vllm-slo: error: access\.keys\.a\.env: "):
-        plugin._check_or_exit(argv)
+        plugin._check_or_exit(flags)
 
 
 def test_the_first_process_makes_up_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SEAL_VARIABLE, "x")
     monkeypatch.delenv(SEAL_VARIABLE)  # so that it is put back as it was
     # However vLLM is told of the configuration, see `--additional-config.slo_config`.
-    argv = ["vllm", "serve"]
-    plugin._check_or_exit(argv)
+    flags = Flags(["vllm", "serve"])
+    plugin._check_or_exit(flags)
     first = Seal.from_environment()
-    plugin._check_or_exit(argv)
+    plugin._check_or_exit(flags)
     second = Seal.from_environment()
     assert first and second and first.of({"slo_value": 1}) == second.of({"slo_value": 1})
 

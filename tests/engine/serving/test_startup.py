@@ -20,6 +20,7 @@ from vllm import EngineArgs
 
 from vllm_slo import tiny
 from vllm_slo.config import profiles
+from vllm_slo.config.command_line import Flags
 from vllm_slo.config.profiles import ProfileReport
 from vllm_slo.core.step_time.fit import FitReport
 from vllm_slo.core.step_time.model import StepTimeModel
@@ -119,7 +120,7 @@ def test_another_version_stops_the_server(
 
     monkeypatch.setattr(vllm_version, "version", lambda _: "0.33.0")
     with pytest.raises(SystemExit, match=r"^vllm-slo: error: vllm-slo supports vLLM 0\.32"):
-        plugin._check_or_exit(["vllm", "serve", "m", *SCHEDULER])
+        plugin._check_or_exit(Flags(["vllm", "serve", "m", *SCHEDULER]))
     assert main(["serve", "tiny"]) == 2
     assert capsys.readouterr().err.startswith("vllm-slo: error: vllm-slo supports vLLM 0.32.x")
 
