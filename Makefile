@@ -55,6 +55,7 @@ lint: setup ## ruff, mypy and bandit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/bandit -q -c pyproject.toml -r vllm_slo
 
 # pip-audit skips what its source does not know and is content; nothing looked up is no audit.

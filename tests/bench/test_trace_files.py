@@ -74,7 +74,7 @@ def requests(path: Path) -> list[RecordedRequest]:
 
 
 def workload(path: Path, name: str = "azure-conv", **changes: Any) -> Workload:
-    options = {"duration_s": 1.0, "rate": 1.0, "workload_file": path} | changes
+    options: dict[str, Any] = {"duration_s": 1.0, "rate": 1.0, "workload_file": path, **changes}
     return build_workload(WorkloadOptions(workload=name, **options), ZERO)
 
 

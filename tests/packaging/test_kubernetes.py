@@ -45,7 +45,7 @@ def test_kustomize_takes_all_but_the_secret() -> None:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("there is no kubectl here")
-    command = [kubectl, "kustomize", FOLDER]
+    command = [kubectl, "kustomize", str(FOLDER)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     given = sorted(yaml.safe_load_all(text), key=lambda one: one["kind"].lower())
     assert given == [manifest(Path(name).stem) for name in names]

@@ -50,7 +50,7 @@ def run(*words: str | Path, cwd: Path, **variables: str) -> str:
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both, the wheel built from the sdist."""
     folder = tmp_path_factory.mktemp("dist")
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     run(*build, cwd=folder)
     return folder
 
@@ -131,7 +131,7 @@ def test_the_wheel_works_outside_the_repository(environment: Path, tmp_path: Pat
     assert run(command, "--version", cwd=tmp_path) == f"vllm-slo {version}\n"
     assert "--speculate" in run(command, "demo", "--help", cwd=tmp_path)
     quick = ["--jobs", "20", "--windows", "1", "--arrivals", "poisson", "--processes", "1"]
-    simulate = [command, "simulate", "--scenario", "chatbot", "--rate", "1", *quick]
-    run(*simulate, "--out", tmp_path, cwd=tmp_path)
+    simulate = [str(command), "simulate", "--scenario", "chatbot", "--rate", "1", *quick]
+    run(*simulate, "--out", str(tmp_path), cwd=tmp_path)
     (report,) = tmp_path.glob("*.json")
     assert json.loads(report.read_text())

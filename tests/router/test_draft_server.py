@@ -194,7 +194,7 @@ def test_it_drafts_the_models_own_continuation(server: Running, odds: Odds) -> N
     """Of several sessions at once, each as long as granted."""
     prefixes = {"a": PROMPT, "b": PROMPT[:33], "c": PROMPT[20:]}
     asks = {name: DraftAsk(prefix, 4 + len(name)) for name, prefix in prefixes.items()}
-    drafts = server.draft(**asks)
+    drafts = server.draft(LONG_S, **asks)
     for name, prefix in prefixes.items():
         assert len(drafts[name].tokens) == asks[name].grant
         assert is_greedy(odds, prefix, drafts[name].tokens)

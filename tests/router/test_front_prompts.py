@@ -196,7 +196,7 @@ def test_reading_is_cheap(monkeypatch: pytest.MonkeyPatch, size: int, chunks: in
 def test_every_process_makes_the_same_hashes() -> None:
     """Large bodies are read in another one than small ones."""
     image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 1_000}}
-    requests = [
+    requests: list[dict[str, Any]] = [
         {"prompt": LONG, "model": "m", "cache_salt": "s"},
         {"prompt": list(range(640))},
         {"messages": [{"role": "user", "content": [image, {"text": LONG}]}]},

@@ -180,9 +180,9 @@ def first_difference(light: Record, real: Record) -> str | None:
                 return f"step {number}, {name}: {one} != {other}"
     if len(light.steps) != len(real.steps):
         return f"steps: {len(light.steps)} != {len(real.steps)}"
-    for ours, theirs in zip(light.results, real.results, strict=True):
-        if ours != theirs:
-            return f"result of {ours.job.job_id}: {ours.rounds} != {theirs.rounds}"
+    for one, other in zip(light.results, real.results, strict=True):
+        if one != other:
+            return f"result of {one.job.job_id}: {one.rounds} != {other.rounds}"
     return None
 
 
@@ -618,7 +618,9 @@ def test_nobody_waits_for_an_idle_engine(scenario: str) -> None:
     for seed in range(6):
         jobs, hardware = trace(scenario, seed), small(SETTINGS[scenario])
         simulation = Simulation(jobs, system_of("slo", seed), hardware, Conditions(), None)
-        engine = simulation.replicas[0].engine
+        (replica,) = simulation.replicas
+        assert isinstance(replica, replicas.Colocated)
+        engine = replica.engine
         step, idle = engine.step, 0
 
         def watched(engine: Any = engine, step: Any = step) -> Any:

@@ -398,9 +398,10 @@ def test_disaggregated(ratio: str) -> None:
             one.accept = accept
     simulation.run()
     for number, result in enumerate(simulation.results()):
-        for place, (asked, one) in enumerate(zip(result.job.rounds, result.rounds, strict=True)):
-            times = one.token_times_s
-            assert one.finished
+        rounds = zip(result.job.rounds, result.rounds, strict=True)
+        for place, (asked, answered) in enumerate(rounds):
+            times = answered.token_times_s
+            assert answered.finished
             assert len(times) == asked.output_tokens
             assert list(times) == sorted(times)
             (kind, prompt), *rest = served[f"{number}.{place}"]

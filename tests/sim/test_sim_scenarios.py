@@ -174,7 +174,7 @@ def test_defaults_are_table_2s() -> None:
 def test_the_rate_only_scales_time(
     scenario: str, kind: str | None, count: int, seed: int, rate: float
 ) -> None:
-    given = {"count": count, "seed": seed, "arrivals": kind}
+    given: Any = {"count": count, "seed": seed, "arrivals": kind}
     unit, other = make(scenario, rate=1.0, **given), make(scenario, rate=rate, **given)
     assert len(unit) == count
     assert shape(unit) == shape(other)

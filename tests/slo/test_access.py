@@ -425,7 +425,7 @@ def send(engine: VirtualEngine, name: str, extra: dict[str, Any]) -> None:
 def test_the_scheduler_believes_no_key_that_was_not_checked(guarded: VirtualEngine) -> None:
     flat = {"slo_ttft_ms": 900.0, "slo_tenant": "acme"}
     sealed = {**flat, SEAL_KEY: SEALED.of(flat), "other": 1}
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "sealed": sealed,
         "plain": {"other": 1},
         "bare": flat,
@@ -573,7 +573,7 @@ def test_the_example_in_the_documentation_is_valid() -> None:
     blocks = [part.split("```")[0] for part in text.split("```yaml\n")[1:]]
     configs = [SLOConfig._from_yaml(block, "security.md") for block in blocks]
     (config,) = [one for one in configs if one.access is not None]
-    assert config.quotas.on
+    assert config.quotas.on and config.access
     access = Access(config.access, {"NIGHTLY_KEY": "a long random key"})
     headers = [(b"authorization", b"Bearer correct horse battery staple")]
     slo = access.ruled(SLO(slo_class="chat"), headers, config.slo_classes(), own=True)

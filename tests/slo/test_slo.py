@@ -150,9 +150,11 @@ def test_limits_are_inclusive_above(field: str) -> None:
 def test_the_shortest_time_is_a_microsecond() -> None:
     """Time is divided by objectives: the engine must never find one that is 0 in seconds."""
     for field in ("ttft_ms", "tpot_ms", "thinking_tpot_ms"):
-        assert getattr(SLO(**{field: 0.001}), field) == 0.001
+        least: dict[str, Any] = {field: 0.001}
+        assert getattr(SLO(**least), field) == 0.001
+        less: dict[str, Any] = {field: 0.000999}
         with pytest.raises(InvalidSLOError, match=r"give milliseconds from 0\.001 to "):
-            SLO(**{field: 0.000999})
+            SLO(**less)
     assert resolve(xargs={"slo_tpot": 1e-6}) == SLO(tpot_ms=0.001)
 
 

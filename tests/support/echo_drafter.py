@@ -76,7 +76,7 @@ class EchoDrafter:
         time.sleep(self.delay_s)
         self.interruptions.append(interrupted())
         self.prefixes += [list(ask.prefix) for ask in asks]
-        return [DraftTokens(echo(a.prefix, a.grant), [0.5] * a.grant) for a in asks]
+        return [DraftTokens(echo(list(a.prefix), a.grant), [0.5] * a.grant) for a in asks]
 
 
 class HeldDrafter(EchoDrafter):
@@ -139,14 +139,14 @@ class RawDrafter:
 
     def hear(self, timeout_s: float = 5.0) -> FromVerifier:
         """The next message; fails where none comes."""
-        assert self._socket.poll(patience(timeout_s) * 1e3), "the verifier says nothing"
+        assert self._socket.poll(round(patience(timeout_s) * 1e3)), "the verifier says nothing"
         message = from_verifier(self._socket.recv())
         if isinstance(message, Welcome):
             self.epoch = message.epoch
         return message
 
     def hears_nothing(self, timeout_s: float = 0.2) -> bool:
-        return not self._socket.poll(timeout_s * 1e3)
+        return not self._socket.poll(round(timeout_s * 1e3))
 
     def drafted(self, draft: Draft, *answers: Answer, **changed: Any) -> Drafted:
         """A valid answer to a round, unless told otherwise."""

@@ -229,7 +229,7 @@ class Volley:
 
 async def volley(
     live: LiveReplicas,
-    kill: Callable[[], None],
+    kill: Callable[[], object],
     *,
     retries: int = 0,
     each: int = 20,

@@ -246,7 +246,7 @@ def test_one_model_needs_what_it_starts_from(
     ],
     ids="+".join,
 )
-def test_twin_computes_the_same(sizes: dict[str, float], ids: torch.Tensor, tmp_path: Path) -> None:
+def test_twin_computes_the_same(sizes: dict[str, Any], ids: torch.Tensor, tmp_path: Path) -> None:
     source = tiny.path("target")
     twin = write_costlier_twin(source, tmp_path, **sizes)
     config = json.loads((twin / "config.json").read_text())
@@ -281,9 +281,7 @@ def test_smaller_models_have_twins_too(name: str, ids: torch.Tensor, tmp_path: P
         ({"dtype": "int4"}, "dtype 'int4'"),
     ],
 )
-def test_twin_refuses_what_cannot_be(
-    sizes: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_twin_refuses_what_cannot_be(sizes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(TwinError, match=message):
         write_costlier_twin(tiny.path("target"), tmp_path / "twin", **sizes)
     assert not (tmp_path / "twin").exists()

@@ -369,7 +369,14 @@ class Case:
         )
 
     def by_id(self) -> dict[str, Any]:
-        return {v.request_id: v for v in (*self.decodes, *self.prefills, *self.best_effort)}
+        return {v.request_id: v for v in (*self.decodes, *self.flexible())}
+
+    def promised(self) -> list[DecodeView | PrefillView]:
+        return [*self.decodes, *self.prefills]
+
+    def flexible(self) -> list[PrefillView | BestEffortView]:
+        """Those whose tokens of a step the planner chooses."""
+        return [*self.prefills, *self.best_effort]
 
     def predict_s(self, tokens: dict[str, int]) -> float:
         views = self.by_id()
@@ -428,10 +435,10 @@ def test_every_request_gets_a_sane_grant(case: Case) -> None:
     assert sum(plan.tokens.values()) == plan.token_budget <= case.limits.max_step_tokens
     for one in case.decodes:
         assert plan.tokens[one.request_id] in (0, one.tokens)
-    for one in (*case.prefills, *case.best_effort):
-        assert 0 <= plan.tokens[one.request_id] <= one.remaining_tokens
-        if isinstance(one, BestEffortView) and one.decoding:
-            assert plan.tokens[one.request_id] in (0, one.remaining_tokens)
+    for other in case.flexible():
+        assert 0 <= plan.tokens[other.request_id] <= other.remaining_tokens
+        if isinstance(other, BestEffortView) and other.decoding:
+            assert plan.tokens[other.request_id] in (0, other.remaining_tokens)
     assert not math.isnan(plan.limit_s)
     assert plan.limit_s > 0
     expected = case.predict_s(plan.tokens) if plan.token_budget else 0.0
@@ -452,8 +459,7 @@ def test_a_step_keeps_its_limit_unless_its_urgent_decodes_alone_break_it(case: C
     plan = case.plan()
     must = {d.request_id: d.tokens for d in urgent(case, plan)}
     assert all(plan.tokens[i] == n for i, n in must.items())  # 24 tokens hold them all
-    promised = [*case.decodes, *case.prefills]
-    if not any(plan.tokens[v.request_id] for v in promised):
+    if not any(plan.tokens[v.request_id] for v in case.promised()):
         return  # an otherwise empty step is best effort's
     if case.predict_s(must) > plan.limit_s:
         assert {i: n for i, n in plan.tokens.items() if n} == must
@@ -465,11 +471,7 @@ def test_a_step_keeps_its_limit_unless_its_urgent_decodes_alone_break_it(case: C
 @given(cases())
 def test_seats_are_respected(case: Case) -> None:
     plan = case.plan()
-    starting = [
-        v
-        for v in (*case.prefills, *case.best_effort)
-        if v.context_tokens == 0 and plan.tokens[v.request_id]
-    ]
+    starting = [v for v in case.flexible() if v.context_tokens == 0 and plan.tokens[v.request_id]]
     assert len(starting) <= case.limits.seats
 
 
@@ -481,7 +483,7 @@ def test_best_effort_takes_nothing_from_promises_but_the_kept_share(case: Case) 
     if {name for name, tokens in without.tokens.items() if tokens} <= held:
         return  # who is held back begins only where the step would be empty otherwise
     free = case.plan(limits=replace(case.limits, best_effort_tokens=0))
-    promised = [v.request_id for v in (*case.decodes, *case.prefills)]
+    promised = [v.request_id for v in case.promised()]
     assert free.limit_s == without.limit_s
     assert [free.tokens[i] for i in promised] == [without.tokens[i] for i in promised]
     kept = case.plan()
@@ -516,7 +518,7 @@ def test_what_could_use_tokens_gets_them_while_there_is_room(case: Case) -> None
     for decode in case.decodes:
         if not plan.tokens[decode.request_id]:
             assert not more_fits(decode.request_id, decode.tokens, plan.limit_s)
-    for view in (*case.prefills, *case.best_effort):
+    for view in case.flexible():
         left = view.remaining_tokens - plan.tokens[view.request_id]
         seated = view.context_tokens or plan.tokens[view.request_id]
         if not left or (not seated and starting >= case.limits.seats):

@@ -169,8 +169,9 @@ def test_a_session_travels_in_every_carrier() -> None:
 
 @pytest.mark.parametrize("field", ["session_e2e_ms", "session_rounds", "session_last"])
 def test_what_is_said_of_no_session_is_refused(field: str) -> None:
+    alone: dict[str, Any] = {field: 1}
     with pytest.raises(InvalidSLOError, match="add session_id") as caught:
-        SLO(ttft_ms=5, **{field: 1})
+        SLO(ttft_ms=5, **alone)
     assert caught.value.field == field
 
 
@@ -329,7 +330,7 @@ def test_warm_prefixes_withhold_no_memory(engine: Any) -> None:
 
 def test_a_session_that_is_lost_stands_back(engine: Any) -> None:
     one = engine()
-    asked = {"ttft_ms": 600, "session_id": "job"}
+    asked: dict[str, Any] = {"ttft_ms": 600, "session_id": "job"}
     one.add("lost", 64, 4, SLO(**{**asked, "ttft_ms": 0.001}))
     one.run()
     one.add("next", 64, 4, SLO(**asked))

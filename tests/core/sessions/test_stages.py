@@ -34,7 +34,7 @@ from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.carriers import resolve_slo
 from vllm_slo.slo.model import Stage
 
-THINK = [{"until": "</think>", "tpot_ms": 20}, {"tpot_ms": 100}]
+THINK: Any = [{"until": "</think>", "tpot_ms": 20}, {"tpot_ms": 100}]
 FLAT = StepTimeModel(((0.0, 0.0, 0.01), (0.0, 0.0, 0.0)), max_tokens=64)
 """Every step takes 10 ms, however full it is."""
 
@@ -150,7 +150,7 @@ def test_a_mistake_in_stages_names_the_place(stages: Any, field: str, text: str)
 @pytest.mark.parametrize("beside", ["tpot_ms", "thinking_tpot_ms"])
 def test_stages_beside_another_tpot_are_refused(beside: str) -> None:
     with pytest.raises(InvalidSLOError, match=f"stages: stand beside {beside}"):
-        SLO(stages=THINK, **{beside: 5})
+        SLO(**{"stages": THINK, beside: 5})
 
 
 def test_a_request_says_its_tpot_in_another_way_than_its_class() -> None:
@@ -220,7 +220,7 @@ def test_the_report_tells_every_stage(engine: Any) -> None:
 def test_a_stage_that_is_over_gives_back_what_it_drew(engine: Any) -> None:
     # Steps of 10 ms hold two tokens: two requests at 10 ms a token, or one of them and ten at 100.
     two = StepTimeModel(((0.0, 0.0, 0.01), (0.005, 0.0, 0.0)), max_tokens=2)
-    tight = [{"until": "x", "tpot_ms": 10.5}, {"tpot_ms": 200}]
+    tight: Any = [{"until": "x", "tpot_ms": 10.5}, {"tpot_ms": 200}]
     one = engine(two, shape=EngineShape(max_num_batched_tokens=16, max_num_seqs=16))
     for name in "ab":
         one.add(name, 1, 200, SLO(ttft_ms=1000, stages=tight), stage_ends=[20])
@@ -241,7 +241,7 @@ def test_a_stage_that_is_over_gives_back_what_it_drew(engine: Any) -> None:
 
 def test_a_tight_stage_to_come_is_reserved_from_the_start(engine: Any) -> None:
     two = StepTimeModel(((0.0, 0.0, 0.01), (0.005, 0.0, 0.0)), max_tokens=2)
-    later = [{"until": "x", "tpot_ms": 200}, {"tpot_ms": 10.5}]
+    later: Any = [{"until": "x", "tpot_ms": 200}, {"tpot_ms": 10.5}]
     one = engine(two, shape=EngineShape(max_num_batched_tokens=16, max_num_seqs=16))
     for name in "abc":
         one.add(name, 1, 60, SLO(ttft_ms=1000, stages=later), stage_ends=[20])
@@ -365,7 +365,8 @@ def test_a_text_is_found_in_whatever_steps_it_comes(
     ids = found._tokenizer.encode(head + until + rest).ids
     # By brute force: the fewest tokens whose text has it.
     whole = next(n for n in range(1, len(ids) + 1) if until in found._text(ids[:n]))
-    slo = SLO(stages=[{"until": until, "tpot_ms": 5}, {"tpot_ms": 5}])
+    stages: Any = [{"until": until, "tpot_ms": 5}, {"tpot_ms": 5}]
+    slo = SLO(stages=stages)
     seen = 0
     while seen < len(ids):
         new = data.draw(st.integers(1, min(6, len(ids) - seen)))
@@ -380,7 +381,8 @@ def test_a_text_is_found_in_whatever_steps_it_comes(
 def test_a_text_of_the_stage_before_does_not_end_the_next() -> None:
     found = marks()
     ids = found._tokenizer.encode("a;b").ids
-    slo = SLO(stages=[{"until": ";", "tpot_ms": 5}, {"until": ";b", "tpot_ms": 5}, {}])
+    stages: Any = [{"until": ";", "tpot_ms": 5}, {"until": ";b", "tpot_ms": 5}, {}]
+    slo = SLO(stages=stages)
     at = next(n for n in range(1, len(ids) + 1) if ";" in found._text(ids[:n]))
     assert found.end_of(answer(ids[:at]), slo, 0, 0, at) == at
     assert found.end_of(answer(ids), slo, 1, 0, len(ids) - at) is None

@@ -126,7 +126,7 @@ def test_a_hard_text_gets_its_nodes_where_an_easy_one_has_enough() -> None:
     for place in range(16):
         found.require(place, due_at(0.040), promised=False)
     marks = nodes_of_step(found, load(16), FLAT, FLAT).marks
-    step_s = FLAT.predict_s(16 + np.count_nonzero(marks))
+    step_s = FLAT.predict_s(16 + int(np.count_nonzero(marks)))
     paces = (1.0 + found.gains(marks > 0)) * 0.040 / step_s
     assert (paces >= 1.0 - 1e-9).all()
     assert np.count_nonzero(marks[: 8 * len(hard)] > 0) >= 8
@@ -217,7 +217,7 @@ def test_no_cut_serves_objectives_better(
     roots = len(trees)
 
     def served(marks: np.ndarray) -> float:
-        step_s = FLAT.predict_s(roots + np.count_nonzero(marks))
+        step_s = FLAT.predict_s(roots + int(np.count_nonzero(marks)))
         paces = (1.0 + found.gains(marks > 0)) * np.asarray(tpots[:roots]) / step_s
         return float(np.minimum(paces, 1.0).sum())
 

@@ -247,7 +247,7 @@ def test_outcomes_are_those_of_the_walk(data) -> None:
             expected.append((depths[node], fate))
         tokens += named
         parents += above
-    depth, fate = outcomes(
+    found = outcomes(
         np.array(starts),
         np.array(counts),
         np.array(tokens, dtype=np.int64),
@@ -255,4 +255,4 @@ def test_outcomes_are_those_of_the_walk(data) -> None:
         np.cumsum([0, *map(len, answers)]),
         np.array(list(itertools.chain.from_iterable(answers))),
     )
-    assert list(zip(depth.tolist(), fate.tolist(), strict=True)) == expected
+    assert list(zip(*(column.tolist() for column in found), strict=True)) == expected

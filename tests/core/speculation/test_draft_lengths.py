@@ -383,7 +383,7 @@ def test_the_fastest_pace_is_that_of_the_best_length() -> None:
     paces = [(0.020 + 0.001 * (9 + n)) / expected_tokens(0.7, n) for n in range(1, 7)]
     assert fastest_pace_s(0.7, 10, SLOPED, 6) == pytest.approx(min(paces))
     assert fastest_pace_s(0.7, 10, SLOPED, 1) == pytest.approx(0.030)
-    fixed = {"draft_step_s": 0.004, "least_passes": 2}
+    fixed: Any = {"draft_step_s": 0.004, "least_passes": 2}
     assert fastest_pace_s(0.7, 10, SLOPED, 1, **fixed) == pytest.approx(0.038)
 
 

@@ -104,7 +104,7 @@ def test_a_promise_that_needs_drafts_gets_them_first() -> None:
     assert found.least[0] > 0
     step_s = STEEP.predict_s(3 + found.budget) + found.wait_s
     assert 0.009 * crowd.tokens(found.least)[0] >= step_s
-    fewer = found.least - [1, 0, 0]
+    fewer = found.least - np.array([1, 0, 0], dtype=found.least.dtype)
     assert 0.009 * crowd.tokens(fewer)[0] < step_s
     assert found.budget >= found.least.sum()
 

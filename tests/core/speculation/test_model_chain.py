@@ -463,7 +463,7 @@ def test_of_a_text_that_begins_is_expected_what_is_typical() -> None:
     chains.times[0].observe(1, 0.001)
     depths = np.arange(1, 9)
     for _ in range(50):
-        chains.shapes[0].observe_nodes(0.7**depths, depths, np.array([0, 8]))
+        chains.shapes[0].observe_nodes(np.power(0.7, depths), depths, np.array([0, 8]))
     load = DraftLoad(1, 0, 8, min_depth=8)
     typical = chains.choose(load, TARGET, 0.0).tokens
     for step in range(6):

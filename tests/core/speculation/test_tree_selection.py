@@ -4,6 +4,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def chosen(marks: list[list[int]]) -> list[list[int]]:
     return [[node for node, mark in enumerate(own) if mark] for own in marks]
 
 
-def expected(trees: list[Tree], marks: list[list[int]]) -> list[float]:
+def expected(trees: list[Tree], marks: Sequence[Sequence[int]]) -> list[float]:
     """Expected tokens of each request, the root's own included."""
     return [
         1.0 + sum(p for p, mark in zip(tree[1], own, strict=True) if mark)
@@ -311,7 +312,7 @@ def test_a_child_that_looks_better_than_its_parent_still_needs_it() -> None:
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(change, named) -> None:
-    fitting = {
+    fitting: dict[str, Any] = {
         "offsets": [0, 2],
         "probability": [0.5, 0.4],
         "parent": [-1, 0],

@@ -36,6 +36,8 @@ def engine(config_folder: Path) -> Make:
     def make(order: str, *, places: int = 1, drafts: bool = True, **options: Any) -> VirtualEngine:
         chosen = {"order": order, **options.pop("best_effort", {})}
         shape = {"max_num_seqs": places, "max_num_batched_tokens": 512, **options.pop("shape", {})}
+        if drafts:
+            options["speculative_config"] = SPECULATIVE
         return VirtualEngine(
             Scheduler,
             config_folder,
@@ -43,7 +45,6 @@ def engine(config_folder: Path) -> Make:
             EngineShape(**shape),
             believed=MODEL,
             slo_config={"best_effort": chosen, "ageing_s": 3600.0, **options.pop("config", {})},
-            **({"speculative_config": SPECULATIVE} if drafts else {}),
             **options,
         )
 
@@ -115,7 +116,9 @@ def test_foretold_work_is_served_shortest_first_before_any_round_of_its_own(engi
         for name, tokens in lengths.items():
             one.add(name, 30, tokens, declared(tokens), acceptance=0.5)
         one.run()
-        assert [name for name in ended(one) if name != "first"] == sorted(lengths, key=lengths.get)
+        assert [name for name in ended(one) if name != "first"] == sorted(
+            lengths, key=lengths.__getitem__
+        )
 
 
 def test_who_turns_out_to_accept_little_gives_way_to_what_is_shorter(engine: Make) -> None:

@@ -65,7 +65,8 @@ def median() -> QuantileForecaster:
 
 
 def play(forecaster: LengthForecaster, stream: Iterable[tuple[LengthQuery, int]]) -> Played:
-    predicted, actual, sources = [], [], []
+    predicted, actual = [], []
+    sources: list[str] = []
     for query, tokens in stream:
         prediction = forecaster.predict(query)
         predicted.append(prediction.tokens)

@@ -231,7 +231,7 @@ def test_speculated_tokens_are_part_of_a_decode_step() -> None:
 
 
 def test_a_waiting_request_wants_its_prompt() -> None:
-    waiting = {"num_computed_tokens": 0, "num_tokens": 15, "num_output_tokens": 0}
+    waiting: dict[str, Any] = {"num_computed_tokens": 0, "num_tokens": 15, "num_output_tokens": 0}
     waiting["status"] = RequestStatus.WAITING
     view = request_views.best_effort_view(request(**waiting), 7.0)
     assert view == ("r", 7.0, 15, False, 0, 0, False)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ PLAYED: Counter[str] = Counter()
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "model": str(tiny.path("draft")), "num_speculative_tokens": 4}
-CLASSES = {
+CLASSES: dict[str, dict[str, Any]] = {
     "chat": {"ttft_ms": 1500, "tpot_ms": 80, "expected_output_tokens": 20},
     "strict": {"ttft_ms": 300, "tpot_ms": 40, "value": 5.0, "on_unattainable": "decline"},
     "bulk": {"tier": "best_effort"},
@@ -157,7 +158,7 @@ class WatchedEngine(CheckedEngine):
         parts = self.scheduler.parts
         self.default = default_class is not None
         self.keep_history = False
-        self.clock = parts.clock.clock = JumpingClock()
+        self.epoch = self.clock = parts.clock.clock = JumpingClock()
         self.asks: dict[str, Ask] = {}
         self.arrived_s: dict[str, float] = {}
         self.slower = 1.0
@@ -582,7 +583,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([-3600.0, -0.5, 0.5, 3600.0, -1e9, 1e9]))
     def jump(self, seconds: float) -> None:
         """The epoch clock is set."""
-        self.engine.clock.epoch_at_zero_s += seconds
+        self.engine.epoch.epoch_at_zero_s += seconds
 
     @precondition(lambda self: self.engine.scheduler.requests)
     @rule(place=st.integers(0, 1000), all_of_them=st.sampled_from([False] * 9 + [True]))
@@ -649,8 +650,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def test_scheduler_under_random_events(config_folder: Path) -> None:
     PLAYED.clear()
+    factory: Any = partial(SchedulerMachine, config_folder)
     run_state_machine_as_test(
-        lambda: SchedulerMachine(config_folder),
+        factory,
         settings=settings(
             max_examples=RUNS,
             stateful_step_count=EVENTS,

@@ -21,6 +21,7 @@ from vllm import SamplingParams
 from vllm_slo import LLM, SLO, tiny
 from vllm_slo.engine.serving.llm import report_of
 from vllm_slo.errors import ConfigError, InvalidSLOError
+from vllm_slo.slo.fields import Stage
 
 pytestmark = pytest.mark.engine
 
@@ -242,7 +243,7 @@ def test_what_it_cannot_be_built_with() -> None:
     "slo",
     [
         SLO(ttft_ms=60000, thinking_tpot_ms=9000, tpot_ms=10000),
-        SLO(ttft_ms=60000, stages=[{"until": "\n", "tpot_ms": 9000}, {"tpot_ms": 10000}]),
+        SLO(ttft_ms=60000, stages=(Stage(tpot_ms=9000, until="\n"), Stage(tpot_ms=10000))),
     ],
     ids=["parser", "text"],
 )

@@ -34,7 +34,7 @@ KEY = ProfileKey(
     block_size=16,
 )
 TRUE = StepTimeModel(((0.0, 0.0, 0.008), (0.00003, 0.0, 0.004)), 2e-8, pair_s=5e-10)
-ANOTHER = {
+ANOTHER: dict[str, Any] = {
     "device": "Other GPU", "model_hash": "f" * 64, "tensor_parallel": 1, "pipeline_parallel": 4,
     "dtype": "float16", "vllm_version": "0.33.0", "block_size": 32,
 }  # fmt: skip

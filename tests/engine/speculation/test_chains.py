@@ -61,6 +61,8 @@ class Engine(VirtualEngine):
         **more: Any,
     ) -> None:
         ours = cls is Scheduler
+        if method is not None:
+            more["speculative_config"] = method
         self.true = StepTimeModel(((0.0, pass_s, FLAT_S), (TOKEN_S, pass_s, 0.022)))
         super().__init__(
             cls,
@@ -69,7 +71,6 @@ class Engine(VirtualEngine):
             EngineShape(max_model_len=4096, max_num_seqs=64),
             believed=BELIEVED if ours else None,
             slo_config={"classes": CLASSES} if ours else None,
-            **({} if method is None else {"speculative_config": method}),
             **more,
         )
         self.drafts: dict[str, list[int]] = defaultdict(list)

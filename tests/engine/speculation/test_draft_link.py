@@ -314,7 +314,7 @@ def test_knowing_the_verifiers_public_key_is_not_enough(link: DraftLink) -> None
         stranger = drafter_socket(context, keys, link.address)
         watched = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         stranger.connect(link.address)
-        assert watched.poll(SOON_S * 1e3), "it is told"
+        assert watched.poll(round(SOON_S * 1e3)), "it is told"
         stranger.disable_monitor()
         watched.close()
         stranger.close(0)
@@ -657,7 +657,7 @@ def test_as_many_messages_as_are_due_are_no_flood(
 
     def read_all() -> None:
         for _ in range(count):
-            assert link._socket.poll(SOON_S * 1e3)
+            assert link._socket.poll(round(SOON_S * 1e3))
             identity, *frames = link._socket.recv_multipart()
             link._take(identity, frames)
 
@@ -792,7 +792,7 @@ def test_a_drafter_whose_queue_is_full_costs_no_wait(
     monkeypatch.setattr(drafter_health, "MISSES", 10**6)
     with raw(link, max_model_len=10**6) as drafter:
         for size in range(20_000, 21_000):
-            done = ask(link, "raw", np.full(size, size, dtype=np.int32), deadline_s=0.0)
+            done = ask(link, "raw", [size] * size, deadline_s=0.0)
             if not done.times:
                 break
         assert done.late == ("raw",)
@@ -1010,7 +1010,7 @@ def test_drafts_for_an_earlier_verifier_are_not_sent_to_the_next(link: DraftLink
         again = new_link(address)
         with again:
             watched = again._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            watched.poll(3e3)  # it is connected to the next, unless that was quicker than this
+            watched.poll(3_000)  # it is connected to the next, unless that was quicker than this
             again._socket.disable_monitor()
             watched.close()
             drafter.may.set()

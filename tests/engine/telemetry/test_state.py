@@ -146,9 +146,9 @@ def test_a_promise_from_its_arrival_to_its_end(engine: Any) -> None:
     one.step()
     begun = parts_of(one).reports.state()
     # Due 5 s after its arrival, less what an indivisible step may overrun.
-    elapsed = one.clock.now_s
+    due_s: Any = pytest.approx(4.98 - one.clock.now_s)
     assert begun.committed == (
-        Demand("a", pytest.approx(4.98 - elapsed), 3000 - 2048, 0.1, begun.committed[0].blocks, 1.0,
+        Demand("a", due_s, 3000 - 2048, 0.1, begun.committed[0].blocks, 1.0,
                begun.committed[0].context_tokens),
     )  # fmt: skip
     assert (begun.running, begun.waiting, begun.backlog_tokens) == (1, 0, 3000 - 2048)

@@ -86,7 +86,7 @@ def test_a_span_says_what_was_asked_decided_and_kept(engine: Any, spans: list[An
 
 def test_stages_are_counted_in_the_span(engine: Any, spans: list[Any]) -> None:
     traced(engine)
-    stages = [{"until": "</think>", "tpot_ms": 0.001}, {"tpot_ms": 5000}]
+    stages: Any = [{"until": "</think>", "tpot_ms": 0.001}, {"tpot_ms": 5000}]
     engine.add("one", 100, 30, SLO(ttft_ms=1000, stages=stages), stage_ends=[15])
     engine.run()
     (span,) = spans

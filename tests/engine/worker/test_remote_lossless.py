@@ -138,7 +138,7 @@ class Kitchen:
                 env=self.environment,
             )
 
-    def ask(self, at: dict[int, Callable[[], None]] | None = None, **said: Any) -> Any:
+    def ask(self, at: dict[int, Callable[[], None]] | None = None, /, **said: Any) -> Any:
         """Have the engine do something; do what there is to do once so many requests ended."""
         assert self.engine.stdin
         self.engine.stdin.write(json.dumps(said).encode() + b"\n")
@@ -229,14 +229,14 @@ def test_requests_of_every_kind_get_the_same(drafted: Kitchen, plain: dict[str, 
 
 @pytest.mark.parametrize("what", ["walk", "positions"])
 def test_wrong_verification_is_noticed(drafted: Kitchen, plain: dict[str, Any], what: str) -> None:
-    found = drafted.ask(**{"count": FEWER, "break": what})
+    found = drafted.ask(count=FEWER, **{"break": what})
     assert differing(found, plain["greedy"])
 
 
 def test_drafts_of_another_place_cost_acceptance_and_no_answer(
     drafted: Kitchen, plain: dict[str, Any]
 ) -> None:
-    found = drafted.ask(**{"count": FEWER, "break": "prefix"})
+    found = drafted.ask(count=FEWER, **{"break": "prefix"})
     assert differing(found, plain["greedy"]) == []
     assert sum(found["accepted"].values()) < 0.2 * sum(found["offered"].values())
 
