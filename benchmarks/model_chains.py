@@ -341,10 +341,9 @@ the target takes as long as.
 
 Asked for were 1.05 times the best fixed chain at batch 1, 1.20 at 16 and 64, never less than 1.0
 times plain decoding, and at most 50 us for a decision. On two cores a pass of even the draft takes
-4 ms, so that the cost ratios of 68M : 1.1B : 7B are not reached, and a step is soon bound by
-arithmetic: with batch 16 one of the three-token trees of "draft, 2" took 1.8 times a plain one,
-with batch 64 2.7 times. There is little for any chain to win there. Decisions are timed between
-steps of 100 ms and more, which leave the caches cold; in a loop they take 45 to 50 us.
+4 ms, so that the cost ratios of 68M : 1.1B : 7B are not reached, and a step of many requests is
+bound by arithmetic. Decisions are timed between steps of 100 ms and more, which leave the caches
+cold; in a loop they take 45 to 50 us.
 """
 
 
