@@ -340,10 +340,10 @@ step / pass* is how many passes of each draft model, over one token of each requ
 the target takes as long as.
 
 Asked for were 1.05 times the best fixed chain at batch 1, 1.20 at 16 and 64, never less than 1.0
-times plain decoding, and at most 50 us for a decision. On two cores a plain step
-takes as long as 40 to 55 passes of the draft, where a 7B model takes 103 of a 68M one by their
-parameters, and a step of many requests is bound by arithmetic. Decisions
-are timed between steps, which leave the caches cold.
+times plain decoding, and at most 50 us for a decision. On two cores a plain step takes as long as
+40 to 55 passes of the draft, where a 7B model takes 103 of a 68M one by their parameters, and a
+step of many requests is bound by arithmetic. Decisions are timed between steps, which leave the
+caches cold.
 """
 
 
