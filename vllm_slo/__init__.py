@@ -29,12 +29,20 @@ _SUBMODULES = frozenset({"errors", "tiny"})
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public name ``name`` from its home; AttributeError for any other name."""
+    """Load the public name ``name`` from its home.
+
+    Raises:
+        AttributeError: there is no such name.
+        errors.IncompatibleVLLMError: the installed vLLM lacks a name that is imported.
+    """
     if name in _SUBMODULES:
         return import_module(f"vllm_slo.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'vllm_slo' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    from vllm_slo.engine.compat.probe import imports
+
+    with imports():
+        value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

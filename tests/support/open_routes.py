@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_slo.config.class_names import MIDDLEWARE
@@ -36,9 +35,19 @@ ENVIRONMENT: Final = {
 OURS: Final = (("GET", PAGE_PATH), ("GET", DATA_PATH), ("POST", QUOTE_ROUTE))
 
 
-def parsed(*words: str) -> Namespace:
+def arguments(*words: str) -> Namespace:
     """Arguments of ``vllm serve``."""
-    return make_arg_parser(FlexibleArgumentParser()).parse_args([*USUAL, *words])
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before vLLM 0.33
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    parsed: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([*words])
+    return parsed
+
+
+def parsed(*words: str) -> Namespace:
+    """Arguments of a small server."""
+    return arguments(*USUAL, *words)
 
 
 def usual() -> Any:

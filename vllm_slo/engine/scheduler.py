@@ -29,6 +29,7 @@ from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.estimator import StepTimeEstimator
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.compat.seams import check_scheduling
 from vllm_slo.engine.composition import assemble
 from vllm_slo.engine.scheduling import request_facts
 from vllm_slo.engine.scheduling.apply_plan import applied
@@ -56,6 +57,7 @@ class Scheduler(AsyncScheduler):
 
     Raises:
         ConfigError: the configuration in ``--additional-config`` cannot be used.
+        IncompatibleVLLMError: this vLLM lacks a name that is used.
         ProfileError: the configured step-time profile belongs to another engine.
     """
 
@@ -79,6 +81,7 @@ class Scheduler(AsyncScheduler):
         self._step: StepSchedule | None = None
         self._in_step = False
         try:
+            check_scheduling(Scheduler)
             trees = speculation_of(vllm_config)
             if trees is not None:
                 kv_cache_config = without_scratch(kv_cache_config, trees)

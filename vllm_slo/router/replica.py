@@ -29,6 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
+from vllm_slo.engine.compat.api_server import set_up_process
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias, lifeline
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
@@ -270,12 +271,11 @@ def _vllm_arguments(served: Sequence[str], host: str) -> argparse.Namespace:
     sys.argv = ["vllm", "serve", *served]
     cpu_alias.register()
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.system_utils import decorate_logs
 
-    cli_env_setup()
+    set_up_process()
     parser = FlexibleArgumentParser(prog="vllm")
     serve = ServeSubcommand()
     serve.subparser_init(parser.add_subparsers(dest="subparser"))

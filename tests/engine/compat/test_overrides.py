@@ -14,6 +14,8 @@ from vllm.platforms import current_platform
 
 from vllm_slo.engine.compat.overrides import OVERRIDDEN
 
+pytestmark = pytest.mark.versions
+
 
 def class_of(name: str) -> Any:
     module, _, attribute = name.rpartition(".")

@@ -42,6 +42,8 @@ from vllm_slo.slo.access import SEAL_VARIABLE, Seal
 from vllm_slo.slo.keys import INTERNAL_KEYS
 from vllm_slo.slo.verdicts import Declined, Invalid, Quoted, Verdict, pack_report
 
+pytestmark = pytest.mark.versions
+
 
 class Client:
     """An HTTP request that notes what the gate tells it.

@@ -460,16 +460,15 @@ def test_every_route_is_in_the_list(server: LiveServer) -> None:
 def test_a_route_that_a_plugin_adds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.plugins
     from fastapi import FastAPI
+    from open_routes import arguments
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     def attach_router(app: FastAPI) -> None:
         @app.post("/v1/brand-new")
         async def brand_new() -> None: ...
 
     stub = SimpleNamespace(name="stub", required_tasks=None, attach_router=attach_router)
-    given = make_arg_parser(FlexibleArgumentParser()).parse_args(["--enable-scale-out"])
+    given = arguments("--enable-scale-out")
     for plugins, expected in (([], set()), ([stub], {"/v1/brand-new"})):
         monkeypatch.setattr(vllm.plugins, "load_endpoint_plugins", lambda _, p=plugins: p)
         app = build_app(given, ("generate", "transcription", "realtime", "render"))

@@ -22,7 +22,7 @@ from vllm_slo.engine.scheduling.request_views import prefill_view
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.slo.verdicts import unpack_quote
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 SIX_A_UNIT = StepTimeModel(((0.0, 0.0, 0.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)

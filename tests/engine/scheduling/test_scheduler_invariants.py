@@ -37,6 +37,8 @@ from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome, VirtualEngine
 from vllm_slo.sim.jobs import own_text
 from vllm_slo.slo.keys import INTERNAL_KEYS
 
+pytestmark = pytest.mark.versions
+
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 SLOS = (
     SLO(ttft_ms=600, tpot_ms=50),

@@ -58,7 +58,7 @@ from vllm_slo.sim.jobs import own_text
 from vllm_slo.slo.fields import SHORTEST_MS
 from vllm_slo.slo.keys import GROUP_KEY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 RUNS = int(os.environ.get("VLLMSLO_MACHINE_RUNS", examples(150)))
 EVENTS = 40

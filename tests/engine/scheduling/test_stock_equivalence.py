@@ -40,7 +40,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome, VirtualEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 SMALL = EngineShape(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=128, max_model_len=2048)

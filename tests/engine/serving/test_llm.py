@@ -23,7 +23,7 @@ from vllm_slo.engine.serving.llm import report_of
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.fields import Stage
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 CLASSES = {"chat": {"ttft_ms": 60000, "tpot_ms": 10000}, "strict": {"ttft_ms": 0.001}}
 EASY = SLO(ttft_ms=60000, tpot_ms=10000)

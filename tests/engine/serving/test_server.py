@@ -105,6 +105,7 @@ CARRIERS: dict[str, tuple[dict[str, Any], dict[str, str], str | None, str]] = {
 }
 
 
+@pytest.mark.versions
 @apis
 @streams
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -153,6 +154,7 @@ def test_a_deadline_in_the_past_is_served_late(server: LiveServer) -> None:
     assert answer.text
 
 
+@pytest.mark.versions
 @apis
 def test_a_stream_says_the_same_as_a_whole_answer(server: LiveServer, api: str) -> None:
     plain = [ask_openai(server, api, stream, {}) for stream in (False, True)]
@@ -163,6 +165,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(server: LiveServer, api: str) 
     assert not any(answer.reports for answer in plain)
 
 
+@pytest.mark.versions
 @apis
 @streams
 def test_stop_reasons_survive_the_report(server: LiveServer, api: str, stream: bool) -> None:
@@ -176,6 +179,7 @@ def test_stop_reasons_survive_the_report(server: LiveServer, api: str, stream: b
     assert len(stopped.reports) == 1
 
 
+@pytest.mark.versions
 @streams
 def test_a_stop_string(server: LiveServer, stream: bool) -> None:
     # vLLM's API server matches it and aborts the request; the scheduler finds out why.
@@ -190,6 +194,7 @@ def test_a_stop_string(server: LiveServer, stream: bool) -> None:
     server.await_total(finished + 1, "vllm_slo:requests_finished_total", slo_class="chat")
 
 
+@pytest.mark.versions
 def test_each_choice_of_a_stream_has_its_report(server: LiveServer) -> None:
     extra = {"slo": {"class": "chat"}, "n": 2, "temperature": 1.0, "ignore_eos": True}
     answer = ask_openai(server, "completions", True, extra)
@@ -221,6 +226,7 @@ BAD: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
 ]
 
 
+@pytest.mark.versions
 @apis
 @streams
 @pytest.mark.parametrize("case", BAD, ids=[f"{bad[2]}-{i}" for i, bad in enumerate(BAD)])
@@ -367,6 +373,7 @@ def quote(server: LiveServer, api: str, slo: dict[str, Any], **extra: Any) -> ht
     return httpx.post(f"{server.url}/v1/slo/quote", json=body, timeout=patience(60))
 
 
+@pytest.mark.versions
 @apis
 def test_a_quote_says_what_would_be_promised(server: LiveServer, api: str) -> None:
     yes = quote(server, api, {"class": "chat"}, stream=True)
@@ -460,6 +467,7 @@ def test_the_command_that_quotes(server: LiveServer) -> None:
 # --- metrics, and clients that leave -------------------------------------------------------------
 
 
+@pytest.mark.versions
 def test_metrics_stand_beside_those_of_vllm(server: LiveServer) -> None:
     labels = {"slo_class": "code", "promised": "true"}
     before = server.total("vllm_slo:requests_finished_total", **labels)
@@ -486,6 +494,7 @@ def test_metrics_stand_beside_those_of_vllm(server: LiveServer) -> None:
     assert ours and theirs
 
 
+@pytest.mark.versions
 @apis
 def test_a_client_that_leaves_frees_its_request(server: LiveServer, api: str) -> None:
     finished = server.settled_total("vllm_slo:requests_finished_total", slo_class="chat")

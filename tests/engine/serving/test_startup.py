@@ -25,6 +25,7 @@ from vllm_slo.config.profiles import ProfileReport
 from vllm_slo.core.step_time.fit import FitReport
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.compat import version as vllm_version
+from vllm_slo.engine.compat.probe import Seam
 from vllm_slo.engine.scheduling.step_time_profile import profile_key
 from vllm_slo.engine.serving import plugin
 from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE
@@ -118,11 +119,21 @@ def test_another_version_stops_the_server(
 ) -> None:
     from vllm_slo.cli import main
 
-    monkeypatch.setattr(vllm_version, "version", lambda _: "0.33.0")
-    with pytest.raises(SystemExit, match=r"^vllm-slo: error: vllm-slo supports vLLM 0\.32"):
+    monkeypatch.setattr(vllm_version, "version", lambda _: "0.34.0")
+    with pytest.raises(SystemExit, match=r"^vllm-slo: error: vllm-slo supports vLLM 0\.31 to"):
         plugin._check_or_exit(Flags(["vllm", "serve", "m", *SCHEDULER]))
     assert main(["serve", "tiny"]) == 2
-    assert capsys.readouterr().err.startswith("vllm-slo: error: vllm-slo supports vLLM 0.32.x")
+    assert capsys.readouterr().err.startswith(
+        "vllm-slo: error: vllm-slo supports vLLM 0.31 to 0.33"
+    )
+
+
+def test_a_vllm_that_lacks_a_name_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Seam("vllm.v1.engine.async_llm.AsyncLLM", "gone", "a test")
+    monkeypatch.setattr(plugin, "SERVING", (gone,))
+    line = r"^vllm-slo: error: vLLM \S+ does not fit: \S+AsyncLLM has no gone, which is needed"
+    with pytest.raises(SystemExit, match=line):
+        plugin._check_or_exit(Flags(["vllm", "serve", "m", *SCHEDULER]))
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[str]:

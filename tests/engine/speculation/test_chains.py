@@ -25,6 +25,8 @@ from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.speculation import chains
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 
+pytestmark = pytest.mark.versions
+
 MOST = 5
 LOOKUP = {"method": "ngram", "num_speculative_tokens": MOST, "prompt_lookup_max": 3}
 DRAFT = {

@@ -20,6 +20,8 @@ from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.sim.harness import EngineShape
 
+pytestmark = pytest.mark.versions
+
 FLAT = StepTimeModel(((0.0, 0.0, 0.040), (0.001, 0.0, 0.020)), max_tokens=8192)
 """A step takes 40 ms; beyond twenty tokens each further one costs a millisecond."""
 

@@ -21,6 +21,7 @@ from scipy.stats import chi2_contingency
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@pytest.mark.versions
 def test_every_kind_of_request_says_what_it_says_without_trees() -> None:
     assert len(told("trees")["said"]) >= 200
     assert differing(told("trees"), told("plain")) == []
@@ -34,6 +35,7 @@ def test_public_problems_get_what_they_get_without_trees() -> None:
     assert with_trees["seen"]["branching"] > 500
 
 
+@pytest.mark.versions
 def test_the_run_contained_what_it_is_to_show() -> None:
     seen = told("trees")["seen"]
     assert seen["branching"] > 500, "trees, not chains"

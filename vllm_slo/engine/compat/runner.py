@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -23,6 +24,13 @@ KV_GROUP: Final = 0
 def registered_layers(vllm_config: VllmConfig) -> dict[str, Any]:
     """Layer name -> attention layer, of all models that were built for this engine. Mutable."""
     return vllm_config.compilation_config.static_forward_context
+
+
+def attention_metadata(group: AttentionGroup, common: CommonAttentionMetadata) -> Any:
+    """What the attention layers of a group need to know of a batch."""
+    if hasattr(group, "build_metadata"):
+        return group.build_metadata(common)
+    return group.get_metadata_builder().build(0, common)  # vLLM 0.31
 
 
 class RunnerBatch:

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 
 def constraint_start(manager: StructuredOutputManager, request: Request) -> int:
     """After how many more tokens the grammar applies; 0: to the next one."""
-    return int(manager._get_constraint_bounds(request, ()).constraint_start)
+    if hasattr(manager, "_get_constraint_bounds"):
+        return int(manager._get_constraint_bounds(request, ()).constraint_start)
+    return int(manager._get_constraint_start(request, ()))  # vLLM 0.31
 
 
 def grammar_of(request: Request) -> Any:
@@ -27,3 +31,18 @@ def next_token_mask(manager: StructuredOutputManager, request: Request) -> NDArr
     rows = manager.grammar_bitmask({request.request_id: request}, [request.request_id], {})
     assert rows is not None
     return rows[0].copy()
+
+
+def grammar_output(
+    names: list[str], masks: Sequence[NDArray[np.int32]], drafts: list[int]
+) -> GrammarOutput:
+    """The bit masks of a step.
+
+    Args:
+        names: the requests that have a grammar.
+        masks: of each request, [1 + its draft tokens, words].
+        drafts: how many draft tokens each request has.
+    """
+    if "num_acceptable_drafts" in GrammarOutput.__dataclass_fields__:
+        return GrammarOutput(names, np.concatenate(masks), drafts)
+    return GrammarOutput(names, np.concatenate(masks))  # vLLM 0.31

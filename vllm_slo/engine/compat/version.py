@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from vllm_slo.errors import IncompatibleVLLMError
 
-SUPPORTED_VLLM: Final = "0.32"
+OLDEST, NEWEST = (0, 31), (0, 33)
+"""The first and the last minor version of vLLM that the tests run with."""
+SUPPORTED: Final = "0.31 to 0.33"
+"""The same in words."""
+UNTESTED_VARIABLE: Final = "VLLM_SLO_ALLOW_UNTESTED"
+"""Set to 1 it lets a newer vLLM start if every seam is as expected; see `probe`."""
 
 
 def vllm_version() -> str:
@@ -27,15 +34,31 @@ def vllm_version() -> str:
     )
 
 
+def release_of(installed: str) -> tuple[int, int] | None:
+    """(major, minor) of a version; None if it is not one."""
+    match = re.match(r"(\d+)\.(\d+)(?=[.+]|rc|$)", installed)
+    return (int(match[1]), int(match[2])) if match else None
+
+
 def check_vllm() -> None:
-    """Refuse a version of vLLM that this package was not written for.
+    """Refuse a version of vLLM that this package was not tested with.
 
     Raises:
-        IncompatibleVLLMError: names the installed version, the supported one and the fix.
+        IncompatibleVLLMError: names the installed version, the supported ones and the fix.
     """
     installed = vllm_version()
-    if ".".join(installed.split("+")[0].split(".")[:2]) != SUPPORTED_VLLM:
-        raise IncompatibleVLLMError(
-            f"vllm-slo supports vLLM {SUPPORTED_VLLM}.x, found {installed}: "
-            f"pip install 'vllm-slo[cuda]' or 'vllm-slo[cpu]'"
-        )
+    release = release_of(installed)
+    if release is not None and OLDEST <= release <= NEWEST:
+        return
+    is_newer = release is not None and release > NEWEST
+    if is_newer and os.environ.get(UNTESTED_VARIABLE) == "1":
+        return
+    after = NEWEST[0], NEWEST[1] + 1
+    fix = f"pip install 'vllm>={_dotted(OLDEST)},<{_dotted(after)}'"
+    if is_newer:
+        fix += f", or try it with {UNTESTED_VARIABLE}=1"
+    raise IncompatibleVLLMError(f"vllm-slo supports vLLM {SUPPORTED}, found {installed}: {fix}")
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"

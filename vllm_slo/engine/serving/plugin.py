@@ -22,6 +22,8 @@ from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER_NAMES
 from vllm_slo.config.command_line import Flags
 from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
 from vllm_slo.engine.compat.attention import enable_amx
+from vllm_slo.engine.compat.probe import check, imports
+from vllm_slo.engine.compat.seams import SERVING, check_scheduling
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import lifeline
 from vllm_slo.errors import VllmSLOError
@@ -73,6 +75,7 @@ def _check_or_exit(flags: Flags) -> None:
 
     try:
         check_vllm()
+        _probe()
         Seal.prepare()
         config = SLOConfig.from_additional_config(_additional_config(flags))
         if config.access is not None:
@@ -81,6 +84,18 @@ def _check_or_exit(flags: Flags) -> None:
             profiles.load(config.profile)  # only the engine knows whether the profile is its own
     except VllmSLOError as error:
         raise SystemExit(f"vllm-slo: error: {error}") from None
+
+
+def _probe() -> None:
+    """Look for every name of vLLM that the scheduler and the server use.
+
+    Raises:
+        IncompatibleVLLMError: one is not as expected.
+    """
+    with imports():
+        from vllm_slo.engine.scheduler import Scheduler
+    check_scheduling(Scheduler)
+    check(SERVING)
 
 
 def _additional_config(flags: Flags) -> object:

@@ -11,7 +11,12 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_slo.core.arrays import Parents
-from vllm_slo.engine.compat.structured_output import constraint_start, grammar_of, next_token_mask
+from vllm_slo.engine.compat.structured_output import (
+    constraint_start,
+    grammar_of,
+    grammar_output,
+    next_token_mask,
+)
 from vllm_slo.engine.speculation import messages
 
 Masks = Parents
@@ -87,4 +92,4 @@ def step_masks(
         return None
     tokens, parents = output.scheduled_spec_decode_tokens, messages.of(output).parents
     rows = [masks(manager, requests[n], tokens.get(n, ()), parents.get(n, ())) for n in names]
-    return GrammarOutput(names, np.concatenate(rows), [len(tokens.get(n, ())) for n in names])
+    return grammar_output(names, rows, [len(tokens.get(name, ())) for name in names])

@@ -9,6 +9,8 @@ not be imported where CUDA is the platform.
 from importlib import import_module
 from typing import Any
 
+from vllm_slo.engine.compat.probe import imports
+
 _HOME_OF = {
     "CPUTreeWorker": "vllm_slo.engine.worker.cpu",
     "CUDATreeWorker": "vllm_slo.engine.worker.cuda",
@@ -16,11 +18,17 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a worker from the module of its platform; AttributeError for any other name."""
+    """Load a worker from the module of its platform.
+
+    Raises:
+        AttributeError: no worker has this name.
+        IncompatibleVLLMError: this vLLM lacks a name that is imported.
+    """
     if name == "TreeWorker":
         from vllm.platforms import current_platform
 
         name = "CPUTreeWorker" if current_platform.is_cpu() else "CUDATreeWorker"
     if name not in _HOME_OF:
         raise AttributeError(f"module 'vllm_slo.engine.worker' has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    with imports():
+        return getattr(import_module(_HOME_OF[name]), name)

@@ -18,7 +18,7 @@ class CPUTreeWorker(CPUWorker):
     """vLLM's CPU worker with trees."""
 
     def init_device(self) -> None:
-        refuse_what_fails(self.vllm_config)
+        refuse_what_fails(self.vllm_config, CPUTreeWorker, TreeRunner)
         super().init_device()
         register_backends()
         self.model_runner = CPUTreeRunner(self.vllm_config, self.device)

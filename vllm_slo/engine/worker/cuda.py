@@ -13,7 +13,7 @@ class CUDATreeWorker(GPUWorker):
     """vLLM's CUDA worker with trees."""
 
     def init_device(self) -> None:
-        refuse_what_fails(self.vllm_config)
+        refuse_what_fails(self.vllm_config, CUDATreeWorker, TreeRunner)
         register_backends()
         super().init_device()
 

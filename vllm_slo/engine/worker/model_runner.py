@@ -25,7 +25,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_slo.core.speculation import token_tree
-from vllm_slo.engine.compat.runner import RunnerBatch, registered_layers
+from vllm_slo.engine.compat.runner import RunnerBatch, attention_metadata, registered_layers
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.worker import tree_sampling
 from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
@@ -130,7 +130,7 @@ class TreeRunner(GPUModelRunner):
         self._verify = VerifyRows(plan, self.drafter.blocks_per_row, self.device)
         rows = _as_rows(common, plan, self.device)
         for group in self._batch.attention_groups:
-            built = group.build_metadata(rows)
+            built = attention_metadata(group, rows)
             setattr(built, ROWS, self._verify)
             metadata.update(dict.fromkeys(group.layer_names, built))
 

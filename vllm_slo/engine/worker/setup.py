@@ -9,8 +9,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.compat.attention import forget_chosen_backends
+from vllm_slo.engine.compat.probe import check
+from vllm_slo.engine.compat.seams import TREES
 from vllm_slo.engine.speculation.draft_check import check_draft
-from vllm_slo.errors import ConfigError
+from vllm_slo.errors import VllmSLOError
 
 logger = init_logger(__name__)
 
@@ -30,15 +32,20 @@ def register_backends() -> None:
     forget_chosen_backends()
 
 
-def refuse_what_fails(vllm_config: VllmConfig) -> None:
+def refuse_what_fails(vllm_config: VllmConfig, *subclasses: type) -> None:
     """Refuse, before any weights are loaded, what trees cannot be served with.
 
+    Args:
+        subclasses: the worker and the runner with trees.
+
     Raises:
-        ConfigError: one line, also in the log: vLLM shows only tracebacks of what a worker raises.
+        ConfigError, IncompatibleVLLMError: one line, also in the log: vLLM shows only tracebacks of
+            what a worker raises.
     """
-    config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
     try:
+        check(TREES, subclasses)
+        config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
         check_draft(vllm_config, config)
-    except ConfigError as error:
+    except VllmSLOError as error:
         logger.critical("vllm-slo: error: %s", error)
         raise

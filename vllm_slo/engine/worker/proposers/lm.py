@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_slo.core.arrays import Ints
-from vllm_slo.engine.compat.runner import KV_GROUP, registered_layers
+from vllm_slo.engine.compat.runner import KV_GROUP, attention_metadata, registered_layers
 from vllm_slo.engine.speculation.draft_check import draft_model_config
 from vllm_slo.engine.worker.tree_attention.path_rows import ROWS, Rows
 
@@ -128,7 +128,7 @@ class DraftModel:
         """
         metadata: dict[str, Any] = {}
         for group in self._groups:
-            built = group.build_metadata(common)
+            built = attention_metadata(group, common)
             setattr(built, ROWS, rows)
             metadata.update(dict.fromkeys(group.layer_names, built))
         slots = {} if rows is not None else dict.fromkeys(self.layer_names, common.slot_mapping)
