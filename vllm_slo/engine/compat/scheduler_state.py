@@ -70,6 +70,21 @@ class SchedulerState:
         asks this while it schedules; it then changes the request's status."""
         return bool(self._scheduler._handle_blocked_waiting_request(request))
 
+    def skips(self, request: Request) -> bool:
+        """Whether vLLM leaves a running request out of the next step, whatever is planned: its last
+        token is on its way already, or its turn to decode comes later (pipeline parallelism)."""
+        scheduler = self._scheduler
+        computed, in_flight = request.num_computed_tokens, request.num_output_placeholders
+        if in_flight:
+            certain = (
+                computed + 1 - in_flight
+            )  # tokens there will be, all drafts in flight rejected
+            if certain + 1 >= request.num_prompt_tokens + request.max_tokens:
+                return True
+        if computed + scheduler.num_sampled_tokens_per_step >= scheduler.max_model_len:
+            return True
+        return bool(scheduler.current_step + 1 < request.next_decode_eligible_step)
+
     def frees_blocks(self, request: Request) -> bool:
         """Whether vLLM may free a request's KV blocks now: none of them is being transferred."""
         return bool(self._scheduler._request_blocks_can_be_freed(request))

@@ -94,6 +94,11 @@ def is_blocked(request: Request) -> bool:
     return request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
+def awaits_output(request: Request) -> bool:
+    """Whether a preempted request has a token on its way; vLLM resumes it once that has come."""
+    return request.num_stale_output_tokens > 0 and not request.drop_stale_output
+
+
 def holds_kv(request: Request) -> bool:
     """Whether a waiting request has blocks: a session that goes on, a load that has arrived."""
     return request.num_computed_tokens > 0

@@ -85,12 +85,17 @@ class StepPlanner:
         self.decodes: list[SLORequest] = []
         self.prefills: list[SLORequest] = []
         self.others: list[Request] = []
+        self.skipped: list[Request] = []
         self.responsive_s = self._responsive.longest_s(self.model)
         self.resuming = 0
         self.holding = False
         self._ranks: dict[str, int] = {}
         live, is_decoding = self._tracker.live, request_facts.is_decoding
+        skips = self._state.skips
         for request in self._state.running:
+            if skips(request):
+                self.skipped.append(request)
+                continue
             tracked = live.get(request.request_id)
             if tracked is None or not (tracked.promised or self._starts.is_planned_for(tracked)):
                 self.others.append(request)
@@ -148,6 +153,8 @@ class StepPlanner:
         others: list[Request] = []
         loras = self._loras(state.running)
         for request in (*state.waiting_with_blocks, *state.waiting):
+            if request_facts.awaits_output(request):
+                continue
             if request_facts.is_blocked(request) and not state.can_continue(request):
                 continue
             if not self._takes_lora(request, loras):
@@ -352,7 +359,7 @@ class StepPlanner:
         if preempt or reordered or self._best_effort is not None:
             out = set(preempt)
             begun = [t.request for t in self.prefills if t not in starting]
-            running = [t.request for t in self.decodes] + begun
+            running = [t.request for t in self.decodes] + self.skipped + begun
             running += [r for r in self.others if r not in out]
         return StepSchedule(
             preempt,
