@@ -134,24 +134,57 @@ class Scheduler(AsyncScheduler):
             self.num_spec_tokens = padding
             self._step, self._in_step = None, False
 
+    # What vLLM asks, in this order, of the tokens of each request it looks at. All of it is decided
+    # by the tokens granted, so whoever is asked first cuts; cutting again changes nothing.
+
+    def _granted(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Tokens that a request may have in this step, of those that vLLM would give it."""
+        granted = None if self._step is None else self._step.tokens.get(request.request_id)
+        if granted is None or granted >= num_new_tokens:
+            return num_new_tokens
+        # A waiting request's last token, padded by vLLM to a row of drafts: all of it or none.
+        padded = (
+            request.status != RequestStatus.RUNNING
+            and num_new_tokens > request.num_tokens - num_computed_tokens
+        )
+        return num_new_tokens if padded and granted else granted
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        cached = num_new_local_computed_tokens, num_external_computed_tokens
+        computed = request.num_computed_tokens + sum(cached)
+        granted = self._granted(request, computed, num_new_tokens)
+        split = super()._mamba_block_aligned_split
+        if not 0 < granted < num_new_tokens:
+            return split(request, granted, *cached)
+        # As in an engine whose steps are that short: such a chunk may end within a block, and the
+        # next one goes on to its end. Else a prompt would wait for a step with time for a block.
+        budget, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, granted
+        try:
+            return split(request, granted, *cached)
+        finally:
+            self.max_num_scheduled_tokens = budget
+
+    def _try_schedule_encoder_inputs(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kw: Any
+    ) -> Any:
+        granted = self._granted(request, num_computed_tokens, num_new_tokens)
+        return super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, granted, *args, **kw
+        )
+
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """vLLM's per-request token hook, asked for each running and waiting request it looks at."""
-        step = self._step
-        if step is not None:
-            granted = step.tokens.get(request.request_id)
-            # A waiting request's last token, padded by vLLM to a row of drafts: all of it or none.
-            if granted is not None and granted < num_new_tokens:
-                padded = (
-                    request.status != RequestStatus.RUNNING
-                    and num_new_tokens > request.num_tokens - num_computed_tokens
-                )
-                if granted == 0:
-                    return 0
-                if not padded:
-                    num_new_tokens = granted
-        return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        granted = self._granted(request, num_computed_tokens, num_new_tokens)
+        if not granted:
+            return 0
+        return super()._reserve_prefill_lookahead(request, num_computed_tokens, granted)
 
     def batch_shape(self, output: SchedulerOutput) -> BatchShape:
         """What a step runs, as far as its duration is concerned."""

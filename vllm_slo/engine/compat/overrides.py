@@ -11,6 +11,8 @@ from typing import Final
 
 OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", "vllm_slo.engine.scheduler.Scheduler"): {
+        "_mamba_block_aligned_split": "ends a chunk where state is cached, after the plan cut it",
+        "_try_schedule_encoder_inputs": "encodes inputs of the planned tokens only",
         "_reserve_prefill_lookahead": "limits a request's tokens in a step to what is planned",
         "_free_request": "learns of a request's end, and adds the report to its last output",
     },

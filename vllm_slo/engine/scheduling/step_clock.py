@@ -136,14 +136,20 @@ class StepClock:
         self._busy_until_s = now_s + sum(s.predicted_s for s in self._flight)
         self.verified_s = actual_s - drafting_s
         self.mean_s += (actual_s - self.mean_s) / (MEAN_STEPS if self._learnt else 1)
+        if not output.scheduled_encoder_inputs:
+            self._learn(step.shape)
+        return step.predicted_s, actual_s
+
+    def _learn(self, shape: BatchShape) -> None:
+        """Learn from a step that took `verified_s`. The time of one that encoded images is not that
+        of its tokens, and teaches nothing."""
         if self._doubted:
             self.estimator.begin_anew()
-        self.estimator.observe(step.shape, self.verified_s)
+        self.estimator.observe(shape, self.verified_s)
         self._learnt += 1
         if self._doubted or self._learnt % MODEL_REFRESH_STEPS == 0:
             self._refresh()
         self._doubted = False
-        return step.predicted_s, actual_s
 
     def _refresh(self) -> None:
         self.plain_promise_model = self.estimator.promise(self._quantile)
