@@ -139,6 +139,8 @@ _WHY: Final[Mapping[str, str]] = {
     "expired": "its deadline has passed already",
     "quota": "its tenant's quota is used up",
     "no_chunked_prefill": "the server runs without chunked prefill",
+    "pipeline_parallel": "the server runs with pipeline parallelism",
+    "prefill_schedule_interval": "the server holds prompts back (--prefill-schedule-interval)",
     "best_effort": "it asks for best effort",
     "no_objective": "it asks for nothing",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from vllm_slo.config.model import SLOConfig
@@ -17,11 +16,12 @@ from vllm_slo.core.lengths.output_length import OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.step_time.estimator import StepTimeEstimator, horizon_of
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
-from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL, AdmissionController
+from vllm_slo.engine.scheduling.admission import AdmissionController
 from vllm_slo.engine.scheduling.best_effort import BestEffort
 from vllm_slo.engine.scheduling.controller import Controller
 from vllm_slo.engine.scheduling.intake import Intake
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
+from vllm_slo.engine.scheduling.obstacles import obstacle_of, warn_of
 from vllm_slo.engine.scheduling.opportunistic import OpportunisticStarts
 from vllm_slo.engine.scheduling.outcomes import Outcomes
 from vllm_slo.engine.scheduling.quotas import Quotas
@@ -42,8 +42,6 @@ from vllm_slo.engine.speculation.trees import Trees
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 from vllm_slo.engine.telemetry.tracing import RequestSpans
 from vllm_slo.slo.access import Seal
-
-logger = init_logger(__name__)
 
 
 class Parts(NamedTuple):
@@ -95,7 +93,9 @@ def assemble(
     """
     vllm_config = state.vllm_config
     config = SLOConfig.from_additional_config(vllm_config.additional_config)
-    can_promise = _can_promise(state)
+    obstacle = obstacle_of(vllm_config)
+    warn_of(obstacle)
+    can_promise = obstacle is None
     steps = _step_clock(state, clock, config, step_time)
     marks = marks or AnswerMarks(state.structured_output)
     intake = Intake(config, marks, seal, steps)
@@ -141,7 +141,7 @@ def assemble(
         else None
     )
     admission = AdmissionController(
-        *(state, tracker, workload, steps, pressure, quotas, config), can_promise=can_promise
+        *(state, tracker, workload, steps, pressure, quotas, config), obstacle=obstacle
     )
     starts = OpportunisticStarts(state, tracker, workload, steps, speculation, guard)
     planner = StepPlanner(
@@ -150,7 +150,7 @@ def assemble(
     )
     quotes = Quotes(
         *(state, tracker, workload, admission, steps, quotas, metrics, config),
-        can_promise=can_promise,
+        obstacle=obstacle,
     )
     sessions = SessionRounds(tracker, workload, blocks, steps, metrics, config.sessions)
     spans = RequestSpans.from_config(vllm_config.observability_config)
@@ -167,22 +167,6 @@ def assemble(
         *(admission, planner, quotas, quotes, best_effort, sessions, outcomes, reports, metrics),
         controller,
     )
-
-
-def _can_promise(state: SchedulerState) -> bool:
-    """Whether prompts can be cut, without which nothing is planned."""
-    config = state.vllm_config
-    if config.scheduler_config.enable_chunked_prefill:
-        return True
-    if config.model_config.runner_type != "generate":
-        return True
-    logger.warning(
-        "Chunked prefill is off, so no objective can be promised: vLLM schedules all "
-        "requests by itself, and reports say %s. vLLM turns it off for some models, and "
-        "--no-enable-chunked-prefill for all.",
-        NO_CHUNKED_PREFILL,
-    )
-    return False
 
 
 def _step_clock(

@@ -33,6 +33,7 @@ from vllm_slo.engine.compat.seams import check_scheduling
 from vllm_slo.engine.composition import assemble
 from vllm_slo.engine.scheduling import request_facts
 from vllm_slo.engine.scheduling.apply_plan import applied
+from vllm_slo.engine.scheduling.obstacles import check_model
 from vllm_slo.engine.scheduling.stage_marks import StageMarks
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation.messages import speculation_of, without_scratch
@@ -82,6 +83,7 @@ class Scheduler(AsyncScheduler):
         self._in_step = False
         try:
             check_scheduling(Scheduler)
+            check_model(vllm_config)
             trees = speculation_of(vllm_config)
             if trees is not None:
                 kv_cache_config = without_scratch(kv_cache_config, trees)

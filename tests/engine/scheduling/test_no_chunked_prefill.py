@@ -22,7 +22,7 @@ from vllm_slo import SLO
 from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL
+from vllm_slo.engine.scheduling.obstacles import NO_CHUNKED_PREFILL
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.verdicts import unpack_quote
 

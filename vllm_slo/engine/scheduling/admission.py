@@ -22,8 +22,6 @@ from vllm_slo.engine.scheduling.workload import CommittedLoad, Workload
 
 MIN_REPLAN_S = 0.02
 """Seconds between two rulings where nothing arrived: what changes in less is hardly a step."""
-NO_CHUNKED_PREFILL = "no_chunked_prefill"
-"""Reason why an engine that cannot cut prompts promises nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class AdmissionController:
         pressure: what promises lacked of late; it is told of refusals here.
         quotas: how much each tenant may be promised; None: as much as there is.
         config: how often to rule, and over how many.
-        can_promise: whether anything can be promised on this engine.
+        obstacle: why nothing can be promised on this engine, or None; see `obstacles`.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class AdmissionController:
         quotas: Quotas | None,
         config: SLOConfig,
         *,
-        can_promise: bool,
+        obstacle: str | None,
     ) -> None:
         self._state = state
         self._tracker = tracker
@@ -71,7 +69,7 @@ class AdmissionController:
         self._quotas = quotas
         self._replan_s = config.replan_interval_s
         self._max_new = config.max_planned_new
-        self._can_promise = can_promise
+        self._obstacle = obstacle
         self._idle_probe = IdleProbe(config.ageing_s)
         self._last_s = -INFINITY
         program.warm_up()
@@ -110,7 +108,7 @@ class AdmissionController:
         self._last_s = self._clock.now_s
         model = self._clock.promise_model
         yield self._without_hope(start_s)
-        if not self._can_promise:
+        if self._obstacle is not None:
             return
         self._tighten_end_to_end()
         if self._quotas is not None:
@@ -125,13 +123,13 @@ class AdmissionController:
     def _without_hope(self, start_s: float) -> Ruling:
         """New requests for which nothing can be planned: their deadline has passed already, or
         there are no plans at all."""
-        reason = "expired" if self._can_promise else NO_CHUNKED_PREFILL
+        reason = self._obstacle or "expired"
         hopeless = {
             t.request.request_id: reason
             for t in self._tracker.without_promise()
             if not t.planned
             and t.slo.effective_tier == "guaranteed"
-            and not (self._can_promise and t.wants_promise(start_s))
+            and not (self._obstacle is None and t.wants_promise(start_s))
         }
         later_s = dict.fromkeys(hopeless, self._tracker.finish_interval_s)
         return Ruling(refused=hopeless, retry_after_s=later_s)

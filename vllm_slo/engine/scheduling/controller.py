@@ -48,8 +48,8 @@ class Controller:
         quotas: how much each tenant may be promised; None: as much as there is.
         best_effort: in which order requests without a promise are served; None: as they arrive.
         tpot_window: tokens over which a TPOT is judged.
-        can_promise: whether prompts can be cut. Without that nothing is planned, and vLLM is left
-            to itself.
+        can_promise: whether anything can be promised on this engine. Without that nothing is
+            planned, and vLLM is left to itself.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from vllm_slo.core.admission.incremental import IncrementalAdmission, Verdict
 from vllm_slo.core.admission.quote import Competition, Quote, quote
 from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
-from vllm_slo.engine.scheduling.admission import NO_CHUNKED_PREFILL, AdmissionController
+from vllm_slo.engine.scheduling.admission import AdmissionController
 from vllm_slo.engine.scheduling.quotas import Quotas
 from vllm_slo.engine.scheduling.request_facts import yields_one_token
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
@@ -62,7 +62,7 @@ class Quotes:
     Args:
         quotas: how much each tenant may be promised; None: as much as there is.
         config: how long the room for a "yes" is held.
-        can_promise: whether anything can be promised on this engine.
+        obstacle: why nothing can be promised on this engine, or None; see `obstacles`.
 
     Attributes:
         competition: who may be promised something before a request comes that was told "yes".
@@ -79,7 +79,7 @@ class Quotes:
         metrics: SchedulerMetrics,
         config: SLOConfig,
         *,
-        can_promise: bool,
+        obstacle: str | None,
     ) -> None:
         self._state = state
         self._tracker = tracker
@@ -90,7 +90,7 @@ class Quotes:
         self._metrics = metrics
         self._holds_s = config.quote_holds_s
         self._window = config.tpot_window_tokens
-        self._can_promise = can_promise
+        self._obstacle = obstacle
         self.competition = Competition()
         self._asking: dict[str, _Asking] = {}
         self._last_s = -INFINITY
@@ -148,9 +148,9 @@ class Quotes:
         What it asks of the engine does not depend on its objectives, so a request without any is
         told what it could ask for. Where nothing can be promised at all, every request is told so.
         """
-        if not self._can_promise:
+        if self._obstacle is not None:
             later_s = self._tracker.finish_interval_s
-            never = Quote(False, NO_CHUNKED_PREFILL, later_s, None, None, None)
+            never = Quote(False, self._obstacle, later_s, None, None, None)
             return self._told(slo or SLO(), never, {})
         one = SLORequest(request, slo or SLO(), arrival_s, self._window)
         self._workload.keep_end_to_end(one)
