@@ -101,7 +101,7 @@ def assemble(
     intake = Intake(config, marks, seal, steps)
     lengths = OutputLengthPredictor(config.output_length_quantile)
     metrics = SchedulerMetrics(vllm_config.parallel_config.data_parallel_index)
-    tracker, blocks = RequestTracker(steps.now_s), KVBlocks(manager)
+    tracker, blocks = RequestTracker(steps.now_s), KVBlocks(manager, state.connector)
     recent, pressure = RecentObjectives(), Pressure(config.ageing_s / 2)
     responsive = ResponsiveSteps(steps, recent)
     ordered = config.best_effort.order != "fcfs" and can_promise

@@ -28,7 +28,7 @@ from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.estimator import StepTimeEstimator
 from vllm_slo.core.step_time.model import BatchShape
-from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.compat.scheduler_state import SchedulerState, reserve_lookahead
 from vllm_slo.engine.compat.seams import check_scheduling
 from vllm_slo.engine.composition import assemble
 from vllm_slo.engine.scheduling import request_facts
@@ -91,7 +91,7 @@ class Scheduler(AsyncScheduler):
             if trees is not None:
                 # vLLM reserves nothing for proposers of others. Here the draft reads a step's last
                 # token, which the target will see in the next one.
-                self.num_lookahead_tokens = 1
+                reserve_lookahead(self, 1)
             self._state = SchedulerState(self)
             self.parts = assemble(
                 self._state,
@@ -258,6 +258,12 @@ class Scheduler(AsyncScheduler):
         if request_facts.wants_report_in_stop_reason(request):
             request.stop_reason = pack_report(report, request.stop_reason)
         return kv_params, ec_params
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """As vLLM's; promises of requests that do not run on meanwhile are withdrawn."""
+        super().set_pause_state(pause_state)
+        if pause_state != PauseState.UNPAUSED:
+            self._controller.on_pause(everybody=pause_state == PauseState.PAUSED_ALL)
 
     # For those who embed it.
 

@@ -97,14 +97,16 @@ def test_with_objectives_every_decision_is_stock(
 def test_pooling_requests_are_not_ordered(config_folder: Path) -> None:
     """Their prompts must not be cut where the model cannot go on with the rest of one."""
     options = {"runner": "pooling", "enable_chunked_prefill": False, "slo_config": ORDERED}
-    shape = EngineShape(num_blocks=60, max_num_batched_tokens=128, max_model_len=128)
+    shape = EngineShape(60, 16, 8, 128, 128)
     steps: list[dict[str, int]] = []
     for cls in (Scheduler, AsyncScheduler):
         one = engine(config_folder, cls, shape=shape, **options)
         for number, length in enumerate((100, 90, 20, 80)):
             params = PoolingParams(task="embed")
             one.scheduler.add_request(
-                Request(f"r{number}", [5] * length, None, params, 0.0, block_hasher=one._hasher)
+                Request(
+                    f"r{number}", [5 + number] * length, None, params, 0.0, block_hasher=one._hasher
+                )
             )
         steps.append(one.scheduler.schedule().num_scheduled_tokens)
     assert steps == [{"r0": 100}, {"r0": 100}]

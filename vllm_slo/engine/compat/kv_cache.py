@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -40,6 +41,14 @@ def held_blocks(manager: KVCacheManager, request_id: str) -> Sequence[Sequence[K
 def held_count(manager: KVCacheManager, request_id: str) -> int:
     """How many blocks of the first kind a request holds."""
     return len(manager.coordinator.single_type_managers[0].req_to_blocks.get(request_id, ()))
+
+
+def external_tokens(connector: KVConnectorBase_V1, request: Request, local: int) -> int | None:
+    """Prompt tokens beyond ``local`` ones whose KV a connector will load; None: it cannot say yet.
+    vLLM asks the same whenever it looks at the request."""
+    if request.skip_reading_prefix_cache:
+        return 0
+    return connector.get_num_new_matched_tokens(request, local)[0]
 
 
 def cached_tokens(manager: KVCacheManager, request: Request) -> int | None:

@@ -11,10 +11,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import LoRAConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+
+def reserve_lookahead(scheduler: Scheduler, tokens: int) -> None:
+    """Have vLLM keep KV slots for so many draft tokens behind a request's last one, also where it
+    has worked out already how many blocks a step with drafts takes (from 0.32 on)."""
+    scheduler.num_lookahead_tokens = tokens
+    if isinstance(getattr(scheduler, "_spec_decode_step_blocks", None), int):
+        slots = 1 + scheduler.num_spec_tokens + tokens if scheduler.num_spec_tokens else 0
+        scheduler._spec_decode_step_blocks = sum(
+            -(-slots // kind.block_size)
+            for kind in scheduler.kv_cache_manager.coordinator.single_type_managers
+            if not isinstance(kind.kv_cache_spec, MambaSpec)
+        )
 
 
 class SchedulerState:
@@ -132,9 +147,25 @@ class SchedulerState:
         return int(self._scheduler.num_lookahead_tokens)
 
     @property
+    def draft_slots(self) -> int:
+        """Input tokens that the draft model needs for each request of a step beside its own."""
+        spec = self._scheduler.vllm_config.speculative_config
+        return 0 if spec is None else int(spec.max_num_new_slots_for_drafting)
+
+    @property
+    def max_input_tokens(self) -> int:
+        """Input tokens of one step, those of the draft model included."""
+        return int(self._scheduler.scheduler_config.max_num_batched_tokens)
+
+    @property
     def num_spec_tokens(self) -> int:
         """Drafts of a request that a step verifies at most."""
         return int(self._scheduler.num_spec_tokens)
+
+    @property
+    def connector(self) -> KVConnectorBase_V1 | None:
+        """Where KV may come from that was computed elsewhere; None: from nowhere."""
+        return self._scheduler.connector
 
     @property
     def lora_config(self) -> LoRAConfig | None:

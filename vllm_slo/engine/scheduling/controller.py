@@ -40,6 +40,9 @@ from vllm_slo.slo.verdicts import Declined, Invalid
 
 logger = init_logger(__name__)
 
+PAUSED = "paused"
+"""Reason of a promise that was withdrawn as the engine was paused, or put to sleep."""
+
 
 class Controller:
     """Follows the requests of one engine and plans its steps.
@@ -231,6 +234,21 @@ class Controller:
         tracked = self._tracker.get(request_id)
         return None if tracked is None else self._outcomes.report_now(tracked)
 
+    def on_pause(self, *, everybody: bool) -> None:
+        """The operator pauses the engine, which keeps no promise meanwhile: they are withdrawn. A
+        request that can still attain asks for a new one when the engine goes on.
+
+        ``everybody``: also requests that run; else they run on to their end.
+        """
+        self._clock.tick()
+        for tracked in list(self._tracker):
+            waits = tracked.request.status != RequestStatus.RUNNING
+            if tracked.promised and (everybody or waits):
+                tracked.reason = PAUSED
+                self._withdraw(tracked, PAUSED)
+                self._tracker.ended += 1
+        self._reports.publish()
+
     def on_empty(self) -> None:
         """The last live request has ended, and no step may follow."""
         self._outcomes.publish_soon()
@@ -280,8 +298,12 @@ class Controller:
             shape: what it computes.
             schedule: as `plan` returned it.
         """
-        planned = schedule is not None and schedule.token_budget > 0
-        self._stalled = planned and not output.num_scheduled_tokens
+        self._stalled = (
+            schedule is not None
+            and schedule.token_budget > 0
+            and not output.num_scheduled_tokens
+            and not any(map(request_facts.is_blocked, schedule.waiting))  # it began to load its KV
+        )
         self._clock.scheduled(output, shape, self._clock.now_s)
         self._sessions.scheduled(shape.tokens)
         self._reports.publish_with_step()

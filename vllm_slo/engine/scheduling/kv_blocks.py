@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
@@ -19,6 +20,9 @@ from vllm_slo.engine.scheduling.slo_request import SLORequest
 class KVBlocks:
     """The KV blocks of one engine.
 
+    Args:
+        connector: where KV may come from that was computed elsewhere; None: from nowhere.
+
     Attributes:
         pool: all blocks, for `warm_prefixes`.
         total: KV blocks there are.
@@ -26,8 +30,11 @@ class KVBlocks:
         caches: whether blocks are found again by their prefix.
     """
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(
+        self, manager: KVCacheManager, connector: KVConnectorBase_V1 | None = None
+    ) -> None:
         self._manager = manager
+        self._connector = connector
         self.pool = kv_cache.block_pool(manager)
         self.total = kv_cache.total_blocks(manager)
         self.sizes = kv_cache.block_sizes(manager)
@@ -64,8 +71,14 @@ class KVBlocks:
         return [block for kind in held for block in kind]
 
     def look_up_prefix(self, tracked: SLORequest) -> None:
-        """Note how much of a prompt that has not started the prefix cache holds now."""
-        if tracked.request.num_computed_tokens == 0:
-            cached = kv_cache.cached_tokens(self._manager, tracked.request)
-            if cached is not None:
-                tracked.cached_tokens = cached
+        """Note how much of a prompt that has not started the prefix cache holds now, or a connector
+        will load. A connector is asked until it knows, and no more: it may ask others."""
+        if tracked.request.num_computed_tokens:
+            return
+        local = kv_cache.cached_tokens(self._manager, tracked.request)
+        if self._connector is not None and tracked.loaded_tokens is None:
+            known = local or 0
+            external = kv_cache.external_tokens(self._connector, tracked.request, known)
+            tracked.loaded_tokens = None if external is None else known + external
+        if local is not None or tracked.loaded_tokens:
+            tracked.cached_tokens = max(local or 0, tracked.loaded_tokens or 0)

@@ -56,7 +56,7 @@ def check_model(vllm_config: Any) -> None:
 def warn_of(obstacle: str | None) -> None:
     """Say once, at the start, that nothing is promised, and why. A pooling model is asked for no
     objective, so nobody needs to be told."""
-    if obstacle in _WHY:
+    if obstacle is not None and obstacle in _WHY:
         logger.warning(
             "%s No objective can be promised here: vLLM schedules all requests by itself, and "
             "reports say %s.",

@@ -54,8 +54,9 @@ class SLORequest:
         last_token_s: when its newest token came out; before, its arrival.
         recorded: tokens of its answer that have been recorded.
         end_s: when its last token is due; infinite without an end-to-end objective.
-        cached_tokens: prompt tokens found in the prefix cache when last asked; they count until
-            it starts.
+        cached_tokens: prompt tokens found in the prefix cache when last asked, or that a connector
+            will load; they count until it starts.
+        loaded_tokens: prompt tokens that it need not compute as a connector said; None: unknown.
         ticket: mark by which a front knows the request; 0: there is none.
         session: the job of which it is a round, or None.
         group: name of the HTTP request of which it is one choice of several, or None.
@@ -73,6 +74,7 @@ class SLORequest:
         "first_token_s",
         "group",
         "last_token_s",
+        "loaded_tokens",
         "opportunistic",
         "planned",
         "promised",
@@ -113,6 +115,7 @@ class SLORequest:
         self.planned = False
         self.reason: str | None = None
         self.cached_tokens = 0
+        self.loaded_tokens: int | None = None
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s
         self.recorded = 0

@@ -301,7 +301,7 @@ class StepPlanner:
         workload = self._workload
         share = workload.reserved_share()
         limits = StepLimits(
-            max_step_tokens=workload.max_step_tokens,
+            max_step_tokens=self._max_tokens(len(others)),
             best_effort_tokens=max(int(share * self._fullest_step()), 1) if share else 0,
             best_effort_step_s=self.responsive_s,
             best_effort_prompt_s=self._pressure.prompt_step_s(
@@ -318,6 +318,14 @@ class StepPlanner:
             limits,
             may_start=self._may_start,
         )
+
+    def _max_tokens(self, others: int) -> int:
+        """Tokens of the step at most: beside them, the draft model has slots for each request."""
+        slots, most = self._state.draft_slots, self._workload.max_step_tokens
+        if not slots:
+            return most
+        requests = min(len(self.decodes) + len(self.prefills) + others, self._state.max_running)
+        return max(min(most, self._state.max_input_tokens - slots * requests), 1)
 
     def _may_start(self, view: PrefillView) -> bool:
         """Whether a prefill may end now: there was room for it, it is due, or nobody's promise
