@@ -149,7 +149,12 @@ class Scheduler(AsyncScheduler):
             request.status != RequestStatus.RUNNING
             and num_new_tokens > request.num_tokens - num_computed_tokens
         )
-        return num_new_tokens if padded and granted else granted
+        if not granted or padded:
+            return num_new_tokens if granted else 0
+        if request.mm_features and self.scheduler_config.disable_chunked_mm_input:
+            computed = num_computed_tokens
+            return request_facts.whole_inputs(request, computed, granted, num_new_tokens)
+        return granted
 
     def _mamba_block_aligned_split(
         self,

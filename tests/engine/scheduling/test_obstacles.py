@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 
 from test_no_chunked_prefill import ORDERED, warnings, with_objectives
 from test_stock_equivalence import ROOFLINE, Op, TracedEngine, Traffic, plain
+from vllm.config import SchedulerConfig
 from vllm.pooling_params import PoolingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
@@ -23,7 +24,13 @@ from vllm_slo import SLO
 from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.engine.scheduling.obstacles import PIPELINE_PARALLEL, PREFILL_INTERVAL, check_model
+from vllm_slo.engine.scheduling.obstacles import (
+    NO_CHUNKED_PREFILL,
+    PIPELINE_PARALLEL,
+    PREFILL_INTERVAL,
+    check_model,
+    obstacle_of,
+)
 from vllm_slo.errors import ConfigError
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.verdicts import unpack_quote
@@ -110,6 +117,15 @@ def test_pooling_requests_are_not_ordered(config_folder: Path) -> None:
             )
         steps.append(one.scheduler.schedule().num_scheduled_tokens)
     assert steps == [{"r0": 100}, {"r0": 100}]
+
+
+def test_an_encoder_decoder_is_left_to_vllm(config_folder: Path) -> None:
+    """vLLM itself turns chunked prefill off for such a model."""
+    one = engine(config_folder)
+    config = one.config
+    assert obstacle_of(config) is None
+    config.scheduler_config = SchedulerConfig(max_model_len=512, is_encoder_decoder=True)
+    assert obstacle_of(config) == NO_CHUNKED_PREFILL
 
 
 def test_a_model_that_generates_by_diffusion_is_refused() -> None:

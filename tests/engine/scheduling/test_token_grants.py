@@ -149,6 +149,23 @@ def test_only_images_of_granted_tokens_are_encoded(config_folder: Path) -> None:
     assert {str(outcome.finish_reason) for outcome in one.outcomes.values()} == {"stop"}
 
 
+@pytest.mark.parametrize("start", [0, 10])
+def test_images_that_may_not_be_divided_are_not(config_folder: Path, start: int) -> None:
+    """Of models whose images attend to all of their tokens. They take more than a step's share."""
+    one = engine(Seeing, config_folder, disable_chunked_mm_input=True)
+    one.add("chat", 20, 300, CHAT)
+    for _ in range(3):
+        one.step()
+    places = [start + 110 * number for number in range(6)]
+    request = with_images(one.add("sees", 700, 5, PROMPT), *places, length=100)
+    while request.num_computed_tokens < 700:
+        one.step()
+        end = request.num_computed_tokens
+        assert not any(place < end < place + 100 for place in places), end
+    one.run()
+    assert {str(outcome.finish_reason) for outcome in one.outcomes.values()} == {"stop"}
+
+
 def test_a_step_that_encodes_teaches_nothing(config_folder: Path) -> None:
     """Its time is not that of its tokens."""
     one = engine(Seeing, config_folder)

@@ -158,6 +158,11 @@ class SchedulerState:
         return int(self._scheduler.scheduler_config.max_num_batched_tokens)
 
     @property
+    def divides_inputs(self) -> bool:
+        """Whether one step may compute a part of the tokens of an image."""
+        return not self._scheduler.scheduler_config.disable_chunked_mm_input
+
+    @property
     def num_spec_tokens(self) -> int:
         """Drafts of a request that a step verifies at most."""
         return int(self._scheduler.num_spec_tokens)

@@ -99,6 +99,25 @@ def awaits_output(request: Request) -> bool:
     return request.num_stale_output_tokens > 0 and not request.drop_stale_output
 
 
+def whole_inputs(request: Request, computed: int, granted: int, most: int) -> int:
+    """``granted`` tokens that follow ``computed`` ones, changed so that they divide no image: they
+    end before one that they do not begin with, else after it, with at most ``most`` tokens."""
+    end = computed + granted
+    for feature in request.mm_features:
+        start, length = feature.mm_position.offset, feature.mm_position.length
+        if start < end < start + length:
+            if start > computed:
+                return start - computed
+            whole = start + length - computed
+            return whole if whole <= most else 0
+    return granted
+
+
+def longest_input(request: Request) -> int:
+    """Tokens of the longest image of a prompt; 0 without one."""
+    return max((feature.mm_position.length for feature in request.mm_features), default=0)
+
+
 def holds_kv(request: Request) -> bool:
     """Whether a waiting request has blocks: a session that goes on, a load that has arrived."""
     return request.num_computed_tokens > 0

@@ -346,6 +346,14 @@ class StepPlanner:
         padding = starting * self._draft_padding
         return min(token_budget + padding, self._workload.max_step_tokens)
 
+    def _undivided(self, tokens: dict[str, int], waiting: list[Request]) -> int:
+        """Tokens of the longest image among the requests of the step, where none may be divided: so
+        many more than are granted one of them may need to go on."""
+        if self._state.divides_inputs:
+            return 0
+        requests = (r for r in (*self._state.running, *waiting) if tokens.get(r.request_id))
+        return max(map(request_facts.longest_input, requests), default=0)
+
     def _build(
         self,
         plan: StepPlan,
@@ -374,7 +382,7 @@ class StepPlanner:
             running,
             offered,
             tokens,
-            self._with_padding(plan.token_budget, len(offered)),
+            self._with_padding(plan.token_budget + self._undivided(tokens, offered), len(offered)),
             min(plan.limit_s, self.responsive_s),
             plan.deadline_s,
             self._clock.now_s,
