@@ -195,6 +195,28 @@ def test_what_vllm_itself_may_refuse_is_refused(field: str, value: Any, flag: st
         check_draft(config, speculation(DRAFT))
 
 
+def test_the_v2_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scheduler sends a resumed request as a new one, and what trees send goes unread."""
+    config = engine()
+    need = "trees need vLLM's V1 model runner; "
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ConfigError, match=f"^VLLM_USE_V2_MODEL_RUNNER=1: {need}unset it, or"):
+        check_draft(config, speculation(DRAFT))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    check_draft(config, speculation(DRAFT))
+    config.watermark_config = object()
+    with pytest.raises(ConfigError, match=f"^--watermark-config: {need}remove it, or"):
+        check_draft(config, speculation(DRAFT))
+    config.watermark_config = None
+    config.attention_config.hisparse_config = object()
+    with pytest.raises(ConfigError, match=f"^--attention-config: hisparse_config: {need}"):
+        check_draft(config, speculation(DRAFT))
+    config.attention_config.hisparse_config = None
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    with pytest.raises(ConfigError, match=f"^VLLM_USE_V2_MODEL_RUNNER: {need}set it to 0"):
+        check_draft(config, speculation(DRAFT))
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "turboquant_4bit_nc"])
 def test_a_quantised_kv_cache_is_refused(dtype: str) -> None:
     config = engine()

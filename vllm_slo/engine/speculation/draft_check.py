@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.platforms import current_platform
@@ -72,6 +73,7 @@ def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
             unread.append(error)
             continue
         _check_model(draft, f"the draft model {draft.model!r}", "use another draft")
+        _check_experts(vllm_config, draft)
         _check_vocabulary(target, draft)
     if len(unread) == len(config.pool):
         raise unread[0]
@@ -120,6 +122,7 @@ def _missing(config: SpeculationConfig, flag: str, value: str) -> ConfigError:
 
 def _check_engine(vllm_config: VllmConfig) -> None:
     _check_platform(vllm_config)
+    _check_runner(vllm_config)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     scheduler = vllm_config.scheduler_config
     refused = {
@@ -145,6 +148,33 @@ def _check_engine(vllm_config: VllmConfig) -> None:
                 f"{flag_of(name)}: {tokens} tokens a step are fewer than the "
                 f"{scheduler.max_num_seqs} requests of a batch; raise it or lower --max-num-seqs"
             )
+
+
+def _check_runner(vllm_config: VllmConfig) -> None:
+    """Refuse vLLM's V2 model runner: its scheduler's messages are not those that trees need."""
+    if not vllm_config.use_v2_model_runner:
+        return
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        cause, fix = "--attention-config: hisparse_config", "remove it"
+    elif getattr(vllm_config, "watermark_config", None) is not None:
+        cause, fix = "--watermark-config", "remove it"
+    elif envs.VLLM_USE_V2_MODEL_RUNNER:
+        cause, fix = "VLLM_USE_V2_MODEL_RUNNER=1", "unset it"
+    else:
+        cause, fix = "VLLM_USE_V2_MODEL_RUNNER", "set it to 0"
+    raise ConfigError(
+        f"{cause}: trees need vLLM's V1 model runner; {fix}, or serve without a draft model"
+    )
+
+
+def _check_experts(vllm_config: VllmConfig, draft: ModelConfig) -> None:
+    """Refuse a mixture of experts whose passes all engines would have to make together."""
+    engines = vllm_config.parallel_config.data_parallel_size
+    if draft.is_moe and engines > 1:
+        raise ConfigError(
+            f"{_FIELD}: the draft model {draft.model!r} is a mixture of experts, which "
+            f"--data-parallel-size {engines} would make draft in step; use a dense draft"
+        )
 
 
 def _check_single(vllm_config: VllmConfig) -> None:
@@ -182,7 +212,8 @@ def _check_model(model: ModelConfig, who: str, fix: str, field: str = _FIELD) ->
 def _slides(model: ModelConfig) -> bool:
     if model.get_sliding_window() is None:
         return model.rswa_window is not None
-    return "sliding_attention" in (_layer_types(model) or ("sliding_attention",))
+    kinds = _layer_types(model) or ("sliding_attention",)
+    return "sliding_attention" in kinds or model.rswa_window is not None
 
 
 def _has_other_layers(model: ModelConfig) -> bool:

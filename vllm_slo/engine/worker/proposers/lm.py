@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.config.utils import replace
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
@@ -64,6 +64,21 @@ def common_metadata(
     )
 
 
+def config_with(vllm_config: VllmConfig, draft: ModelConfig) -> VllmConfig:
+    """The engine's configuration with a draft as its model.
+
+    vLLM's own way to replace a field completes the configuration anew, and so changes the parts
+    that both share. Here the served model's configuration stays as it is. Passes of a dense draft
+    beside a mixture of experts are not coordinated among data-parallel engines.
+    """
+    config = copy.copy(vllm_config)
+    config.model_config = draft
+    config.quant_config = VllmConfig.get_quantization_config(draft, config.load_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.is_moe_model = draft.is_moe
+    return config
+
+
 class DraftModel:
     """A language model beside the served one, with layers of its own in the same KV cache groups.
 
@@ -75,11 +90,12 @@ class DraftModel:
     def __init__(
         self, vllm_config: VllmConfig, model: str, device: torch.device, prefix: str
     ) -> None:
-        self.vllm_config = vllm_config
         self.device = device
         self.prefix = prefix
-        self.config = draft_model_config(vllm_config, model)
-        self.max_len = min(self.config.max_model_len, vllm_config.model_config.max_model_len)
+        self.vllm_config = config_with(vllm_config, draft_model_config(vllm_config, model))
+        self.max_len = min(
+            self.vllm_config.model_config.max_model_len, vllm_config.model_config.max_model_len
+        )
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self.model: nn.Module | None = None
         self.layer_names: list[str] = []
@@ -92,10 +108,9 @@ class DraftModel:
         """
         layers = registered_layers(self.vllm_config)
         others = dict(layers)
-        config = replace(self.vllm_config, model_config=self.config, quant_config=None)
         try:
             with set_model_tag(self.prefix):
-                self.model = get_model(vllm_config=config, prefix=self.prefix)
+                self.model = get_model(vllm_config=self.vllm_config, prefix=self.prefix)
         except Exception:
             layers.clear()
             layers.update(others)
