@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import is_dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.tokenizers import get_tokenizer
 
@@ -30,11 +31,15 @@ from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.errors import ConfigError
 
+logger = init_logger(__name__)
+
+PLAIN_KV: Final = ("auto", "float16", "bfloat16")
+"""Values of ``--kv-cache-dtype`` that trees work with."""
+
 _FIELD: Final = "speculation.draft_model"
 _SERVERS_FIELD: Final = "speculation.draft_servers"
 _WITHOUT: Final = "serve it without a draft model"
 _WITHOUT_SERVERS: Final = "serve it without draft servers"
-_PLAIN_KV: Final = ("auto", "float16", "bfloat16")
 _FULL_ATTENTION: Final = ("full_attention", "attention")
 _TOKENIZER_FILES: Final = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
@@ -77,6 +82,17 @@ def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
         _check_vocabulary(target, draft)
     if len(unread) == len(config.pool):
         raise unread[0]
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the start of an engine, with one line in the log: vLLM shows only tracebacks of what a
+    worker raises.
+
+    Raises:
+        ConfigError: the reason.
+    """
+    logger.critical("vllm-slo: error: %s", reason)
+    raise ConfigError(reason)
 
 
 class _UnreadDraftError(ConfigError):
@@ -136,7 +152,7 @@ def _check_engine(vllm_config: VllmConfig) -> None:
     for flag, asked in refused.items():
         if asked:
             raise ConfigError(f"{flag}: does not work with a draft model; remove one of the two")
-    if cache.cache_dtype not in _PLAIN_KV:
+    if cache.cache_dtype not in PLAIN_KV:
         raise ConfigError(
             f"--kv-cache-dtype {cache.cache_dtype}: trees need a KV cache that is not quantised; "
             "set --kv-cache-dtype bfloat16, or serve without a draft model"

@@ -29,6 +29,7 @@ from vllm_slo.engine.compat.runner import RunnerBatch, attention_metadata, regis
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.worker import tree_sampling
 from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
+from vllm_slo.engine.worker.tree_attention.layer_check import check_backends
 from vllm_slo.engine.worker.tree_attention.path_rows import (
     MASKS,
     ROWS,
@@ -63,6 +64,7 @@ class TreeRunner(GPUModelRunner):
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        check_backends(self._batch.attention_groups)
         self.drafter.bind(self._batch)
         layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
         self._layers = {

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.compat.attention import forget_chosen_backends
 from vllm_slo.engine.compat.probe import check
 from vllm_slo.engine.compat.seams import TREES
-from vllm_slo.engine.speculation.draft_check import check_draft
-from vllm_slo.errors import VllmSLOError
-
-logger = init_logger(__name__)
+from vllm_slo.engine.speculation.draft_check import check_draft, refuse
+from vllm_slo.errors import ConfigError, IncompatibleVLLMError
 
 _BACKENDS = {
     AttentionBackendEnum.CPU_ATTN: "vllm_slo.engine.worker.tree_attention.cpu.TreeCPUBackend",
@@ -39,13 +36,14 @@ def refuse_what_fails(vllm_config: VllmConfig, *subclasses: type) -> None:
         subclasses: the worker and the runner with trees.
 
     Raises:
-        ConfigError, IncompatibleVLLMError: one line, also in the log: vLLM shows only tracebacks of
-            what a worker raises.
+        ConfigError, IncompatibleVLLMError: one line, also in the log.
     """
     try:
         check(TREES, subclasses)
         config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
         check_draft(vllm_config, config)
-    except VllmSLOError as error:
+    except ConfigError as error:
+        refuse(str(error))
+    except IncompatibleVLLMError as error:
         logger.critical("vllm-slo: error: %s", error)
         raise

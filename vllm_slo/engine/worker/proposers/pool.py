@@ -23,6 +23,7 @@ from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees
 from vllm_slo.engine.worker.proposers.beam import BeamSearch
 from vllm_slo.engine.worker.proposers.chain import Ahead, ChainSearch, DraftKVState, Member
 from vllm_slo.engine.worker.proposers.lm import DraftCoverage, DraftModel
+from vllm_slo.errors import ConfigError
 
 logger = init_logger(__name__)
 
@@ -70,6 +71,8 @@ class TreeProposer:
                 draft = DraftModel(self.vllm_config, name, device, f"draft{place}")
                 draft.load()
                 self.models[place] = draft
+            except ConfigError:
+                raise
             except Exception as error:  # noqa: BLE001 - mostly out of memory: the others serve
                 self.drop(place, error)
         sizes = [draft.parameters for draft in self.models.values()]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 import torch
-from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -21,8 +20,6 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_slo.engine.worker.tree_attention.cuda_kernel import MAX_TREE_TOKENS, tree_attention
 from vllm_slo.engine.worker.tree_attention.path_rows import with_path_rows
-
-HEAD_SIZES = (32, 256)
 
 
 class TreePlan(Protocol):
@@ -40,21 +37,6 @@ class TreePlan(Protocol):
     max_tree: int
 
 
-def unsupported(impl: TritonAttentionImpl) -> str | None:
-    """Why this layer cannot attend to a tree; None if it can. Steps without trees always work."""
-    low, high = HEAD_SIZES
-    reasons = {
-        "ALiBi slopes": impl.alibi_slopes is not None,
-        "attention sinks": impl.sinks is not None,
-        "a sliding window": tuple(impl.sliding_window) != (-1, -1),
-        "chunked attention": impl.chunk_lookback != -1,
-        f"a KV cache of {impl.kv_cache_dtype}": is_quantized_kv_cache(impl.kv_cache_dtype),
-        f"{impl.attn_type} attention": impl.attn_type != AttentionType.DECODER,
-        f"a head size of {impl.head_size}": not low <= impl.head_size <= high,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
 class TritonTreeMetadataBuilder(TritonAttentionMetadataBuilder):
     """Builds the stock metadata, to which a ``TreePlan`` may be attached.
 
@@ -68,11 +50,12 @@ class TritonTreeMetadataBuilder(TritonAttentionMetadataBuilder):
 
 
 class TritonTreeImpl(TritonAttentionImpl):
-    """One attention layer, with trees where ``unsupported`` gives no reason against."""
+    """One attention layer, with trees.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.refusal = unsupported(self)
+    ``tree_head_sizes``: the smallest and the largest that the kernel takes.
+    """
+
+    tree_head_sizes: ClassVar[tuple[int, int]] = (32, 256)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -92,8 +75,8 @@ class TritonTreeImpl(TritonAttentionImpl):
         """As the stock ``forward``, shapes included, but for a step whose metadata has a tree.
 
         Raises:
-            NotImplementedError: the step has a tree, and a feature of the layer or of the step does
-                not work with trees.
+            NotImplementedError: the step has a tree and a feature that does not work with trees.
+                No engine that has passed `draft_check` makes such a step.
         """
         tree: TreePlan | None = getattr(attn_metadata, "tree", None)
         if tree is None:
@@ -108,7 +91,7 @@ class TritonTreeImpl(TritonAttentionImpl):
                 output_scale,
                 output_block_scale,
             )
-        refusal = self.refusal or _refusal(tree, attn_metadata)
+        refusal = _refusal(tree, attn_metadata)
         if refusal:
             raise NotImplementedError(f"token trees do not work with {refusal}")
         tokens = attn_metadata.num_actual_tokens

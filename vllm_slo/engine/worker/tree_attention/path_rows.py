@@ -8,12 +8,13 @@ path, so the queries are in the order of the rows. A pass without trees is the b
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend
 
+from vllm_slo.engine.worker.tree_attention.layer_check import check_layer
 from vllm_slo.engine.worker.tree_attention.plan import RowPlan
 
 ROWS = "path_rows"
@@ -138,11 +139,16 @@ def with_path_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
 
     Args:
         backend: a paged backend whose keys and values are written by ``do_kv_cache_update``, apart
-            from ``forward``, and whose KV cache's first dimension is the block.
+            from ``forward``, and whose KV cache's first dimension is the block. Layers that cannot
+            attend to trees are refused when they are made.
     """
     stock: Any = backend.get_impl_cls()
 
     class Impl(stock):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            check_layer(self)
+
         def forward(
             self,
             layer: Any,
@@ -165,6 +171,8 @@ def with_path_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     Impl.__name__ = Impl.__qualname__ = f"PathRows{stock.__name__}"
 
     class Backend(backend):
+        verifies_trees: ClassVar[bool] = True
+
         @staticmethod
         def get_impl_cls() -> type[Any]:
             return Impl
