@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from depth import DEPTH
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,6 +25,7 @@ from vllm_slo.engine.worker.tree_attention import cuda_kernel  # noqa: E402
 from vllm_slo.engine.worker.tree_attention.cuda_kernel import Tiling, choose_tiling  # noqa: E402
 
 SMALL = Tiling(16, 16, 1, 4, 2)
+HEAD_SIZES, GROUPS, BLOCK_SIZES = (64, 96, 128, 256), (1, 4, 8), (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,28 @@ def test_the_tiling_chosen_for_a_device(interpreter: Executor) -> None:
     assert interpreter.submit(error, case).result() < 1e-5
 
 
+def shape_cases() -> list[tuple[int, int, int]]:
+    """(head size, heads of a group, block size): each of every one; all of them in a deep run."""
+    if DEPTH > 1:
+        return list(product(HEAD_SIZES, GROUPS, BLOCK_SIZES))
+    return [(64, 1, 128), (96, 4, 64), (128, 8, 32), (256, 4, 16)]
+
+
+@pytest.mark.parametrize(("head_size", "group", "block_size"), shape_cases())
+def test_the_tilings_of_every_shape(
+    interpreter: Executor, head_size: int, group: int, block_size: int
+) -> None:
+    """The smallest and the largest of those that are chosen for half precision."""
+    smallest, *_, largest = cuda_kernel.tilings(2 * group, 2, head_size, torch.float16)
+    rng = random.Random(head_size + group)
+    requests = (tree(rng, 12, 150), (1, 300, None), (20, 40, None), tree(rng, 3, block_size))
+    for tiling in (smallest, largest):
+        case = Case(
+            requests, 2 * group, 2, head_size, block_size, torch.float16, tiling=tiling, seed=group
+        )
+        assert interpreter.submit(error, case).result() < 4e-3
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_tree_of_64_tokens_uses_every_bit(interpreter: Executor, splits: int) -> None:
     chain = tuple(range(-1, 62))  # its last token sees all: the mask is -1
@@ -271,6 +296,8 @@ def test_any_shape_has_a_tiling(
         head_size,
         torch.empty(0, dtype=dtype),
     )
+    kinds = cuda_kernel.tilings(group * kv_heads, kv_heads, head_size, dtype)
+    assert chosen._replace(splits=min(chosen.splits, 2)) in kinds, "what is warmed up is all"
     for size in (chosen.block_m, chosen.block_n):
         assert size >= 16 and size.bit_count() == 1
     assert chosen.block_m // group >= 1
@@ -300,9 +327,14 @@ TYPES = {
 
 
 def compiled(
-    name: str, capability: int, constants: dict[str, int], **types: str
+    name: str,
+    capability: int,
+    constants: dict[str, int],
+    warps: int = 4,
+    stages: int = 3,
+    **types: str,
 ) -> tuple[str, int]:
-    """(PTX, bytes of shared memory) of a kernel, for 16-token trees of a Llama with 8 KV heads."""
+    """(PTX, bytes of shared memory) of a kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -312,21 +344,87 @@ def compiled(
     signature = {argument: known.get(argument, "i32") for argument in names}
     values = {(names.index(constant),): value for constant, value in constants.items()}
     source = ASTSource(function, signature, values)
-    options = {"num_warps": 4, "num_stages": 3}
+    options = {"num_warps": warps, "num_stages": stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return kernel.asm["ptx"], kernel.metadata.shared
 
 
-def test_the_kernels_compile_for_gpus(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler refuses much that the interpreter takes; neither needs a GPU."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """A process of its own, with an empty cache."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        split = pool.submit(compiled, "_attend", 90, ATTEND | {"SPLIT": True})
-        whole = pool.submit(compiled, "_attend", 80, ATTEND | {"SPLIT": False}, target_ptr="*bf16")
-        combine = pool.submit(compiled, "_combine", 90, {"HEAD": 80, "HEAD_PADDED": 128})
-        hopper, shared = split.result()
-        ampere, _ = whole.result()
-        assert ".entry _combine" in combine.result()[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+            pool.submit(int).result()  # the first task starts the process
+        yield pool
+
+
+def test_the_kernels_compile_for_gpus(compiler: Executor) -> None:
+    """The compiler refuses much that the interpreter takes; neither needs a GPU."""
+    split = compiler.submit(compiled, "_attend", 90, ATTEND | {"SPLIT": True})
+    whole = compiler.submit(compiled, "_attend", 80, ATTEND | {"SPLIT": False}, target_ptr="*bf16")
+    combine = compiler.submit(compiled, "_combine", 90, {"HEAD": 80, "HEAD_PADDED": 128})
+    hopper, shared = split.result()
+    ampere, _ = whole.result()
+    assert ".entry _combine" in combine.result()[0]
     assert "wgmma.mma_async" in hopper
     assert "mma.sync" in ampere
-    assert shared <= 99 * 1024  # what the smallest GPUs of these generations have
+    assert shared <= SHARED_BYTES
+
+
+SHARED_BYTES = 99 * 1024
+"""Shared memory of a program on the smallest GPUs of these generations."""
+
+
+def compile_cases() -> list[tuple[int, int, int, str, int, bool]]:
+    """(capability, head size, heads of a group, type, block size, largest tiling): each of every
+    one; in a deep run all but block sizes, which take turns: they change divisors only."""
+    if DEPTH > 1:
+        cases = product((80, 90, 100), HEAD_SIZES, GROUPS, ("bf16", "fp16"), (False, True))
+        return [
+            (capability, size, group, kind, BLOCK_SIZES[place // 2 % 4], largest)
+            for place, (capability, size, group, kind, largest) in enumerate(cases)
+        ]
+    return [
+        (80, 64, 1, "fp16", 128, False),
+        (80, 256, 8, "bf16", 16, True),
+        (90, 96, 4, "bf16", 64, True),
+        (100, 128, 8, "bf16", 32, True),
+        (100, 256, 1, "fp16", 16, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "group", "kind", "block_size", "largest"), compile_cases()
+)
+def test_every_shape_compiles(
+    compiler: Executor,
+    capability: int,
+    head_size: int,
+    group: int,
+    kind: str,
+    block_size: int,
+    largest: bool,
+) -> None:
+    """A KV cache in fp8 is refused at start, so there is none to compile for."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    tiling = cuda_kernel.tilings(8 * group, 8, head_size, dtype)[-1 if largest else 0]
+    split = tiling.splits > 1
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "GROUP": group,
+        "HEAD": head_size,
+        "HEAD_PADDED": 1 << (head_size - 1).bit_length(),
+        "BLOCK_Q": tiling.block_m // group,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "SOFTCAP": split,
+        "SPLIT": split,
+    }
+    types = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), f"*{kind}")
+    if not split:
+        types |= dict.fromkeys(("target_ptr", "weight_ptr"), f"*{kind}")
+    options = capability, constants, tiling.num_warps, tiling.num_stages
+    ptx, shared = compiler.submit(compiled, "_attend", *options, **types).result()
+    assert ".entry _attend" in ptx
+    assert shared <= SHARED_BYTES

@@ -181,16 +181,40 @@ def choose_tiling(
     keys or more.
     """
     group = heads // kv_heads
-    row_bytes = 2 * _power_of_2(head_size) * query.element_size()
-    most_rows, most_keys = (32, 16) if query.dtype == torch.float32 else (128, 64)
-    rows = min(_power_of_2(max_query_len * group), most_rows, 2 * TILE_BYTES // row_bytes)
-    block_m = max(16, _power_of_2(group), rows)
-    block_n = max(16, min(most_keys, TILE_BYTES // row_bytes))
-    stages = 1 + max(2, min(4, STAGED_BYTES // (row_bytes * block_n)))
+    sizes, block_n, stages = _tile_sizes(group, head_size, query.dtype)
+    rows = _power_of_2(max_query_len * group)
+    block_m = next((size for size in sizes if size >= rows), sizes[-1])
     programs = kv_heads * max(requests, tokens // (block_m // group))
     wanted = 2 * _multiprocessors(query.device) // programs
     splits = max(1, min(wanted, max_seq_len // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
-    return Tiling(block_m, block_n, splits, 4 if block_m <= 64 else 8, stages)
+    return Tiling(block_m, block_n, splits, _warps(block_m), stages)
+
+
+def tilings(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> list[Tiling]:
+    """One of each kind of tiling that ``choose_tiling`` may choose for an attention layer. Each kind
+    is compiled by itself; how often keys are split, beyond once, makes no difference."""
+    sizes, block_n, stages = _tile_sizes(heads // kv_heads, head_size, dtype)
+    return [
+        Tiling(block_m, block_n, splits, _warps(block_m), stages)
+        for block_m in sizes
+        for splits in (1, 2)
+    ]
+
+
+def _tile_sizes(group: int, head_size: int, dtype: torch.dtype) -> tuple[list[int], int, int]:
+    """(possible rows of a program, the fewest first; keys of a tile; stages)."""
+    row_bytes = 2 * _power_of_2(head_size) * dtype.itemsize
+    most_rows, most_keys = (32, 16) if dtype == torch.float32 else (128, 64)
+    most = min(most_rows, 2 * TILE_BYTES // row_bytes)
+    sizes = [max(16, _power_of_2(group))]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    block_n = max(16, min(most_keys, TILE_BYTES // row_bytes))
+    return sizes, block_n, 1 + max(2, min(4, STAGED_BYTES // (row_bytes * block_n)))
+
+
+def _warps(block_m: int) -> int:
+    return 4 if block_m <= 64 else 8
 
 
 def _power_of_2(n: int) -> int:
