@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -16,18 +17,36 @@ from vllm.platforms import current_platform
 type(current_platform).is_cpu = lambda _: False
 """
 """A platform that is not CPU. It does not say that it is CUDA: this vLLM may lack those kernels."""
-CPU_ONLY = ("vllm.v1.worker.cpu.shm", "vllm.v1.worker.cpu_worker", "vllm_slo.engine.worker.cpu")
+SHM = "vllm.v1.worker.cpu.shm"
+"""What replaces functions of ``torch.cuda``."""
+CPU_ONLY = re.compile(
+    r"vllm\.v1\.(worker|attention\.backends)\.cpu.*|vllm_slo\.engine\.worker\.(.*\.)?cpu"
+)
+"""Modules of one platform. `vllm.platforms.cpu` finds out which one this is, and may be there."""
+CUDA_WORKER = """
+from importlib import import_module
+from vllm_slo.engine.serving import plugin
+plugin.register()
+from vllm_slo.engine.worker.cuda import CUDATreeWorker
+from vllm_slo.engine.worker import TreeWorker
+assert TreeWorker is CUDATreeWorker
+for name in ("proposers", "worker.model_runner", "worker.setup", "worker.tree_sampling",
+             "worker.proposers.warm_up", "worker.tree_attention.cuda"):
+    import_module("vllm_slo.engine." + name)
+print(TreeWorker.__name__)
+"""
+"""All that a worker of a server with trees loads: the plugin, the worker, what flags name."""
 
 
 def loaded(code: str) -> tuple[str, set[str]]:
-    """What a process of its own prints, and which of vLLM's CPU modules it has loaded."""
-    report = f"print(*[name for name in {CPU_ONLY!r} if name in sys.modules])"
+    """What a process of its own prints, and which modules for CPU it has loaded."""
+    report = "import sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     *_, printed, modules = done.stdout.splitlines()
-    return printed, set(modules.split())
+    return printed, {name for name in modules.split() if CPU_ONLY.fullmatch(name)}
 
 
 @pytest.mark.slow
@@ -35,7 +54,7 @@ def loaded(code: str) -> tuple[str, set[str]]:
     "code",
     [
         "from vllm_slo.engine.worker import TreeWorker; print(TreeWorker.__name__)",
-        "from vllm_slo.engine.worker.cuda import CUDATreeWorker as W; print(W.__name__)",
+        CUDA_WORKER,
     ],
 )
 def test_the_cuda_worker_loads_nothing_of_the_cpu_worker(code: str) -> None:
@@ -49,4 +68,17 @@ def test_the_cpu_worker_is_found_to_be_loaded() -> None:
     code = (
         "import sys; from vllm_slo.engine.worker.cpu import CPUTreeWorker as W; print(W.__name__)"
     )
-    assert loaded(code) == ("CPUTreeWorker", set(CPU_ONLY))
+    name, modules = loaded(code)
+    assert name == "CPUTreeWorker"
+    assert modules >= {SHM, "vllm.v1.worker.cpu_worker", "vllm_slo.engine.worker.cpu"}
+
+
+@pytest.mark.slow
+def test_the_plugin_asks_for_nothing_of_a_cpu_where_the_platform_is_another() -> None:
+    code = (
+        "import torch\nasked = []\n"
+        "torch.cpu._is_amx_tile_supported = lambda: True\n"
+        "torch.cpu._init_amx = lambda: asked.append('AMX')\n"
+        "from vllm_slo.engine.serving import plugin; plugin.register(); print(asked)"
+    )
+    assert loaded(NO_CPU + code) == ("[]", set())

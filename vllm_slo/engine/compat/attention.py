@@ -15,12 +15,13 @@ def forget_chosen_backends() -> None:
 
 
 def enable_amx() -> None:
-    """Ask the kernel for AMX on CPUs that have it.
+    """Ask the kernel for AMX on CPUs that have it, where vLLM's platform is CPU.
 
     vLLM's attention kernels use AMX tiles but leave asking to oneDNN, which a small model may not
     have called before its first attention: the process then dies of an illegal instruction.
     """
     import torch
+    from vllm.platforms import current_platform
 
-    if torch.cpu._is_amx_tile_supported():
+    if torch.cpu._is_amx_tile_supported() and current_platform.is_cpu():
         torch.cpu._init_amx()
