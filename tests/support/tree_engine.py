@@ -387,6 +387,33 @@ def rotate_chains(every: int, used: Counter[str]) -> None:
     ModelChains.choose = choose  # type: ignore[method-assign]
 
 
+def watch_draft_passes() -> list[tuple[str, int, int]]:
+    """(model, requests, most tokens of one) of each pass of a draft from here on."""
+    from vllm_slo.engine.worker.proposers.lm import DraftModel
+
+    passes: list[tuple[str, int, int]] = []
+    forward = DraftModel.forward
+
+    def watched(model: Any, tokens: Any, positions: Any, common: Any, **named: Any) -> Any:
+        passes.append((model.prefix, common.num_reqs, common.max_query_len))
+        return forward(model, tokens, positions, common, **named)
+
+    DraftModel.forward = watched  # type: ignore[method-assign]
+    return passes
+
+
+def profile(worker: Any) -> list[tuple[int, int]]:
+    """(tokens, rows of logits) of the passes with which drafts take part in memory profiling."""
+    from vllm_slo.engine.worker.proposers.lm import DraftModel
+
+    sizes: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = DraftModel.profile
+        patch.setattr(DraftModel, "profile", lambda *args: sizes.append(args[1:]) or run(*args))
+        worker.model_runner.profile_run()
+    return sizes
+
+
 def said_by(output: vllm.RequestOutput) -> dict[str, Any]:
     """What one request got."""
     one = output.outputs[0]
@@ -416,7 +443,9 @@ def main() -> None:
         rotate_chains(engine["rotate"], used)
     if engine.get("fail"):
         let_fail(*engine["fail"])
+    passes = watch_draft_passes()
     llm = vllm.LLM(str(tiny.path("target")), **engine_options(engine))
+    warmed = sorted(set(passes))
     counters = Counters(llm, chains="method" in engine)
     found = {}
     for name, phase in phases.items():
@@ -425,6 +454,9 @@ def main() -> None:
         assert llm.reset_prefix_cache(), "a phase finds nothing of the one before it"
         found[name] = run_phase(llm, engine, phase, counters)
         found[name]["chains"] = dict(used)
+        found[name]["warmed"] = warmed
+    if engine.get("trees"):
+        found[name]["profiled"] = llm.collective_rpc(profile)[0]
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 

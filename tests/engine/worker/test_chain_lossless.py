@@ -54,3 +54,20 @@ def test_models_that_fail_are_left_out_and_the_answers_stay() -> None:
     assert found["chains"]["2"] > 0, "it worked until it failed"
     before_known = sum(steps for chain, steps in found["chains"].items() if "1" in chain)
     assert before_known <= 1, "the first report tells that it was not loaded"
+
+
+def test_drafts_are_warmed_up_in_every_way() -> None:
+    """Before the first request: one and many requests, several new tokens of each and one."""
+    warmed = {tuple(one) for one in told("two drafts")["warmed"]}
+    assert {model for model, *_ in warmed} == {"draft0", "draft1"}
+    for model in ("draft0", "draft1"):
+        counts = {n for name, n, _ in warmed if name == model}
+        assert {n for name, n, new in warmed if name == model and new > 1} >= {1, 8}
+        assert {n for name, n, new in warmed if name == model and new == 1} >= {1, 8, 32}
+        assert max(counts) == 32, "rows of the largest beam: speculation.draft_tokens"
+
+
+def test_the_memory_of_drafts_is_profiled() -> None:
+    """vLLM measures while each draft reads as many tokens as a step has."""
+    profiled = told("two drafts", "guesses")["profiled"]
+    assert profiled == [[96, 96], [96, 96]]

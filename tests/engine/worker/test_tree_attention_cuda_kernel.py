@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -223,6 +223,45 @@ def test_the_tilings_of_every_shape(
             requests, 2 * group, 2, head_size, block_size, torch.float16, tiling=tiling, seed=group
         )
         assert interpreter.submit(error, case).result() < 4e-3
+
+
+def warmed(head_size: int, softcap: float) -> list[dict[str, Any]]:
+    """The constants of each kernel that a layer of the backend warms up."""
+    from vllm_slo.engine.worker.tree_attention.cuda import TritonTreeImpl
+
+    launched: list[dict[str, Any]] = []
+    kernel = cuda_kernel._attend
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **constants: Any) -> None:
+                launched.append(constants)
+                kernel[grid](*args, **constants)
+
+            return launch
+
+    impl = TritonTreeImpl(8, head_size, 1.0, 2, None, None, "auto", softcap or None)
+    cache = torch.zeros(3, 2, 16, 2 * head_size, dtype=torch.float16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_kernel, "_attend", Watched())
+        impl.warm_up_trees(cache, torch.zeros(4, 5, dtype=torch.int32))
+    return launched
+
+
+@pytest.mark.parametrize(("head_size", "softcap"), [(64, 0.0), (256, 30.0)])
+def test_every_kernel_that_can_be_chosen_is_warmed_up(
+    interpreter: Executor, head_size: int, softcap: float
+) -> None:
+    """`test_any_shape_has_a_tiling` tries that ``tilings`` has them all."""
+    names = ("BLOCK_M", "BLOCK_N", "SPLIT", "SOFTCAP", "num_warps", "num_stages")
+    found = [
+        [one[name] for name in names]
+        for one in interpreter.submit(warmed, head_size, softcap).result()
+    ]
+    assert found == [
+        [t.block_m, t.block_n, t.splits > 1, softcap > 0, t.num_warps, t.num_stages]
+        for t in cuda_kernel.tilings(8, 2, head_size, torch.float16)
+    ]
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -20,6 +20,7 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         "vllm_slo.engine.worker.model_runner.TreeRunner",
     ): {
+        "profile_run": "takes the memory of the largest step with trees as well",
         "initialize_kv_cache": "hands the KV cache to the proposer",
         "_prepare_inputs": "gives tree nodes the positions of their depths",
         "_build_attention_metadata": "tells attention layers which tokens a tree node sees",
@@ -31,11 +32,13 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
         "shutdown": "closes the proposer",
     },
     ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm_slo.engine.worker.cpu.CPUTreeWorker"): {
-        "init_device": "checks the configuration and makes the runner with trees"
+        "init_device": "checks the configuration and makes the runner with trees",
+        "compile_or_warm_up_model": "drafts and verifies trees before the first request",
     },
     ("vllm.v1.worker.gpu_worker.Worker", "vllm_slo.engine.worker.cuda.CUDATreeWorker"): {
         "init_device": "checks the configuration and registers attention with trees",
         "_make_model_runner": "makes the runner with trees",
+        "compile_or_warm_up_model": "drafts and verifies trees before the first request",
     },
     (
         "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder",

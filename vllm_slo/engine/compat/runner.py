@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +32,33 @@ def attention_metadata(group: AttentionGroup, common: CommonAttentionMetadata) -
     if hasattr(group, "build_metadata"):
         return group.build_metadata(common)
     return group.get_metadata_builder().build(0, common)  # vLLM 0.31
+
+
+def kv_buffer(layers: Iterable[Any], tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """A buffer as large as the keys and values that so many tokens have in some attention layers.
+
+    ``like``: has the type and the device of the keys.
+    """
+    per_token = sum(2 * layer.num_kv_heads * layer.head_size for layer in layers)
+    return like.new_empty(tokens * per_token)
+
+
+def profile_sampler(runner: GPUModelRunner, rows: int) -> torch.Tensor:
+    """Sample in so many rows, with all that sampling may take, while memory is profiled.
+
+    Returns:
+        The logits of the rows, which a step keeps while it drafts, [rows, vocabulary].
+    """
+    width, dtype = runner.model_config.get_hidden_size(), runner.model_config.dtype
+    hidden = torch.zeros(rows, width, dtype=dtype, device=runner.device)
+    logits: torch.Tensor = runner.model.compute_logits(hidden)
+    # Without this vLLM would profile its rejection sampler for as many rows again.
+    speculative, runner.speculative_config = runner.speculative_config, None
+    try:
+        runner._dummy_sampler_run(hidden)
+    finally:
+        runner.speculative_config = speculative
+    return logits
 
 
 class RunnerBatch:
@@ -78,7 +106,17 @@ class RunnerBatch:
         blocks = self._runner.input_batch.block_table[KV_GROUP].num_blocks_per_row[index]
         return int(blocks) * self.block_size
 
+    @property
+    def device_block_table(self) -> torch.Tensor:
+        """Blocks of each request on the device, as kernels get them, [requests, columns]."""
+        return self._runner.input_batch.block_table[KV_GROUP].get_device_tensor(self.max_requests)
+
     # The requests.
+
+    @property
+    def max_requests(self) -> int:
+        """Requests of a step at most."""
+        return int(self._runner.max_num_reqs)
 
     @property
     def request_ids(self) -> list[str]:

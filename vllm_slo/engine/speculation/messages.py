@@ -179,6 +179,14 @@ def scratch_blocks(config: SpeculationConfig, block_size: int) -> int:
     return config.draft_tokens * scratch_blocks_per_row(config, block_size)
 
 
+def most_nodes(config: SpeculationConfig, requests: int) -> int:
+    """Tree nodes that a step of so many requests can hold. A pass of the draft has
+    ``draft_tokens`` rows, each of which goes ``max_depth`` tokens ahead."""
+    if config.draft_servers is not None:
+        return requests * config.max_nodes
+    return min(config.draft_tokens * config.max_depth, requests * config.max_nodes)
+
+
 def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -> KVCacheConfig:
     """The KV cache as the scheduler is to know it: the worker's blocks left out.
 

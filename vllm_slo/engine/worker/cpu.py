@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -22,3 +24,8 @@ class CPUTreeWorker(CPUWorker):
         super().init_device()
         register_backends()
         self.model_runner = CPUTreeRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's, after drafts and trees: behind it vLLM takes whatever is compiled for late."""
+        self.model_runner.warm_up()
+        return super().compile_or_warm_up_model()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
 from vllm_slo.engine.worker.model_runner import TreeRunner
@@ -19,3 +21,8 @@ class CUDATreeWorker(GPUWorker):
 
     def _make_model_runner(self) -> TreeRunner:
         return TreeRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's, after drafts and trees: behind it vLLM takes whatever is compiled for late."""
+        self.model_runner.warm_up()
+        return super().compile_or_warm_up_model()

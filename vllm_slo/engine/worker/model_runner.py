@@ -25,10 +25,17 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_slo.core.speculation import token_tree
-from vllm_slo.engine.compat.runner import RunnerBatch, attention_metadata, registered_layers
+from vllm_slo.engine.compat.runner import (
+    RunnerBatch,
+    attention_metadata,
+    kv_buffer,
+    profile_sampler,
+    registered_layers,
+)
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.worker import tree_sampling
 from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
+from vllm_slo.engine.worker.transfer import to_device
 from vllm_slo.engine.worker.tree_attention.layer_check import check_backends
 from vllm_slo.engine.worker.tree_attention.path_rows import (
     MASKS,
@@ -41,6 +48,7 @@ from vllm_slo.engine.worker.tree_attention.plan import (
     MaskPlan,
     RowPlan,
     TreeSlot,
+    node_positions,
     plan_masks,
     plan_rows,
 )
@@ -71,19 +79,47 @@ class TreeRunner(GPUModelRunner):
             name: layers[name] for name in self._batch.layer_names if name not in drafts
         }
 
+    @torch.inference_mode()  # as steps run: what is compiled depends on it
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, and with the memory that the largest step with trees takes: sampling at every
+        node, the keys and values that compaction moves, and drafting beside both."""
+        super().profile_run(*args, **kwargs)
+        nodes = messages.most_nodes(self.drafter.config, self.max_num_reqs)
+        logits = profile_sampler(self, min(self.max_num_reqs + nodes, self.max_num_tokens))
+        layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
+        served = [layer for name, layer in layers.items() if name not in drafts]
+        kept = kv_buffer(served, nodes, logits)
+        self.drafter.profile()
+        self._sync_device()
+        del logits, kept
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Draft, and verify trees, in every way that is compiled by itself. The KV cache is there,
+        and no request is."""
+        self.drafter.warm_up()
+        shapes = {}
+        for layer in self._layers.values():
+            shapes[layer.num_heads, layer.num_kv_heads, layer.head_size] = layer
+        for layer in shapes.values():
+            if hasattr(layer.impl, "warm_up_trees"):
+                layer.impl.warm_up_trees(layer.kv_cache, self._batch.device_block_table)
+        self._sync_device()
+
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
     ) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.drafter.begin_step(scheduler_output)
         self._slots = self._find_slots(messages.of(scheduler_output))
-        for slot in self._slots:
-            nodes = slice(slot.first + 1, slot.first + 1 + len(slot.parents))
-            depths = torch.tensor(token_tree.depths(slot.parents), dtype=torch.int64)
-            self._batch.positions[nodes] = (slot.context + depths).to(
-                self.device, non_blocking=True
-            )
+        if self._slots:
+            self._place_nodes()
         return prepared
+
+    def _place_nodes(self) -> None:
+        """Give all tree nodes the positions of their depths."""
+        places, positions = to_device(node_positions(self._slots), self.device).unbind()
+        self._batch.positions.index_copy_(0, places, positions)
 
     def _find_slots(self, step: messages.StepTrees) -> list[TreeSlot]:
         starts, computed = self._batch.query_start, self._batch.num_computed_tokens
@@ -129,7 +165,7 @@ class TreeRunner(GPUModelRunner):
         )
         if plan is None:
             return
-        self._verify = VerifyRows(plan, self.drafter.blocks_per_row, self.device)
+        self._verify = VerifyRows(plan, self.device)
         rows = _as_rows(common, plan, self.device)
         for group in self._batch.attention_groups:
             built = attention_metadata(group, rows)
@@ -144,7 +180,7 @@ class TreeRunner(GPUModelRunner):
             for node in range(token_tree.leading_chain(slot.parents), len(slot.parents))
         ]
         self._kept = {token: row for row, token in enumerate(loose)}
-        return torch.tensor(loose, dtype=torch.int64, device=self.device)
+        return to_device(np.asarray(loose, dtype=np.int64), self.device)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         if logits is not None:
@@ -183,14 +219,17 @@ class TreeRunner(GPUModelRunner):
         """Copy the scratch blocks of each accepted path to the request's own blocks."""
         size, table = self._batch.block_size, self._batch.block_table
         contexts = {slot.index: slot.context for slot in self._slots}
-        copies: list[list[int]] = []
+        sources: list[int] = []
+        targets: list[int] = []
         for index, block in _accepted_paths(rows, accepted):
             column, offset = divmod(contexts[index], size)
             count = -(-(offset + 1 + len(accepted[index])) // size)
-            copies.extend([block + i, int(table[index, column + i]), 1] for i in range(count))
-        if copies:
+            sources.extend(range(block, block + count))
+            targets.extend(table[index, column : column + count].tolist())
+        if sources:
+            copies = to_device(np.asarray((sources, targets), dtype=np.int64), self.device)
             for layer in self._layers.values():
-                copy_blocks(layer.kv_cache, copies, 1)
+                copy_blocks(layer.kv_cache, copies)
 
     def _move_tokens(self, rows: MaskRows, accepted: list[list[int]]) -> None:
         """Write the accepted nodes' keys and values once more, to the slots of their positions."""
@@ -205,8 +244,8 @@ class TreeRunner(GPUModelRunner):
                 slots.append(int(table[slot.index, position // size]) * size + position % size)
         if not kept:
             return
-        sources = torch.tensor(kept, device=self.device)
-        targets = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        moves = to_device(np.asarray((kept, slots), dtype=np.int64), self.device)
+        sources, targets = moves.unbind()
         for name, (key, value) in rows.kept.items():
             layer = self._layers[name]
             layer.impl.do_kv_cache_update(
@@ -227,6 +266,8 @@ class TreeRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         done = super().sample_tokens(grammar_output)
+        # vLLM builds attention metadata for dummy batches, too, between steps.
+        self._slots, self._verify = [], None
         if isinstance(done, ModelRunnerOutput):
             messages.note_drafting(done, self.drafter.take_report())
         return done
@@ -255,8 +296,8 @@ class TreeMasks:
     """A ``MaskPlan`` on the device; see ``tree_attention.cuda.TreePlan``."""
 
     def __init__(self, plan: MaskPlan, device: torch.device) -> None:
-        self.ancestors = torch.from_numpy(plan.ancestors).to(device, non_blocking=True)
-        self.is_tree = torch.from_numpy(plan.is_tree).to(device, non_blocking=True)
+        self.ancestors = to_device(plan.ancestors, device)
+        self.is_tree = to_device(plan.is_tree, device)
         self.max_tree = plan.max_tree
 
 
@@ -264,22 +305,21 @@ def _as_rows(
     common: CommonAttentionMetadata, plan: RowPlan, device: torch.device
 ) -> CommonAttentionMetadata:
     """The batch of ``common`` with one row for each path."""
-    starts = torch.from_numpy(plan.query_start.astype(np.int32))
-    lengths = torch.from_numpy(plan.seq_lens.astype(np.int32))
-    owner = torch.from_numpy(plan.owner).to(device)
+    starts, lengths = plan.query_start.astype(np.int32), plan.seq_lens.astype(np.int32)
+    owner = to_device(plan.owner, device)
     table = common.block_table_tensor[owner]
     columns = int(plan.table[:, 1].max()) + 1
     if columns > table.shape[1]:
         table = torch.nn.functional.pad(table, (0, columns - table.shape[1]))
-    row, column, block = torch.from_numpy(plan.table).to(device).unbind(1)
+    row, column, block = to_device(plan.table, device).unbind(1)
     table[row, column] = block.to(table.dtype)
     prefilling = common.is_prefilling
     return replace(
         common,
-        query_start_loc=starts.to(device, non_blocking=True),
-        query_start_loc_cpu=starts,
-        seq_lens=lengths.to(device, non_blocking=True),
-        seq_lens_cpu_upper_bound=lengths,
+        query_start_loc=to_device(starts, device),
+        query_start_loc_cpu=torch.from_numpy(starts),
+        seq_lens=to_device(lengths, device),
+        seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
         num_reqs=len(plan.owner),
         max_query_len=int(np.diff(plan.query_start).max()),
         max_seq_len=int(plan.seq_lens.max()),

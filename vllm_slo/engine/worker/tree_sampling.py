@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -22,6 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_slo.core.speculation import token_tree
 from vllm_slo.engine.compat.sampling import draw_once, with_min_tokens_by_row
+from vllm_slo.engine.worker.transfer import to_device
 
 Nodes = Sequence[Sequence[int]]
 
@@ -97,7 +99,7 @@ class _Rows:
         self, metadata: SamplingMetadata, generators: dict[int, torch.Generator]
     ) -> SamplingMetadata:
         """The metadata of the requests as that of the rows."""
-        owner = torch.tensor(self.owner, device=self.device)
+        owner = to_device(np.asarray(self.owner, dtype=np.int64), self.device)
 
         def spread(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[owner]
@@ -141,9 +143,9 @@ class _Rows:
             padding = width - len(rows)
             visited.extend(rows + [first] * padding)
             kept.extend([True] * len(rows) + [False] * padding)
-        index = torch.tensor(visited, device=self.device)
-        tokens = output.sampled_token_ids.view(-1)[index]
-        tokens[~torch.tensor(kept, device=self.device)] = _REJECTED
+        index = to_device(np.asarray(visited, dtype=np.int64), self.device)
+        rejected = to_device(~np.asarray(kept, dtype=np.bool_), self.device)
+        tokens = output.sampled_token_ids.view(-1)[index].masked_fill(rejected, _REJECTED)
         logprobs = output.logprobs_tensors
         if logprobs is not None:
             logprobs = LogprobsTensors(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_slo.core.arrays import Ints
 from vllm_slo.engine.worker.proposers.lm import DraftModel, common_metadata
+from vllm_slo.engine.worker.transfer import to_device
 from vllm_slo.engine.worker.tree_attention.path_rows import BeamRows
 
 
@@ -111,15 +112,12 @@ class BeamSearch:
         table[:, : self.tables.shape[1]] = self.tables[owner, :columns]
         places = column[owner, None] + np.arange(self.blocks_per_row)
         np.put_along_axis(table, places, blocks.astype(np.int32), axis=1)
-        copies = [
-            [int(self.tables[i, column[i]]), int(blocks[i * width, 0]), width]
-            for i in np.flatnonzero(offset)
-        ]
+        partly = np.flatnonzero(offset[owner])
+        sources = self.tables[owner[partly], column[owner[partly]]].astype(np.int64)
         self._owner = owner
-        self._table = torch.from_numpy(table).to(device, non_blocking=True)
-        self._first_slot = torch.from_numpy(blocks[:, 0] * self.block_size + offset[owner])
-        self._first_slot = self._first_slot.to(device, non_blocking=True)
-        self._rows = BeamRows(copies, self.blocks_per_row)
+        self._table = to_device(table, device)
+        self._first_slot = to_device(blocks[:, 0] * self.block_size + offset[owner], device)
+        self._rows = BeamRows(to_device(np.stack((sources, blocks[partly, 0])), device))
 
     def _extend(self, tokens: Tensor, paths: Tensor, level: int) -> Tensor:
         """Logits after each beam's last token, [n * width, vocabulary]; paths: [n, width, level].
@@ -134,7 +132,7 @@ class BeamSearch:
         rows.sources = (steps * (n * width) + beam).view(-1)
         rows.slots = (self._first_slot.view(n, width, 1) + steps).view(-1)
         lengths = self.context[self._owner] + level
-        positions = torch.from_numpy(np.minimum(lengths - 1, self.draft.max_len - 1)).to(device)
+        positions = to_device(np.minimum(lengths - 1, self.draft.max_len - 1), device)
         common = common_metadata(
             np.arange(n * width + 1),
             lengths,

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.speculation.messages import DraftingReport, EdgeTrials
 from vllm_slo.engine.worker.proposers.lm import DraftModel, common_metadata
+from vllm_slo.engine.worker.transfer import to_device
 
 UNLIKELY = 0.02
 """Path probability below which a chain ends: hardly any tree would take the next token."""
@@ -106,19 +106,19 @@ class Ahead:
         places = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, lengths)
         device, size = draft.device, self._block_size
         slots = self._table[row, places // size].astype(np.int64) * size + places % size
-        positions = torch.from_numpy(np.minimum(places, draft.max_len - 1)).to(device)
+        positions = to_device(np.minimum(places, draft.max_len - 1), device)
         columns = -(-int(stops.max()) // size)
         common = common_metadata(
             begins,
             stops,
-            torch.from_numpy(self._table[rows, :columns]).to(device),
-            torch.from_numpy(slots).to(device),
+            to_device(self._table[rows, :columns], device),
+            to_device(slots, device),
             positions,
         )
-        tokens = torch.from_numpy(self._tokens(row, places)).to(device)
+        tokens = to_device(self._tokens(row, places), device)
         hidden = draft.forward(tokens, positions, common)
         wanted = np.repeat(begins[1:], asked) - _down_to_one(asked)
-        return draft.logits(hidden[torch.from_numpy(wanted).to(device)])
+        return draft.logits(hidden[to_device(wanted, device)])
 
     def _tokens(self, row: Ints, places: Ints) -> NDArray[np.int32]:
         """Token ids at some places of some requests."""
@@ -289,7 +289,7 @@ class ChainSearch:
         self.report.passes.append((member.place, count, time.perf_counter() - began_s))
         if first and len(asked):
             few = (np.cumsum(asked) - asked)[:COMPARED]
-            self.roots[member.place] = logits[torch.from_numpy(few)].float().softmax(dim=-1)
+            self.roots[member.place] = logits[to_device(few, logits.device)].float().softmax(dim=-1)
         return logits, tokens
 
     def _agreement(self, rows: Ints, tokens: Ints, starts: Ints, own: Ints) -> Ints:
@@ -316,8 +316,8 @@ class ChainSearch:
         """Add the last model's candidates for each of its ``new`` tokens."""
         owner = np.repeat(np.arange(len(rows)), new)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(new) - new, new)
-        chosen = torch.from_numpy(starts[owner] + within).to(logits.device)
-        heat = self.temperatures[torch.from_numpy(rows[owner]).to(logits.device)]
+        chosen = to_device(starts[owner] + within, logits.device)
+        heat = self.temperatures[to_device(rows[owner], logits.device)]
         logp = (logits[chosen].float() / heat).log_softmax(dim=-1)
         best, tokens = logp.topk(self.tokens.shape[2], dim=-1)
         where = rows[owner], have[owner] + within

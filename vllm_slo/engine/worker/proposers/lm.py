@@ -23,6 +23,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_slo.core.arrays import Ints
 from vllm_slo.engine.compat.runner import KV_GROUP, attention_metadata, registered_layers
 from vllm_slo.engine.speculation.draft_check import draft_model_config
+from vllm_slo.engine.worker.transfer import to_device
 from vllm_slo.engine.worker.tree_attention.path_rows import ROWS, Rows
 
 Blocks = NDArray[np.int32]
@@ -44,14 +45,13 @@ def common_metadata(
         block_table: on the device, [rows, columns].
         slot_mapping, positions: on the device, [tokens].
     """
-    starts = torch.from_numpy(query_start.astype(np.int32))
-    lengths = torch.from_numpy(seq_lens.astype(np.int32))
+    starts, lengths = query_start.astype(np.int32), seq_lens.astype(np.int32)
     device = block_table.device
     return CommonAttentionMetadata(
-        query_start_loc=starts.to(device, non_blocking=True),
-        query_start_loc_cpu=starts,
-        seq_lens=lengths.to(device, non_blocking=True),
-        seq_lens_cpu_upper_bound=lengths,
+        query_start_loc=to_device(starts, device),
+        query_start_loc_cpu=torch.from_numpy(starts),
+        seq_lens=to_device(lengths, device),
+        seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
         num_reqs=len(seq_lens),
         num_actual_tokens=int(query_start[-1]),
         max_query_len=int(np.diff(query_start).max()),
@@ -153,6 +153,15 @@ class DraftModel:
             assert self.model is not None
             hidden: Tensor = self.model(input_ids=tokens, positions=positions)
         return hidden
+
+    def profile(self, tokens: int, rows: int) -> Tensor:
+        """Logits of ``rows`` of so many tokens, while there is no KV cache: this compiles the model
+        and takes the memory of the largest pass."""
+        inputs = torch.zeros(tokens, dtype=torch.int32, device=self.device)
+        with set_forward_context(None, self.vllm_config, num_tokens=tokens):
+            assert self.model is not None
+            hidden: Tensor = self.model(input_ids=inputs, positions=inputs.long())
+        return self.logits(hidden[:rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, [tokens, vocabulary of the target]."""

@@ -11,18 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_slo.core.arrays import Floats, Ints, Parents
 from vllm_slo.core.speculation.model_chain import Plan
-from vllm_slo.engine.compat.runner import RunnerBatch
+from vllm_slo.engine.compat.runner import RunnerBatch, kv_buffer, registered_layers
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.messages import DraftingReport, DraftTrees
 from vllm_slo.engine.worker.proposers.beam import BeamSearch
 from vllm_slo.engine.worker.proposers.chain import Ahead, ChainSearch, DraftKVState, Member
 from vllm_slo.engine.worker.proposers.lm import DraftCoverage, DraftModel
+from vllm_slo.engine.worker.proposers.warm_up import draft_in_every_way
+from vllm_slo.engine.worker.transfer import to_device
 from vllm_slo.errors import ConfigError
 
 logger = init_logger(__name__)
@@ -67,6 +70,7 @@ class TreeProposer:
         """Load the draft models beside the target. One that cannot be loaded is left out."""
         device = torch.device(current_platform.device_type)
         for place, name in enumerate(self.config.pool):
+            failure: Exception | None = None
             try:
                 draft = DraftModel(self.vllm_config, name, device, f"draft{place}")
                 draft.load()
@@ -74,7 +78,10 @@ class TreeProposer:
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 - mostly out of memory: the others serve
-                self.drop(place, error)
+                failure = error
+            failure = _of_any_rank(failure)
+            if failure is not None:
+                self.drop(place, failure)
         sizes = [draft.parameters for draft in self.models.values()]
         if sizes != sorted(sizes):
             logger.warning(
@@ -99,6 +106,34 @@ class TreeProposer:
         for place, model in self.models.items():
             model.bind(batch.attention_groups)
             self.coverage[place] = DraftCoverage(num_blocks, self.block_size, trust_hits=trusted)
+
+    def profile(self) -> None:
+        """Take the memory that drafting takes at most, while vLLM measures what the engine needs.
+
+        The draft's largest pass reads as many tokens as a step, its largest search has
+        ``draft_tokens`` rows and keeps the keys and values of all its passes.
+        """
+        config, layers = self.config, registered_layers(self.vllm_config)
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        rows = min(config.draft_tokens * (config.max_depth + 1), tokens)
+        for model in self.models.values():
+            logits = model.profile(tokens, rows)
+            own = [layers[name] for name in model.layer_names]
+            kept = kv_buffer(own, config.draft_tokens * config.max_depth, logits)
+            (logits.float() / GREEDY_TEMPERATURE).log_softmax(dim=-1).topk(config.max_width)
+            del logits, kept
+
+    def warm_up(self) -> None:
+        """Draft once in every way, before the first request: nothing is compiled later, and a model
+        that cannot draft ends the start."""
+        rows = np.arange(self.config.draft_tokens * self.blocks_per_row)
+        draft_in_every_way(
+            self.models,
+            self.config,
+            self.scratch + rows.reshape(-1, self.blocks_per_row),
+            self.block_size,
+            self.batch.max_requests,
+        )
 
     def begin_step(self, output: SchedulerOutput) -> None:
         """Follow what the scheduler allocated and freed."""
@@ -131,7 +166,8 @@ class TreeProposer:
     def propose(self, output: SchedulerOutput, sampled: list[list[int]]) -> DraftTrees:
         """Candidate trees for the requests that have got tokens in a step.
 
-        A model that fails is dropped, and nothing is drafted in this step.
+        A model that fails is dropped, and nothing is drafted in this step. Of several workers
+        (tensor parallelism) each is needed in every pass, so there a failure ends the engine.
 
         Args:
             output: the step.
@@ -147,7 +183,9 @@ class TreeProposer:
         self._working = plan.chain[0]
         try:
             return self._draft(plan, self._ends(drafted_for, output, sampled), sampled)
-        except Exception as error:  # noqa: BLE001 - serving goes on without it
+        except Exception as error:
+            if get_tp_group().world_size > 1:
+                raise  # the other ranks wait for this one, in the middle of a pass
             self.drop(self._working, error)
             return DraftTrees.none()
         finally:
@@ -287,7 +325,7 @@ class TreeProposer:
         given = self.batch.sampling.temperature
         if given is None:
             return torch.full((len(index), 1), GREEDY_TEMPERATURE, device=self.batch.device)
-        own = given[torch.from_numpy(index).to(given.device)].unsqueeze(1)
+        own = given[to_device(index, given.device)].unsqueeze(1)
         return torch.where(own < 1e-5, torch.full_like(own, GREEDY_TEMPERATURE), own)
 
     def _account(self, search: ChainSearch, order: Sequence[int], ready: int) -> None:
@@ -333,6 +371,18 @@ class TreeProposer:
                 own, theirs = map(list, zip(*pairs, strict=True))
                 score = similarity(drafted[own], logits[theirs].float().softmax(dim=-1))
                 self.report.similarities.append((place, len(self.config.pool), score))
+
+
+def _of_any_rank(failure: Exception | None) -> Exception | None:
+    """The failure of this worker, or else that of another one, so that all decide alike."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return failure
+    reasons: list[str | None] = [None] * group.world_size
+    own = None if failure is None else f"{type(failure).__name__}: {failure}"
+    torch.distributed.all_gather_object(reasons, own, group=group.cpu_group)
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    return failure or (RuntimeError("; ".join(failed)) if failed else None)
 
 
 def similarity(p: Tensor, q: Tensor) -> float:

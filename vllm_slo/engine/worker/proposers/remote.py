@@ -103,6 +103,12 @@ class RemoteProposer:
         self.blocks_per_row = messages.scratch_blocks_per_row(self.config, batch.block_size)
         self.scratch = batch.num_blocks
 
+    def profile(self) -> None:
+        """Nothing to do: no model drafts here."""
+
+    def warm_up(self) -> None:
+        """Nothing to do: no model drafts here."""
+
     def begin_step(self, _output: SchedulerOutput) -> None:
         """Nothing to do: this worker has no KV cache of drafts."""
 

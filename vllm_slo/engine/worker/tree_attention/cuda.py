@@ -18,7 +18,11 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_slo.engine.worker.tree_attention.cuda_kernel import MAX_TREE_TOKENS, tree_attention
+from vllm_slo.engine.worker.tree_attention.cuda_kernel import (
+    MAX_TREE_TOKENS,
+    tilings,
+    tree_attention,
+)
 from vllm_slo.engine.worker.tree_attention.path_rows import with_path_rows
 
 
@@ -56,6 +60,40 @@ class TritonTreeImpl(TritonAttentionImpl):
     """
 
     tree_head_sizes: ClassVar[tuple[int, int]] = (32, 256)
+
+    def warm_up_trees(self, kv_cache: torch.Tensor, block_table: torch.Tensor) -> None:
+        """Compile the kernel in every form that a step with trees can choose.
+
+        Args:
+            kv_cache: of this layer, as ``forward`` gets it.
+            block_table: int32 [requests, columns].
+        """
+        device, dtype = kv_cache.device, kv_cache.dtype
+        table, ones = block_table[:1], torch.ones(1, dtype=torch.int32, device=device)
+        # A slice of the fused projection, as models have it.
+        fused = torch.zeros(
+            1, self.num_heads + 2 * self.num_kv_heads, self.head_size, dtype=dtype, device=device
+        )
+        query = fused[:, : self.num_heads]
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        starts = torch.arange(2, dtype=torch.int32, device=device)
+        for tiling in tilings(self.num_heads, self.num_kv_heads, self.head_size, dtype):
+            tree_attention(
+                query,
+                key_cache,
+                value_cache,
+                torch.empty_like(query, memory_format=torch.contiguous_format),
+                starts,
+                ones,
+                table,
+                ones.long(),
+                ones.bool(),
+                scale=self.scale,
+                max_query_len=1,
+                max_seq_len=1,
+                softcap=self.logits_soft_cap,
+                tiling=tiling,
+            )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False

@@ -191,8 +191,10 @@ def choose_tiling(
 
 
 def tilings(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> list[Tiling]:
-    """One of each kind of tiling that ``choose_tiling`` may choose for an attention layer. Each kind
-    is compiled by itself; how often keys are split, beyond once, makes no difference."""
+    """One of each kind of tiling that ``choose_tiling`` may choose for an attention layer.
+
+    Each kind is compiled by itself. How often keys are split, beyond once, makes no difference.
+    """
     sizes, block_n, stages = _tile_sizes(heads // kv_heads, head_size, dtype)
     return [
         Tiling(block_m, block_n, splits, _warps(block_m), stages)

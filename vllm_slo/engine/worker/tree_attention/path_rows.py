@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend
 
+from vllm_slo.engine.worker.transfer import to_device
 from vllm_slo.engine.worker.tree_attention.layer_check import check_layer
 from vllm_slo.engine.worker.tree_attention.plan import RowPlan
 
@@ -33,11 +34,10 @@ class Rows(Protocol):
         """Write what the rows read into this layer's KV cache. ``key``, ``value``: of this pass."""
 
 
-def copy_blocks(kv_cache: Tensor, copies: list[list[int]], step: int) -> None:
-    """Copy blocks within one layer's KV cache: (from, to, count), ``count`` times, each ``step``
-    blocks further on."""
-    for source, first, count in copies:
-        kv_cache[first : first + count * step : step].copy_(kv_cache[source])
+def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:
+    """Copy blocks within one layer's KV cache; ``copies``: from, to, on the device, [2, blocks]."""
+    source, target = copies.unbind()
+    kv_cache.index_copy_(0, target, kv_cache.index_select(0, source))
 
 
 def _write_again(
@@ -59,25 +59,20 @@ class VerifyRows:
 
     Args:
         plan: the batch as rows.
-        blocks_per_row: scratch blocks of each extra row.
         device: of the KV cache.
 
     Attributes:
         paths: see ``RowPlan``.
     """
 
-    def __init__(self, plan: RowPlan, blocks_per_row: int, device: torch.device) -> None:
-        def on_device(numbers: Any) -> Tensor:
-            return torch.from_numpy(numbers).to(device, non_blocking=True)
-
+    def __init__(self, plan: RowPlan, device: torch.device) -> None:
         self.paths = plan.paths
-        self._copies = plan.copies.tolist()
-        self._step = blocks_per_row
-        self._sources = on_device(plan.sources)
-        self._slots = on_device(plan.slots)
+        self._copies = to_device(plan.copies, device)
+        self._sources = to_device(plan.sources, device)
+        self._slots = to_device(plan.slots, device)
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        copy_blocks(kv_cache, self._copies, self._step)
+        copy_blocks(kv_cache, self._copies)
         _write_again(impl, layer, key, value, kv_cache, self._sources, self._slots)
 
 
@@ -110,24 +105,23 @@ class BeamRows:
     values of every pass are kept.
 
     Args:
-        copies: (from, to, count) of partly filled blocks; made before the first pass.
-        blocks_per_row: scratch blocks of each row.
+        copies: partly filled blocks and where they are copied to before the first pass, on the
+            device, [2, blocks].
 
     Attributes:
         sources: nodes of this pass's paths, [x], numbered through all passes, this one included.
         slots: where their keys and values go, [x].
     """
 
-    def __init__(self, copies: list[list[int]], blocks_per_row: int) -> None:
+    def __init__(self, copies: Tensor) -> None:
         self.sources = self.slots = torch.empty(0, dtype=torch.int64)
         self._copies = copies
-        self._step = blocks_per_row
         self._history: dict[str, Pair] = {}
 
     def write(self, impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         past = self._history.get(layer.layer_name)
         if past is None:
-            copy_blocks(kv_cache, self._copies, self._step)
+            copy_blocks(kv_cache, self._copies)
         else:
             key, value = torch.cat((past[0], key)), torch.cat((past[1], value))
         self._history[layer.layer_name] = key, value

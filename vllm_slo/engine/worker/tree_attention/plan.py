@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.core.arrays import Bools, Ints
-from vllm_slo.core.speculation.token_tree import ancestors, path_rows
+from vllm_slo.core.speculation.token_tree import ancestors, depths, path_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class RowPlan:
         query_start: where each row's queries begin, [rows + 1].
         seq_lens: KV tokens of each row with its queries, [rows].
         table: (row, column, block): what the extra rows' block tables hold instead, [x, 3].
-        copies: (from, to, count): partly filled blocks to copy, each to the first block of so many
-            consecutive rows, [y, 3].
+        copies: partly filled blocks, and the first block of each extra row that they are copied
+            to, [2, y].
         sources: tokens whose keys and values are written once more, [z].
         slots: the slots where they are written, [z].
         paths: (request, path as nodes, first scratch block) of each extra row.
@@ -79,7 +79,7 @@ class _Rows:
         self.seq_lens: list[int] = []
         self.paths: list[tuple[int, tuple[int, ...], int]] = []
         self.table: list[tuple[int, int, int]] = []
-        self.copies: list[list[int]] = []
+        self.copies: list[tuple[int, int]] = []
         self.sources: list[int] = []
         self.slots: list[int] = []
 
@@ -100,11 +100,7 @@ class _Rows:
         row = len(self.owner)
         self.table.extend((row, column + i, int(block)) for i, block in enumerate(blocks))
         if offset:
-            source = int(table[slot.index, column])
-            if self.copies and self.copies[-1][0] == source:
-                self.copies[-1][2] += 1
-            else:
-                self.copies.append([source, int(blocks[0]), 1])
+            self.copies.append((int(table[slot.index, column]), int(blocks[0])))
         places = offset + np.arange(len(path))
         self.sources.extend(tokens.tolist())
         self.slots.extend(
@@ -114,6 +110,14 @@ class _Rows:
         )
         self.paths.append((slot.index, tuple(t - 1 for t in path[1:]), int(blocks[0])))
         self.add(slot.index, queries, slot.context + len(path))
+
+
+def node_positions(slots: Sequence[TreeSlot]) -> Ints:
+    """The place of each tree node among the tokens of the batch, and its position in its request,
+    [2, nodes]."""
+    places = [np.arange(slot.first + 1, slot.first + 1 + len(slot.parents)) for slot in slots]
+    positions = [slot.context + np.asarray(depths(slot.parents), dtype=np.int64) for slot in slots]
+    return np.stack((np.concatenate(places), np.concatenate(positions)))
 
 
 def plan_rows(
@@ -160,7 +164,7 @@ def plan_rows(
         np.cumsum([0, *rows.lengths]),
         np.asarray(rows.seq_lens),
         np.asarray(rows.table, dtype=np.int64).reshape(-1, 3),
-        np.asarray(rows.copies, dtype=np.int64).reshape(-1, 3),
+        np.asarray(rows.copies, dtype=np.int64).reshape(-1, 2).T.copy(),
         np.asarray(rows.sources, dtype=np.int64),
         np.asarray(rows.slots, dtype=np.int64),
         rows.paths,
