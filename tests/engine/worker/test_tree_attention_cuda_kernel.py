@@ -460,7 +460,7 @@ def test_every_shape_compiles(
         "SOFTCAP": split,
         "SPLIT": split,
     }
-    types = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), f"*{kind}")
+    types: dict[str, Any] = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), f"*{kind}")
     if not split:
         types |= dict.fromkeys(("target_ptr", "weight_ptr"), f"*{kind}")
     options = capability, constants, tiling.num_warps, tiling.num_stages
