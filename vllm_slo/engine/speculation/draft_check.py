@@ -29,7 +29,7 @@ from vllm_slo.config.draft_folder import check_draft_folder, check_vocabulary
 from vllm_slo.config.serve_args import proposer_of
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.engine.compat.classes import is_derived
-from vllm_slo.errors import ConfigError
+from vllm_slo.errors import ConfigError, VllmSLOError
 
 logger = init_logger(__name__)
 
@@ -84,15 +84,15 @@ def check_draft(vllm_config: VllmConfig, config: SpeculationConfig) -> None:
         raise unread[0]
 
 
-def refuse(reason: str) -> NoReturn:
+def refuse(error: VllmSLOError) -> NoReturn:
     """End the start of an engine, with one line in the log: vLLM shows only tracebacks of what a
     worker raises.
 
     Raises:
-        ConfigError: the reason.
+        VllmSLOError: the error.
     """
-    logger.critical("vllm-slo: error: %s", reason)
-    raise ConfigError(reason)
+    logger.critical("vllm-slo: error: %s", error)
+    raise error
 
 
 class _UnreadDraftError(ConfigError):

@@ -11,7 +11,7 @@ from vllm_slo.engine.compat.attention import forget_chosen_backends
 from vllm_slo.engine.compat.probe import check
 from vllm_slo.engine.compat.seams import TREES
 from vllm_slo.engine.speculation.draft_check import check_draft, refuse
-from vllm_slo.errors import ConfigError, IncompatibleVLLMError
+from vllm_slo.errors import VllmSLOError
 
 _BACKENDS = {
     AttentionBackendEnum.CPU_ATTN: "vllm_slo.engine.worker.tree_attention.cpu.TreeCPUBackend",
@@ -42,8 +42,5 @@ def refuse_what_fails(vllm_config: VllmConfig, *subclasses: type) -> None:
         check(TREES, subclasses)
         config = SLOConfig.from_additional_config(vllm_config.additional_config).speculation
         check_draft(vllm_config, config)
-    except ConfigError as error:
-        refuse(str(error))
-    except IncompatibleVLLMError as error:
-        logger.critical("vllm-slo: error: %s", error)
-        raise
+    except VllmSLOError as error:
+        refuse(error)

@@ -49,15 +49,19 @@ def check_layer(impl: Any) -> None:
     """
     if impl.kv_cache_dtype not in PLAIN_KV:
         refuse(
-            f"--kv-cache-dtype: the checkpoint asks for {impl.kv_cache_dtype}, and trees need a KV "
-            "cache that is not quantised; set --kv-cache-dtype bfloat16, or serve without drafts"
+            ConfigError(
+                f"--kv-cache-dtype: the checkpoint asks for {impl.kv_cache_dtype}, and trees need a KV "
+                "cache that is not quantised; set --kv-cache-dtype bfloat16, or serve without drafts"
+            )
         )
     reason = unsupported(impl)
     if reason is not None:
         name = get_current_vllm_config().model_config.model
         refuse(
-            f"speculation: an attention layer of {name!r} has {reason}, which trees cannot verify; "
-            "use another model, or serve without drafts"
+            ConfigError(
+                f"speculation: an attention layer of {name!r} has {reason}, which trees cannot verify; "
+                "use another model, or serve without drafts"
+            )
         )
 
 
@@ -70,6 +74,8 @@ def check_backends(groups: Iterable[Group]) -> None:
     for group in groups:
         if not getattr(group.backend, "verifies_trees", False):
             refuse(
-                f"speculation: the layer {group.layer_names[0]!r} uses the attention backend "
-                f"{group.backend.__name__}, which cannot verify trees; serve without drafts"
+                ConfigError(
+                    f"speculation: the layer {group.layer_names[0]!r} uses the attention backend "
+                    f"{group.backend.__name__}, which cannot verify trees; serve without drafts"
+                )
             )
