@@ -13,7 +13,8 @@ import time
 
 from common import markdown, write_result
 
-from vllm_slo.core.admission.program import Capacity, plan_admission, warm_up
+from vllm_slo.core.admission.program import Capacity, plan_admission
+from vllm_slo.core.jit import compile_package
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
@@ -66,7 +67,7 @@ def measure(new: int, load: float, values: bool) -> tuple[float, float, float]:
 
 def main() -> None:
     """Measure and write the table."""
-    warm_up()
+    compile_package("vllm_slo.core.admission")
     rows = []
     for new, load, values in (
         (16, 0.5, False),

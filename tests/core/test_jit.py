@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled code that is kept on disk is made anew when what it comes from changes."""
+"""Functions are compiled for the types that they declare, and code that is kept on disk is made
+anew when what it comes from changes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+
+from vllm_slo.core import kept_code
+from vllm_slo.core.arrays import Floats2D
+from vllm_slo.core.jit import jit
 
 CALLEE = """
 from typing import NamedTuple
@@ -27,7 +33,7 @@ class {own}(NamedTuple):
     value: float
 
 @jit
-def scaled(x):
+def scaled(x: float):
     return FACTOR * x
 
 @jit
@@ -40,21 +46,47 @@ from kept_callee import LIMIT, Pair, scaled
 from vllm_slo.core.jit import jit
 
 @jit
-def between(x):
+def between(x: float):
     return scaled(x) + 1.0
 
 @jit
-def outermost(x):
+def outermost(x: float):
     return between(x)
 
 @jit
-def limited(x):
+def limited(x: float):
     return min(x, LIMIT)
 
 @jit
 def first(pair: Pair):
     return pair.a
 """
+
+
+@jit
+def weighed(table: Floats2D, weight: float) -> float:
+    return float(table.sum() * weight)
+
+
+def test_a_call_with_other_types_is_converted_or_refused_and_never_compiled() -> None:
+    table = np.ones((2, 3))
+    assert weighed(table, 2) == 12.0  # an int for a float
+    assert weighed(table, np.float32(0.5)) == 3.0
+    assert weighed(table[:1], 1.0) == 3.0
+    for other in (table.T, table[0], table.astype(np.float32), np.broadcast_to(1.0, (2, 3))):
+        with pytest.raises(TypeError, match="No matching definition"):
+            weighed(other, 1.0)
+    dispatcher: Any = weighed.compiled()  # type: ignore[attr-defined]
+    assert len(dispatcher.signatures) == 1
+
+
+def test_a_type_that_cannot_be_compiled_is_named() -> None:
+    @jit
+    def count(text: str) -> int:
+        return len(text)
+
+    with pytest.raises(TypeError, match=r"<class 'str'>: compiled functions do not take it"):
+        count("a")
 
 
 class Kept:
@@ -91,6 +123,7 @@ class Kept:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(kept_code, "folder", lambda: tmp_path / "kept")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "kept_caller.py").write_text(CALLER)
     yield Kept(tmp_path)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What numba still compiles after a scheduler has started; run with a cache that is empty.
+"""What is still compiled after a scheduler, or a front, has started.
 
-Argument: how the engine drafts (``plain``, ``chains`` or ``trees``). Writes a line of JSON:
-{"warm": how many compiled functions there are after the start, "late": those compiled after it}.
+Argument: how the engine drafts, one of `ENGINES`, or ``front``. Writes a line of JSON: the compiled
+functions of the policies ("all"), those that were compiled at the start, those compiled "later",
+and what else numba compiled afterwards ("events").
 """
 
 from __future__ import annotations
@@ -10,71 +11,106 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 from vllm_slo import SLO, tiny
+from vllm_slo.core.jit import JITTED, compile_package
 from vllm_slo.core.routing.policy import route
+from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.types import Demand
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.router.front_server import ADMISSION
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.verdicts import unpack_quote
 
+from virtual_drafters import Drafter, RemoteEngine  # isort: skip
+from virtual_trees import TreeEngine  # isort: skip
+
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 SMALL = EngineShape(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)
+PAGED = replace(SMALL, block_size=32, num_blocks=200)
+QUOTAS = {
+    "tenants": {"poor": {"promised_tokens_per_s": 100, "burst_tokens": 300}},
+    "default": {"promised_tokens_per_s": 1e6, "burst_tokens": 1e7},
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
-def signatures() -> dict[str, list[str]]:
-    """Function of ``vllm_slo.core`` -> the argument types for which it is compiled.
-
-    Those that compiled code calls are counted, too: they are dispatchers of their own.
-    """
-    from numba.core.registry import CPUDispatcher
-
-    found: dict[str, list[str]] = {}
-    for module in [m for name, m in sys.modules.items() if name.startswith("vllm_slo.core")]:
-        for value in vars(module).values():
-            for one in _dispatchers(value):
-                if isinstance(one, CPUDispatcher):
-                    name = f"{one.py_func.__module__}.{one.py_func.__name__}"
-                    found[name] = sorted(map(str, one.nopython_signatures))
-    return found
+def compiled() -> set[str]:
+    """The functions of ``vllm_slo.core`` that are compiled by now."""
+    return {name_of(call) for call in JITTED if call.compiled.cache_info().currsize}
 
 
-def _dispatchers(value: Any) -> Iterator[Any]:
-    """A global itself, or what ``core.jit`` has made of it so far."""
-    yield value
-    compiled = getattr(value, "compiled", None)
-    if compiled is not None and compiled.cache_info().currsize:
-        yield compiled()
+def name_of(call: Any) -> str:
+    return f"{call.__module__}.{call.__name__}"
+
+
+class Watch:
+    """Notes what numba compiles from now on, whoever asks for it."""
+
+    def __init__(self) -> None:
+        from numba.core import event
+
+        self.seen: list[str] = []
+        listener = type("Listener", (event.Listener,), {"on_start": self.note, "on_end": self.end})
+        event.register("numba:compile", listener())
+
+    def note(self, event: Any) -> None:
+        self.seen.append(str(event.data["dispatcher"]))
+
+    def end(self, event: Any) -> None:
+        """Nothing to do."""
 
 
 def plain() -> VirtualEngine:
-    return VirtualEngine(
-        Scheduler, tiny.path("target"), ROOFLINE.predict_shape_s, SMALL, believed=ROOFLINE
-    )
+    return virtual(best_effort={"order": "laps_sd"})
 
 
 def chains() -> VirtualEngine:
+    return virtual(NGRAM, best_effort={"order": "las"}, speculation={"share": "tenants"})
+
+
+def virtual(drafts: dict[str, Any] | None = None, **config: Any) -> VirtualEngine:
+    options = {} if drafts is None else {"speculative_config": drafts}
     return VirtualEngine(
         Scheduler,
         tiny.path("target"),
         ROOFLINE.predict_shape_s,
         SMALL,
         believed=ROOFLINE,
-        speculative_config=NGRAM,
+        slo_config={"quotas": QUOTAS, **config},
+        **options,
     )
 
 
 def trees() -> VirtualEngine:
-    from virtual_trees import TreeEngine
+    return TreeEngine(ROOFLINE, shape=PAGED, slo_config={"best_effort": {"order": "lp_sjf"}})
 
-    return TreeEngine(ROOFLINE, shape=replace(SMALL, block_size=32, num_blocks=200))
 
+def model_chains() -> VirtualEngine:
+    pool: dict[str, Any] = {"honest": (0.8, 0.5), "pass_s": (0.004, 0.001)}
+    shared = {"share": "tenants"}
+    return TreeEngine(
+        ROOFLINE, agree={(0, 1): 0.6, (1, 0): 0.6}, shape=PAGED, speculation=shared, **pool
+    )
+
+
+def servers() -> VirtualEngine:
+    drafters = {"good": Drafter(), "bad": Drafter(honest=0.2)}
+    return RemoteEngine(ROOFLINE, drafters, shape=PAGED, slo_config={"quotas": QUOTAS})
+
+
+ENGINES = {
+    "plain": plain,
+    "chains": chains,
+    "trees": trees,
+    "model chains": model_chains,
+    "draft servers": servers,
+}
 
 SLOS = (
     SLO(ttft_ms=5000, tpot_ms=100),
@@ -85,6 +121,10 @@ SLOS = (
     SLO(tpot_ms=45),
     SLO(ttft_ms=5000, tpot_ms=100, expected_output_tokens=400),  # memory, seats
     SLO(ttft_ms=5000, tpot_ms=60, value=2),
+    SLO(ttft_ms=5000, stages=[{"until": "</think>", "tpot_ms": 40}, {"tpot_ms": 200}]),
+    SLO(ttft_ms=5000, tpot_ms=100, session_id="job", session_e2e_ms=60_000, tenant="a"),
+    SLO(ttft_ms=5000, tpot_ms=100, tenant="poor"),
+    SLO(tier="best_effort", tenant="b", expected_output_tokens=60),
     None,
 )
 
@@ -94,9 +134,11 @@ def use(engine: VirtualEngine) -> None:
     rng, asked = Random(3), []
     for number in range(60):
         slo = SLOS[number % len(SLOS)]
-        engine.add(f"r{number}", rng.randint(1, 300), rng.randint(1, 60), slo, acceptance=0.6)
+        ends = [rng.randint(1, 30)] if slo is not None and slo.stages else []
+        tokens = rng.randint(1, 60)
+        engine.add(f"r{number}", rng.randint(1, 300), tokens, slo, acceptance=0.6, stage_ends=ends)
         asked.append(f"q{number}")
-        engine.add(asked[-1], rng.randint(1, 300), 50, slo, quote=True)
+        engine.add(asked[-1], rng.randint(1, 300), 50, slo, quote=True, stage_ends=ends)
         for _ in range(rng.randint(1, 4)):
             engine.step()
         send(engine, slo or SLO())
@@ -120,18 +162,45 @@ def send(engine: VirtualEngine, slo: SLO) -> None:
         double.sent(ticket + 1, asked, now_s, promised=said.promised)
 
 
+def front() -> None:
+    """Route by two replicas that are busy, as a front does that has just started."""
+    replicas = [VirtualReplica("a"), VirtualReplica("b")]
+    for number, replica in enumerate(replicas):
+        demand = Demand("r", 1.0 + number, 100, 0.1, 4)
+        state = ReplicaState(
+            ROOFLINE,
+            committed=(demand,),
+            decoding={0.1: 3},
+            free_blocks=100.0,
+            total_blocks=100,
+            block_sizes=(16,),
+            seats=8,
+            max_step_tokens=512,
+            max_model_len=1024,
+        )
+        replica.update(state, 0.0)
+    for ttft_s in (1e-6, 0.5, 10.0, math.inf):
+        asked = RoutedRequest(64, 16, ttft_s, 0.1, wants_promise=True)
+        said = route(asked, replicas, 0.0, rng=Random(0))
+        replicas[0].sent(1, asked, 0.0, promised=said.promised)
+
+
 def main(how: str) -> None:
-    engine = {"plain": plain, "chains": chains, "trees": trees}[how]()
-    before = signatures()
-    use(engine)
-    late = {
-        name: [one for one in kinds if one not in before.get(name, [])]
-        for name, kinds in signatures().items()
+    if how == "front":
+        compile_package(ADMISSION)
+        watch, at_start = Watch(), compiled()
+        front()
+    else:
+        engine = ENGINES[how]()
+        watch, at_start = Watch(), compiled()
+        use(engine)
+    said = {
+        "all": sorted(map(name_of, JITTED)),
+        "at_start": sorted(at_start),
+        "later": sorted(compiled() - at_start),
+        "events": watch.seen,
     }
-    warm = sum(map(len, before.values()))
-    sys.stdout.write(
-        json.dumps({"warm": warm, "late": {name: new for name, new in late.items() if new}}) + "\n"
-    )
+    sys.stdout.write(json.dumps(said) + "\n")
 
 
 if __name__ == "__main__":

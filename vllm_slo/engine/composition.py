@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from vllm_slo.config.model import SLOConfig
@@ -12,6 +13,7 @@ from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.clock import Clock
+from vllm_slo.core.jit import compile_package
 from vllm_slo.core.lengths.output_length import OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.step_time.estimator import StepTimeEstimator, horizon_of
@@ -42,6 +44,13 @@ from vllm_slo.engine.speculation.trees import Trees
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 from vllm_slo.engine.telemetry.tracing import RequestSpans
 from vllm_slo.slo.access import Seal
+
+logger = init_logger(__name__)
+
+WITHOUT_DRAFTS = tuple(
+    f"vllm_slo.core.{folder}" for folder in ("admission", "batching", "lengths", "step_time")
+)
+"""The policies of which an engine without drafts calls compiled functions."""
 
 
 class Parts(NamedTuple):
@@ -92,6 +101,7 @@ def assemble(
         ConfigError, ProfileError: the configuration cannot be used.
     """
     vllm_config = state.vllm_config
+    _compile_policies(drafts=trees is not None or trims(vllm_config))
     config = SLOConfig.from_additional_config(vllm_config.additional_config)
     obstacle = obstacle_of(vllm_config)
     warn_of(obstacle)
@@ -167,6 +177,14 @@ def assemble(
         *(admission, planner, quotas, quotes, best_effort, sessions, outcomes, reports, metrics),
         controller,
     )
+
+
+def _compile_policies(*, drafts: bool) -> None:
+    """Compile all that steps, quotes and reports call, before the engine says that it is ready."""
+    done = compile_package(*(("vllm_slo.core",) if drafts else WITHOUT_DRAFTS))
+    logger.info("%d functions are compiled, in %.1f s.", done.functions, done.seconds)
+    if done.folder is None:
+        logger.warning(done.complaint())
 
 
 def _step_clock(

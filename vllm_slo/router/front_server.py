@@ -18,17 +18,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from random import Random
 from typing import Any, Final
 
 from aiohttp import web
 
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig
-from vllm_slo.core.routing.policy import route
-from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
-from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import Demand
+from vllm_slo.core.jit import compile_package
+from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.router.body_reader import Asked, BodyReader, UnreadError
 from vllm_slo.router.cluster import Cluster
@@ -51,6 +47,9 @@ from vllm_slo.slo.body import MAX_BODY_BYTES, is_json_type
 from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, slo_headers
 
 logger = logging.getLogger("vllm_slo.front")
+
+ADMISSION: Final = "vllm_slo.core.admission"
+"""The policy of which routing calls compiled functions."""
 
 TICK_S: Final = 0.1
 REPORT_S: Final = 1.0
@@ -145,7 +144,9 @@ class Front:
             server, host or None, port, backlog=1024, start_serving=False
         )
         if self.cluster.routing.policy == "slo":
-            warm_up()
+            compiled = compile_package(ADMISSION)
+            if compiled.folder is None:
+                logger.warning(compiled.complaint())
         gc.freeze()
         await listener.start_serving()
         bound = listener.sockets[0].getsockname()[1]
@@ -366,24 +367,3 @@ def _is_text(headers: Mapping[str, str]) -> bool:
         if not value.isascii()
         for char in value
     )
-
-
-def warm_up() -> None:
-    """Compile the routing code (about a second) before the first request needs it."""
-    demand = Demand("", math.inf, 1, 0.1, 1)
-    state = ReplicaState(
-        StepTimeModel.prior(),
-        committed=(demand,),
-        decoding={0.1: 1},
-        free_blocks=100.0,
-        total_blocks=100,
-        block_sizes=(16,),
-        seats=8,
-        max_step_tokens=512,
-        max_model_len=1024,
-    )
-    shadow = VirtualReplica("")
-    shadow.update(state, 0.0)
-    for ttft_s in (1e-6, 10.0):
-        asked = RoutedRequest(64, 16, ttft_s, 0.1, wants_promise=True)
-        route(asked, [shadow], 0.0, rng=Random(0))

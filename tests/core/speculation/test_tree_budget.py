@@ -47,7 +47,8 @@ def fastest(
     drafting_s = np.array([[passes(pass_s, deepest) for pass_s in passes_s.values()]])
     step = Verifying(active, behind, model.kv_s * context, 1.0, path_tokens)
     owner, widths = np.zeros(1, dtype=np.int64), np.array(list(passes_s))
-    found = fastest_shapes(typical[None], owner, widths, drafting_s, 1, step, model.lines())
+    chances = np.ascontiguousarray(typical[None])
+    found = fastest_shapes(chances, owner, widths, drafting_s, 1, step, model.lines())
     depth, width, tokens, seconds = found[0].tolist()
     faster = tokens * model.predict_s(active, context) > seconds
     return (int(depth), int(width)) if faster else (0, 1)

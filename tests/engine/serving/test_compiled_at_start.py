@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where numba's cache is empty, everything is compiled when the scheduler starts, not later."""
+"""All that serving calls is compiled when the scheduler, or the front, starts, not later."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import patience
@@ -23,17 +24,30 @@ SCRIPT = SUPPORT / "compile_check.py"
 PACKAGE = Path(vllm_slo.__file__).parents[1]
 
 
-@pytest.mark.parametrize("drafts", ["plain", "chains", "trees"])
-def test_no_step_quote_or_route_waits_for_the_compiler(drafts: str, tmp_path: Path) -> None:
+def told(how: str) -> dict[str, Any]:
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), drafts],
+        [sys.executable, str(SCRIPT), how],
         capture_output=True,
         text=True,
         timeout=patience(300),
         check=False,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(PACKAGE)},
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    said = json.loads(run.stdout.splitlines()[-1])
-    assert said["warm"] > 8  # the count does count
-    assert said["late"] == {}
+    said: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return said
+
+
+@pytest.mark.parametrize("drafts", ["chains", "trees", "model chains", "draft servers"])
+def test_an_engine_with_drafts_compiles_every_function_at_its_start(drafts: str) -> None:
+    said = told(drafts)
+    assert len(said["all"]) > 70
+    assert said["at_start"] == said["all"]
+    assert said["events"] == said["later"] == []
+
+
+@pytest.mark.parametrize("how", ["plain", "front"])
+def test_an_engine_without_drafts_and_a_front_compile_what_they_call(how: str) -> None:
+    said = told(how)
+    assert 10 < len(said["at_start"]) < len(said["all"])
+    assert said["events"] == said["later"] == []

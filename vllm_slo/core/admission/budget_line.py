@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from vllm_slo.core.arrays import Floats, Ints
+from vllm_slo.core.arrays import Floats2D, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.step_time.budget import Lines, step_seconds_compiled, whole_tokens_within
 
@@ -61,7 +61,7 @@ def step_tokens(time_s: float, engine: Engine) -> float:
 
 
 @jit
-def longest_step_s(counts: Ints, tiers: Floats, engine: Engine) -> float:
+def longest_step_s(counts: Ints, tiers: Floats2D, engine: Engine) -> float:
     """Seconds of the longest step that keeps the tightest TPOT, or of the fullest step."""
     step_s = step_seconds_compiled(engine.lines, engine.most_tokens, 0.0)
     for tier in range(len(counts)):
@@ -79,7 +79,7 @@ def processed_by(time_s: float, step_s: float, engine: Engine) -> float:
 
 
 @jit
-def decode_rate(counts: Ints, tiers: Floats) -> float:
+def decode_rate(counts: Ints, tiers: Floats2D) -> float:
     """Tokens per second that decoding takes out of the budget."""
     rate = 0.0
     for tier in range(len(counts)):
@@ -90,7 +90,7 @@ def decode_rate(counts: Ints, tiers: Floats) -> float:
 
 @jit
 def prefill_budget(
-    since_s: float, until_s: float, counts: Ints, tiers: Floats, engine: Engine
+    since_s: float, until_s: float, counts: Ints, tiers: Floats2D, engine: Engine
 ) -> float:
     """Tokens that are left for prompts between two instants: equation (3)."""
     step_s = longest_step_s(counts, tiers, engine)
@@ -99,14 +99,14 @@ def prefill_budget(
 
 
 @jit
-def is_sustainable(counts: Ints, tiers: Floats, engine: Engine) -> bool:
+def is_sustainable(counts: Ints, tiers: Floats2D, engine: Engine) -> bool:
     """Whether decoding can go on for ever."""
     step_s = longest_step_s(counts, tiers, engine)
     return step_tokens(step_s, engine) >= decode_rate(counts, tiers) * step_s - EPS
 
 
 @jit
-def cut_tokens(spare: float, counts: Ints, tiers: Floats, engine: Engine) -> float:
+def cut_tokens(spare: float, counts: Ints, tiers: Floats2D, engine: Engine) -> float:
     """Tokens lost by a step that must end at a given instant, with ``spare`` tokens in hand.
 
     Cutting one step in two pays its fixed cost twice. With a whole step to spare none is cut.
@@ -119,7 +119,7 @@ def cut_tokens(spare: float, counts: Ints, tiers: Floats, engine: Engine) -> flo
 
 
 @jit
-def prefill_wait(backlog: float, counts: Ints, tiers: Floats, engine: Engine) -> PrefillWait:
+def prefill_wait(backlog: float, counts: Ints, tiers: Floats2D, engine: Engine) -> PrefillWait:
     """When ``backlog`` tokens of prompts are computed beside what decodes."""
     if not is_sustainable(counts, tiers, engine):
         return PrefillWait(False, 0.0)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vllm_slo.core.admission.budget_line import EPS
-from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, TierLoad, judge_one
+from vllm_slo.core.admission.judgement import TierLoad, judge_one
 from vllm_slo.core.admission.program import (
     PLAIN,
     Capacity,
@@ -90,8 +90,6 @@ class IncrementalAdmission:
             prefill=float(demand.prefill_tokens),
             tier=tier,
             context_tokens=float(demand.context_tokens),
-            seats=ONE_SEAT,
-            most=ONE_OR_NONE,
         )
         if promised:
             return Verdict(True)

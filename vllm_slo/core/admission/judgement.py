@@ -55,8 +55,6 @@ def judge_one(
     prefill: float,
     tier: int,
     context_tokens: float,
-    seats: int,
-    most: int,
 ) -> tuple[bool, bool, float]:
     """`best_set` of one new request; memory and seats are not looked at.
 
@@ -70,8 +68,6 @@ def judge_one(
         prefill: its tokens of work.
         tier: the one it would decode in.
         context_tokens: KV tokens that it will read.
-        seats, most: `ONE_SEAT` and `ONE_OR_NONE`. Written here, these numbers would have types of
-            their own, and `best_set` would be compiled once more.
 
     Returns:
         Whether every objective can be kept; if not, whether its decoding could go on for ever, and
@@ -99,7 +95,7 @@ def judge_one(
         decode[TPOT, t] = load.tpots[t]
         decode[WEIGHT, t] = tokens_in + kv_price * read / max(everyone[t], 1)
     requests = Requests(due_s, work, tiers, np.zeros(size + 1), np.ones(size + 1), forced)
-    if best_set(requests, load.decoding, decode, engine, NO_BLOCKS, seats, most):
+    if best_set(requests, load.decoding, decode, engine, NO_BLOCKS, ONE_SEAT, ONE_OR_NONE):
         return True, True, 0.0
     wait = prefill_wait(work.sum(), everyone, decode, engine)
     return False, wait.sustainable, wait.seconds

@@ -26,7 +26,7 @@ from vllm_slo.core.admission.budget_line import (
     is_sustainable,
     prefill_budget,
 )
-from vllm_slo.core.arrays import Bools, Floats, Ints
+from vllm_slo.core.arrays import Bools, Floats, Floats2D, Ints, Ints2D
 from vllm_slo.core.jit import jit
 
 TIE_VALUE: Final = 1e-12
@@ -76,7 +76,7 @@ class Labels(NamedTuple):
     value: Floats
     chosen: Ints
     seats: Ints
-    counts: Ints
+    counts: Ints2D
 
 
 @jit
@@ -91,7 +91,7 @@ def _copy(labels: Labels, source: int, target: int) -> None:
 
 
 @jit
-def _keys(counts: Ints, size: int) -> Ints:
+def _keys(counts: Ints2D, size: int) -> Ints:
     """(size,) a number for each row's counts, different for different counts below `KEY_BASE`."""
     keys = np.zeros(size, dtype=np.int64)
     for label in range(size):
@@ -155,7 +155,7 @@ def _after_prompt(
     prefill: float,
     deadline_s: float,
     counts: Ints,
-    tiers: Floats,
+    tiers: Floats2D,
     engine: Engine,
 ) -> float:
     """Budget that is left when a prompt is done, the step that ends at its deadline paid for."""
@@ -173,7 +173,7 @@ def _serve(
     i: int,
     bit: int,
     floor: float,
-    tiers: Floats,
+    tiers: Floats2D,
     engine: Engine,
     free_blocks: float,
     free_seats: int,
@@ -217,7 +217,7 @@ def _serve(
 def best_set(
     requests: Requests,
     decoding: Ints,
-    tiers: Floats,
+    tiers: Floats2D,
     engine: Engine,
     free_blocks: float,
     free_seats: int,
@@ -331,7 +331,7 @@ def decode_costs(
 
 @jit
 def choose(
-    table: Floats,
+    table: Floats2D,
     tpots: Floats,
     decoding: Ints,
     decoding_context: float,

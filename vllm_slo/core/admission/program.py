@@ -24,7 +24,6 @@ from typing import Final
 import numpy as np
 
 from vllm_slo.core.admission.budget_line import Engine, prefill_wait
-from vllm_slo.core.admission.judgement import ONE_OR_NONE, ONE_SEAT, TierLoad, judge_one
 from vllm_slo.core.admission.labels import choose, decode_costs, tiers_of_requests
 from vllm_slo.core.admission.tiers import kv_per_token, tier_of, tiers_of
 from vllm_slo.core.step_time.model import StepTimeModel
@@ -276,34 +275,3 @@ def can_start_early(
         speculated=speculated,
     )
     return bool(plan.admitted)
-
-
-def warm_up() -> None:
-    """Compile everything that admission, quotes and routing call, before a request waits for it.
-
-    A refused request takes a path of its own through the program, and so does one that is judged
-    alone (`core.admission.judgement`). If numba's cache is empty, this takes tens of seconds on a
-    slow core. Otherwise it takes about a second, mostly to import numba.
-    """
-    model = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.005)))
-    demands = [Demand(str(i), 1.0 + i, 10, 0.05, 1) for i in range(3)]
-    never = Demand("n", 1e-9, 10**9, 0.05, 1)
-    capacity = Capacity(10.0, 10, 128)
-    plan_admission(
-        0.0, [*demands, never], [Demand("c", 1.0, 10, 0.05, 1)], {0.1: 1}, model, capacity
-    )
-    at, tier = np.ones(1), np.zeros(1, dtype=np.int64)
-    load = TierLoad(at, at, tier, at, tier, at, tier)
-    judge_one(
-        0.0,
-        load,
-        engine_of(model, capacity),
-        tokens_in=1.0,
-        kv_price=0.0,
-        deadline_s=1.0,
-        prefill=1.0,
-        tier=0,
-        context_tokens=1.0,
-        seats=ONE_SEAT,
-        most=ONE_OR_NONE,
-    )

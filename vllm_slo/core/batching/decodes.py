@@ -176,18 +176,6 @@ def limit_of(start_s: float, decode: DecodeView, shortest_s: float) -> float:
     return float(_limit(start_s, *fields, shortest_s))
 
 
-def warm_up() -> None:
-    """Compile the functions of this module now instead of in the first step."""
-    one, ones = np.ones(1), np.ones(1, dtype=np.int64)
-    begun = np.ones(1, dtype=np.bool_)
-    rows = Decodes.in_windows(["r"], 0.0, (one, one), begun, one, one, 10, (ones, ones))
-    rows.load()
-    rows.load_before(0.0)
-    rows.limit_s(0.0, 0.1)
-    limit_of(0.0, DecodeView("r", 1.0, 1.0, 1.0, 1.0), 0.1)
-    due_in_window(0.0, 0.0, 1.0, True, 1.0, 1.0, 10)
-
-
 @jit
 def _limit(
     start_s: float, due_s: float, end_s: float, left: float, tpot_s: float, shortest_s: float

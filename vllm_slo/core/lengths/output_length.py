@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vllm_slo.core.arrays import Ints
+from vllm_slo.core.arrays import Ints, Ints2D
 from vllm_slo.core.jit import jit
 
 Source = Literal["declared", "quantile", "learnt", "cap"]
@@ -70,11 +70,6 @@ class OutputLengthPredictor:
         self._seen: dict[str, array[int]] = {}  # ascending
         self._samples: dict[str, Ints] = {}
         self._ends: dict[str, int] = {}
-
-    def warm_up(self) -> None:
-        """Compile what steps call now instead of in the first step."""
-        self.expected_hold("", 1, 1, None, 0)
-        self.expected_holds("", np.ones((4, 1), dtype=np.int64))
 
     def observe(self, slo_class: str, tokens: int, *, cut_off: bool = False) -> None:
         """Record that a request of this class ended by itself after ``tokens`` tokens, or that its
@@ -230,7 +225,7 @@ def _hold(
 
 
 @jit
-def _holds(ranked: Ints, class_longest: int, parts: int, requests: Ints) -> Ints:
+def _holds(ranked: Ints, class_longest: int, parts: int, requests: Ints2D) -> Ints:
     """KV tokens to set aside for each of n requests of a class.
 
     Args:

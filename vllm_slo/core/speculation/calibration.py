@@ -23,7 +23,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from vllm_slo.core.arrays import Bools, Floats, Ints, Marks, Parents
+from vllm_slo.core.arrays import Bools, Floats, Floats3D, Ints, Marks, Parents
 from vllm_slo.core.jit import jit
 
 SMALLEST_Q = 1e-9
@@ -62,7 +62,7 @@ def _row(depth: int, best: bool, rows: int) -> int:
 
 
 @jit
-def _map(knots: Floats, depth: Ints, best: Bools, x: Floats) -> Floats:
+def _map(knots: Floats3D, depth: Ints, best: Bools, x: Floats) -> Floats:
     """Calibrated logits of the logits ``x``; knot i of a row lies within bin i."""
     last = knots.shape[2] - 1
     result = np.empty(len(x))
@@ -83,7 +83,7 @@ def _map(knots: Floats, depth: Ints, best: Bools, x: Floats) -> Floats:
 
 
 @jit
-def _add(sums: Floats, depth: Ints, best: Bools, x: Floats, q: Floats, hit: Bools) -> None:
+def _add(sums: Floats3D, depth: Ints, best: Bools, x: Floats, q: Floats, hit: Bools) -> None:
     """Add observations to ``sums`` (3, rows, bins)."""
     for node in range(len(x)):
         row = _row(depth[node], best[node], sums.shape[1])
@@ -114,7 +114,7 @@ def _make_monotone(share: Floats, weight: Floats) -> None:
 
 
 @jit
-def _fit(sums: Floats, prior: float) -> Floats:
+def _fit(sums: Floats3D, prior: float) -> Floats:
     """(2, rows, bins): mean q of each bin, and the share that the target accepts."""
     rows, bins = sums.shape[1], sums.shape[2]
     result = np.empty((2, rows, bins))
@@ -315,4 +315,4 @@ def _flags(flags: ArrayLike, q: Floats, name: str) -> Bools:
     array = np.asarray(flags, dtype=np.bool_)
     if array.ndim and array.shape != q.shape:
         raise ValueError(f"{name}: shape {array.shape} differs from {q.shape} of q")
-    return np.ascontiguousarray(np.broadcast_to(array, q.shape))
+    return np.array(np.broadcast_to(array, q.shape))

@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from vllm_slo.core.arrays import Floats, Ints
+from vllm_slo.core.arrays import Floats, Floats2D, Floats3D, Ints, Ints2D
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.draft_shape import FIRST_GUESS
 
@@ -43,7 +43,7 @@ FARTHEST = 0.01
 
 
 @jit
-def _note_pass(known: Floats, tokens: int, took_s: float, share: float) -> None:
+def _note_pass(known: Floats2D, tokens: int, took_s: float, share: float) -> None:
     """Add one pass to the table ``known`` (3, OCTAVES). Where a larger size would then be faster
     than a smaller one, the other sizes are corrected, as this pass is the newest."""
     octave = min(int(np.log2(tokens)), known.shape[1] - 1)
@@ -62,7 +62,7 @@ def _note_pass(known: Floats, tokens: int, took_s: float, share: float) -> None:
 
 
 @jit
-def _pass_s(known: Floats, tokens: float) -> float:
+def _pass_s(known: Floats2D, tokens: float) -> float:
     """`PassTimes.pass_s`, of the table ``known`` (3, OCTAVES)."""
     last, time_s = -1, known[SECONDS, 0]
     for octave in range(known.shape[1]):
@@ -123,7 +123,9 @@ class PassTimes:
 
 
 @jit
-def _alphas(trials: Floats, scores: Floats, prior: Floats, fit: tuple[float, float]) -> Floats:
+def _alphas(
+    trials: Floats3D, scores: Floats2D, prior: Floats2D, fit: tuple[float, float]
+) -> Floats:
     """`Edges.alphas`, of (2, n, n) tried and accepted guesses, similarities and priors."""
     result = np.empty(scores.shape)
     for i in range(len(scores)):
@@ -214,7 +216,7 @@ def _logit(score: float) -> float:
 
 
 @jit
-def lifted(typical: Floats, odds: float) -> Floats:
+def lifted(typical: Floats2D, odds: float) -> Floats:
     """The path probabilities ``typical`` (depths, width) if the odds of each best guess after the
     one before it are multiplied by ``odds``. Its siblings share the rest as before."""
     result = typical.copy()
@@ -275,7 +277,9 @@ def _rounds(chance: Floats, requests: int) -> tuple[Floats, Floats]:
 
 
 @jit
-def _all_rounds_s(known: Floats, requests: int, rounds: float, first: float, read: float) -> float:
+def _all_rounds_s(
+    known: Floats2D, requests: int, rounds: float, first: float, read: float
+) -> float:
     """Seconds of a model's passes in all ``rounds``, which read ``read`` tokens of a request: the
     ``first`` in a round of all requests, the others in rounds of the requests that need them."""
     took_s = _pass_s(known, requests * first)
@@ -286,7 +290,7 @@ def _all_rounds_s(known: Floats, requests: int, rounds: float, first: float, rea
 
 @jit
 def _rounds_s(
-    known: Floats, chain: Ints, alphas: Floats, requests: int, window: int, depth: int
+    known: Floats3D, chain: Ints, alphas: Floats, requests: int, window: int, depth: int
 ) -> Floats:
     """(depth,) seconds until each of ``requests`` has 1, 2, .. tokens of the last model of a chain
     of several models, with guesses in windows of ``window`` tokens.
@@ -320,15 +324,15 @@ def _rounds_s(
 @jit
 def look_ahead(
     ways: Ints,
-    chains: Ints,
-    alphas: Floats,
-    known: Floats,
+    chains: Ints2D,
+    alphas: Floats2D,
+    known: Floats3D,
     requests: int,
     fresh: float,
     most_beams: int,
     widths: Ints,
-    result: Floats,
-    windows: Ints,
+    result: Floats3D,
+    windows: Ints2D,
 ) -> None:
     """Update the rows ``ways`` of ``result`` and ``windows``, which `drafting_times` returned; the
     other arguments as there."""
@@ -357,9 +361,9 @@ def look_ahead(
 
 @jit
 def drafting_times(
-    chains: Ints,
-    alphas: Floats,
-    known: Floats,
+    chains: Ints2D,
+    alphas: Floats2D,
+    known: Floats3D,
     requests: int,
     fresh: float,
     most_beams: int,

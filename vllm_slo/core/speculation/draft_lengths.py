@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_slo.core.arrays import Floats, Ints
+from vllm_slo.core.arrays import Floats, Floats2D, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.tiers import Tier
 from vllm_slo.core.step_time.budget import (
@@ -113,7 +113,7 @@ def _tokens_within(engine: Floats, time_s: float, passes: float) -> float:
 
 
 @jit
-def _drawn(counts: Ints, spans: Floats, step_s: float, lengths: Ints) -> float:
+def _drawn(counts: Ints, spans: Floats2D, step_s: float, lengths: Ints) -> float:
     """Raise ``lengths`` to the smallest at which every tier keeps its TPOT in a step of ``step_s``;
     the tokens that they draw from it, or -1 if a tier has no such length."""
     drawn = 0.0
@@ -132,7 +132,7 @@ def _drawn(counts: Ints, spans: Floats, step_s: float, lengths: Ints) -> float:
 
 @jit
 def _for_prompts(
-    counts: Ints, spans: Floats, engine: Floats, lengths: Ints
+    counts: Ints, spans: Floats2D, engine: Floats, lengths: Ints
 ) -> tuple[float, float, bool]:
     """Fill in the ``lengths`` that leave most tokens per second to prompts.
 
@@ -164,7 +164,7 @@ def _for_prompts(
 
 
 @jit
-def _settle(counts: Ints, spans: Floats, engine: Floats, passes: int, lengths: Ints) -> bool:
+def _settle(counts: Ints, spans: Floats2D, engine: Floats, passes: int, lengths: Ints) -> bool:
     """Raise ``lengths``, none above ``passes + 1``, to the smallest at which a step of all tiers
     keeps every TPOT; whether there are such lengths."""
     while True:
@@ -184,7 +184,7 @@ def _settle(counts: Ints, spans: Floats, engine: Floats, passes: int, lengths: I
 
 
 @jit
-def _rate(counts: Ints, yields: Floats, engine: Floats, passes: int, lengths: Ints) -> float:
+def _rate(counts: Ints, yields: Floats2D, engine: Floats, passes: int, lengths: Ints) -> float:
     """Output tokens per second of a step of all tiers for which ``passes`` are made."""
     tokens, gives = 0.0, 0.0
     for tier in range(len(counts)):
@@ -195,7 +195,7 @@ def _rate(counts: Ints, yields: Floats, engine: Floats, passes: int, lengths: In
 
 @jit
 def _fill(
-    counts: Ints, yields: Floats, spans: Floats, engine: Floats, passes: int, lengths: Ints
+    counts: Ints, yields: Floats2D, spans: Floats2D, engine: Floats, passes: int, lengths: Ints
 ) -> float:
     """Add drafts to settled ``lengths``, each time to the tier whose next draft is likeliest to be
     accepted, until that does not pay any more; keep the best lengths, and return their rate."""
@@ -228,8 +228,8 @@ def _fill(
 @jit
 def _exchange(
     counts: Ints,
-    yields: Floats,
-    spans: Floats,
+    yields: Floats2D,
+    spans: Floats2D,
     engine: Floats,
     passes: int,
     lengths: Ints,
@@ -262,7 +262,7 @@ def _exchange(
 
 @jit
 def _for_tokens(
-    counts: Ints, yields: Floats, spans: Floats, engine: Floats, lengths: Ints
+    counts: Ints, yields: Floats2D, spans: Floats2D, engine: Floats, lengths: Ints
 ) -> float:
     """Fill in ``lengths`` at which most tokens come out per second while a step of all tiers keeps
     every TPOT; that rate, or -1 if no lengths keep them."""
@@ -402,11 +402,3 @@ def fastest_pace_s(
     other arguments are those of `plan_lengths`."""
     engine = _engine(model, requests, context_tokens, draft_step_s, model.max_tokens, least_passes)
     return _fastest_s(engine, requests - 1.0, acceptance, longest)
-
-
-def warm_up() -> None:
-    """Compile the functions of this file now, not in the first step."""
-    model = StepTimeModel.prior()
-    for prompts in (True, False):
-        plan_lengths([Tier(1, 0.1, 0.5)], model, 2, prompts=prompts)
-    fastest_pace_s(0.5, 1, model, 2)

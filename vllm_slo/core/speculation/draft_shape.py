@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_slo.core.arrays import Floats, Ints
+from vllm_slo.core.arrays import Floats, Floats2D, Ints
 from vllm_slo.core.jit import jit
 
 FIRST_GUESS = 0.6
@@ -15,8 +15,8 @@ SHORTEST = 1e-9
 
 @jit
 def _learn_layers(
-    typical: Floats,
-    weights: Floats,
+    typical: Floats2D,
+    weights: Floats2D,
     guessed: Floats,
     memory: float,
     chances: Floats,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_slo.core.admission.program import PLAIN, Speculated
-from vllm_slo.core.arrays import Floats, Ints
+from vllm_slo.core.arrays import Floats, Floats2D, Floats3D, Ints
 from vllm_slo.core.jit import jit
 from vllm_slo.core.step_time.budget import Lines, step_seconds_compiled, whole_tokens_within
 from vllm_slo.core.step_time.model import StepTimeModel
@@ -135,10 +135,10 @@ def _verify(
 
 @jit
 def fastest_shapes(
-    chances: Floats,
+    chances: Floats3D,
     owner: Ints,
     widths: Ints,
-    drafting_s: Floats,
+    drafting_s: Floats3D,
     least: int,
     step: Verifying,
     lines: Lines,
@@ -187,7 +187,7 @@ def fastest_shapes(
 
 @jit
 def _sustained(
-    chances: Floats,
+    chances: Floats2D,
     share: float,
     tpot_s: float,
     lines: Lines,

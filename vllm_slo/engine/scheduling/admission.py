@@ -72,7 +72,6 @@ class AdmissionController:
         self._obstacle = obstacle
         self._idle_probe = IdleProbe(config.ageing_s)
         self._last_s = -INFINITY
-        program.warm_up()
 
     # When, and over whom.
 

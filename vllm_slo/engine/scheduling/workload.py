@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_slo.core.admission.program import PLAIN, Capacity, work_tokens
-from vllm_slo.core.batching.decodes import Decodes, warm_up
+from vllm_slo.core.batching.decodes import Decodes
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.sessions.rounds import end_to_end_pace
@@ -122,8 +122,6 @@ class Workload:
         self._decoding_load: tuple[tuple[int, int], _DecodingLoad] | None = None
         self._needs: dict[str, _Need] = {}
         self._needs_of = -1
-        warm_up()
-        lengths.warm_up()
 
     # What one request asks.
 

@@ -19,7 +19,6 @@ from vllm_slo.core.speculation.draft_lengths import (
     LengthPlan,
     fastest_pace_s,
     plan_lengths,
-    warm_up,
 )
 from vllm_slo.core.speculation.tiers import Tier, gather_tiers
 from vllm_slo.core.speculation.window_odds import WindowOdds
@@ -104,8 +103,6 @@ class ChainLengths:
         self._odds = WindowOdds(np.ones(self._longest))
         self._stretched_s = self._full_pass_s = 0.0
         self._verifying = costs.base
-        warm_up()
-        self._odds.sure_s(0.5, 1.0)  # compiles it now instead of in the first step
 
     def choose(
         self, decoding: Sequence[Request], skips: Sequence[bool], *, prompts: bool, probed: int

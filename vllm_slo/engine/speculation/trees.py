@@ -27,7 +27,6 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import Speculated
 from vllm_slo.core.arrays import Ints, Marks
 from vllm_slo.core.batching.pressure import Pressure
-from vllm_slo.core.speculation.calibration import DraftCalibration, outcomes
 from vllm_slo.core.speculation.candidate_trees import (
     CandidateTrees,
     StepLoad,
@@ -35,18 +34,10 @@ from vllm_slo.core.speculation.candidate_trees import (
     nodes_of_step,
     tpot_needs,
 )
-from vllm_slo.core.speculation.chain_forecast import DraftLoad
-from vllm_slo.core.speculation.model_chain import ModelChains
 from vllm_slo.core.speculation.tree_arrangement import arrange_trees
-from vllm_slo.core.speculation.tree_budget import (
-    sustained_trees,
-    worthwhile_nodes,
-)
 from vllm_slo.core.speculation.tree_selection import (
     FOR_SLO,
     FOR_THROUGHPUT,
-    node_worths,
-    select_trees,
 )
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import INFINITY
@@ -137,7 +128,6 @@ class Trees:
         self._chosen = 0, 0  # nodes for objectives, nodes for throughput
         self._prompt_tokens = 0
         self._selection_s = 0.0
-        _warm_up(self.config.max_depth)
         metrics.speculation_on(True)
 
     # Before a step is planned.
@@ -418,23 +408,3 @@ class Trees:
 def _is_granted(schedule: StepSchedule | None, request: Request) -> bool:
     """Whether the plan lets a decoding request take part in the step."""
     return schedule is None or schedule.tokens.get(request.request_id, 0) > 0
-
-
-def _warm_up(max_depth: int) -> None:
-    """Compile the hot loops now instead of at the first request."""
-    calibration = DraftCalibration(max_depth)
-    calibration.observe(np.ones(1, dtype=np.int64), np.full(1, 0.5), np.ones(1, dtype=np.bool_))
-    offsets, parents = np.array([0, 1]), np.array([-1], dtype=np.int32)
-    chances, _ = calibration.path_probabilities(offsets, parents, np.full(1, 0.5))
-    one = np.zeros(1, dtype=np.int64)
-    outcomes(one, one + 1, one, parents, np.array([0, 1]), one)
-    node_worths(offsets, chances, parents, np.ones(1, dtype=np.bool_), 1.0)
-    chosen = select_trees(offsets, chances, parents, np.ones(1), budget=2, most=np.ones(1))
-    arrange_trees(offsets, chances, parents, chosen, np.ones(1, dtype=np.int64), 1)
-    model, chains = StepTimeModel.prior(), ModelChains(("draft", "middle"), max_depth, 1)
-    chains.choose(DraftLoad(1, 0, max_depth), model, 0.0)
-    chains.times[0].observe(1, 0.001)
-    chains.shapes[0].observe_nodes(np.ones(1), one + 1, np.array([0, 1]))
-    drafting_s = chains.drafting_s((0, 1), 1, 1)
-    sustained_trees(chains.shapes[0].typical, 1.0, 0.1, model, drafting_s=drafting_s)
-    worthwhile_nodes(chances, 1, 0, 0, model, 1)

@@ -14,6 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_slo.engine.speculation.draft_check import PLAIN_KV, refuse
+from vllm_slo.errors import ConfigError
 
 
 class Group(Protocol):
