@@ -12,7 +12,7 @@ HOME_FOLDER=/home/vllm
 if ! getent passwd "$USER_ID" >/dev/null; then
     useradd --uid "$USER_ID" --gid 0 --create-home --home-dir "$HOME_FOLDER" vllm
 fi
-for folder in .cache .cache/huggingface .cache/numba .cache/vllm .cache/vllm-slo .config; do
+for folder in .cache .cache/huggingface .cache/vllm .cache/vllm-slo .config; do
     mkdir -p "$HOME_FOLDER/$folder"
 done
 chown -R "$USER_ID:0" "$HOME_FOLDER"

@@ -101,7 +101,8 @@ def test_how_it_runs(image: str) -> None:
     (environment,) = values(image, "ENV")
     caches = dict(word.split("=") for word in environment.split())
     assert caches.pop("HOME") == "/home/vllm"
-    assert set(caches) == {"HF_HOME", "NUMBA_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME"}
+    assert caches.pop("NUMBA_CPU_NAME") == "generic"
+    assert set(caches) == {"HF_HOME", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME"}
     assert set(caches.values()) <= folders
     assert f"{caches['XDG_CACHE_HOME']}/vllm-slo" in folders  # profiles
 
@@ -131,6 +132,18 @@ def test_what_python_compiles_is_in_the_cpu_image() -> None:
     """The image's user cannot write bytecode. pip compiles by itself, uv only if told to."""
     (install,) = (value for value in values("Dockerfile.cpu", "RUN") if "install.sh" in value)
     assert install.startswith("UV_COMPILE_BYTECODE=1 /opt/vllm-slo/install.sh cpu ")
+
+
+@each_image
+def test_the_policies_are_compiled_in_the_image_for_any_processor(image: str) -> None:
+    """`tests/core/test_kept_code.py` tries that a server takes this code and compiles nothing."""
+    (install,) = (value for value in values(image, "RUN") if "install.sh" in value)
+    steps = [step.strip() for step in install.split("&&")]
+    compiling = [step for step in steps if "compile_package" in step]
+    assert compiling == [steps[1]]  # after the installation, as the user who can write there
+    environment, code = re.fullmatch(r'(\S+) python3 -c\s+"(.+)"', compiling[0]).groups()  # type: ignore[union-attr]
+    assert environment == "NUMBA_CPU_NAME=generic"
+    assert code == "from vllm_slo.core.jit import compile_package; compile_package('vllm_slo.core')"
 
 
 # --- scripts -------------------------------------------------------------------------------------
