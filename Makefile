@@ -9,6 +9,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 ACCELERATOR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTEST_ARGS ?=
 SIMULATE_ARGS ?=
+ARGS ?=
 
 # vLLM on CPU and torch's compiler do not start from a folder with a space in its path (LD_PRELOAD,
 # compiler flags). There the environment lies in the cache folder.
@@ -41,7 +42,7 @@ EXTRAS_DEMO := bench
 EXTRAS := ray,bench,lengths,docs,dev
 comma := ,
 
-.PHONY: help setup test test-quick test-deep lint audit demo docs simulate clean constraints
+.PHONY: help setup test test-quick test-deep check-cuda lint audit demo docs simulate clean constraints
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -62,6 +63,9 @@ test-quick: setup ## the fast tests, without an engine: two minutes
 
 test-deep: setup ## all tests; random ones with ten times as many cases: an hour and more
 	VLLMSLO_TEST_DEPTH=10 $(PYTEST) --session-timeout=14400 $(PYTEST_ARGS)
+
+check-cuda: setup ## whether it works on this GPU, under ten minutes; ARGS=--cpu without a GPU
+	$(BIN)/python benchmarks/check_cuda.py $(ARGS)
 
 lint: setup ## ruff, mypy and bandit
 	$(BIN)/ruff check .
@@ -90,7 +94,7 @@ simulate: setup ## the tables of benchmarks/results/capacity.md, under an hour; 
 	$(BIN)/python benchmarks/capacity.py $(SIMULATE_ARGS)
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-output check-cuda check-cuda.json site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 ifeq ($(VLLM),$(PYTHON_ONLY))

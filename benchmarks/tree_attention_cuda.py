@@ -34,6 +34,8 @@ TUNED = ((1, 32768, 16), (1, 2048, 64), (16, 2048, 16), (64, 8192, 16))
 CACHE_BYTES = 256 << 20
 """Bytes of keys and values that are read before any is read again."""
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""On "cpu" only `check` runs, and Triton must interpret its kernels (TRITON_INTERPRET=1)."""
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Largest relative distance (Frobenius) from the dense reference."""
 
@@ -51,7 +53,7 @@ class Shape:
 
 
 class Batch:
-    """The tensors of one step and one layer, on the GPU."""
+    """The tensors of one step and one layer."""
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         self.shape = shape
@@ -61,16 +63,16 @@ class Batch:
         sizes = [length + context for length, context, _ in shape.lengths]
         self.max_query_len, self.max_seq_len = max(tokens), max(sizes)
         width = -(-self.max_seq_len // BLOCK_SIZE)
-        make = partial(torch.tensor, device="cuda")
+        make = partial(torch.tensor, device=DEVICE)
         self.starts = make([0, *tokens]).cumsum(0).int()
         self.sizes = make(sizes, dtype=torch.int32)
-        blocks = torch.randperm(len(sizes) * width, device="cuda", dtype=torch.int32)
+        blocks = torch.randperm(len(sizes) * width, device=DEVICE, dtype=torch.int32)
         self.table = blocks.view(len(sizes), width)
         page = (shape.kv_heads, BLOCK_SIZE, 2 * shape.head_size)
-        cache = torch.randn(len(blocks), *page, device="cuda", dtype=shape.dtype)
+        cache = torch.randn(len(blocks), *page, device=DEVICE, dtype=shape.dtype)
         self.keys, self.values = cache.transpose(1, 2).split(shape.head_size, dim=-1)
         row = (sum(tokens), shape.heads, shape.head_size)
-        self.query = torch.randn(row, device="cuda", dtype=shape.dtype)
+        self.query = torch.randn(row, device=DEVICE, dtype=shape.dtype)
         self.output = torch.full_like(self.query, float("nan"))
         self.is_tree = make([is_tree for *_, is_tree in shape.lengths])
         self.no_tree = torch.zeros_like(self.is_tree)
@@ -132,9 +134,9 @@ def dense(batch: Batch, *, causal: bool = False) -> Tensor:
         scores = torch.einsum("thd,khd->htk", batch.query[rows].double(), keys) * batch.scale
         if shape.softcap:
             scores = shape.softcap * (scores / shape.softcap).tanh()
-        seen = torch.ones(tokens, tokens + context, device="cuda", dtype=torch.bool).tril(context)
+        seen = torch.ones(tokens, tokens + context, device=DEVICE, dtype=torch.bool).tril(context)
         if is_tree and not causal:
-            bits = torch.arange(tokens, device="cuda")
+            bits = torch.arange(tokens, device=DEVICE)
             seen[:, context:] = batch.ancestors[rows, None] >> bits & 1 != 0
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         parts.append(torch.einsum("htk,khd->thd", weights, values))
@@ -157,17 +159,28 @@ CHECKED = (
     Shape(MIXED, heads=8, kv_heads=1, head_size=64),
     Shape(((16, 32000, True),)),
     Shape(((8, 3000, True),) * 200),
+    Shape(MIXED, heads=16, kv_heads=8, head_size=96, dtype=torch.float16),
+    Shape(MIXED, heads=12, kv_heads=2, head_size=128, dtype=torch.float16),
+    Shape(MIXED, heads=8, kv_heads=8, head_size=64, dtype=torch.float32),
 )
+SHORT = ((7, 20, False), (1, 60, False), (16, 33, True), (9, 0, True))
+CHECKED_ON_CPU = (
+    Shape(SHORT, heads=4, kv_heads=2, head_size=64, dtype=torch.float32),
+    Shape(SHORT, heads=4, kv_heads=1, head_size=80, dtype=torch.float16),
+    Shape(SHORT, heads=2, kv_heads=2, head_size=128, dtype=torch.float32, softcap=20.0),
+    Shape(SHORT, heads=8, kv_heads=1, head_size=256, dtype=torch.float16),
+)
+"""Triton's interpreter takes seconds for each."""
 
 
-def check() -> float:
+def check(shapes: Sequence[Shape] = CHECKED) -> float:
     """Our kernel against the reference, as it is and split; the largest share of a limit reached.
 
     Raises:
         SystemExit: a result is too far off, or a wrong mask does not show.
     """
     worst = 0.0
-    for seed, shape in enumerate(CHECKED):
+    for seed, shape in enumerate(shapes):
         batch = Batch(shape, seed)
         expected, limit = dense(batch), LIMITS[shape.dtype]
         usual = chosen(batch)

@@ -75,7 +75,6 @@ def chains() -> VirtualEngine:
 
 
 def virtual(drafts: dict[str, Any] | None = None, **config: Any) -> VirtualEngine:
-    options = {} if drafts is None else {"speculative_config": drafts}
     return VirtualEngine(
         Scheduler,
         tiny.path("target"),
@@ -83,7 +82,7 @@ def virtual(drafts: dict[str, Any] | None = None, **config: Any) -> VirtualEngin
         SMALL,
         believed=ROOFLINE,
         slo_config={"quotas": QUOTAS, **config},
-        **options,
+        speculative_config=drafts,
     )
 
 
@@ -112,6 +111,7 @@ ENGINES = {
     "draft servers": servers,
 }
 
+STAGES: Any = [{"until": "</think>", "tpot_ms": 40}, {"tpot_ms": 200}]
 SLOS = (
     SLO(ttft_ms=5000, tpot_ms=100),
     SLO(ttft_ms=5000, tpot_ms=0.01),  # decode
@@ -121,7 +121,7 @@ SLOS = (
     SLO(tpot_ms=45),
     SLO(ttft_ms=5000, tpot_ms=100, expected_output_tokens=400),  # memory, seats
     SLO(ttft_ms=5000, tpot_ms=60, value=2),
-    SLO(ttft_ms=5000, stages=[{"until": "</think>", "tpot_ms": 40}, {"tpot_ms": 200}]),
+    SLO(ttft_ms=5000, stages=STAGES),
     SLO(ttft_ms=5000, tpot_ms=100, session_id="job", session_e2e_ms=60_000, tenant="a"),
     SLO(ttft_ms=5000, tpot_ms=100, tenant="poor"),
     SLO(tier="best_effort", tenant="b", expected_output_tokens=60),

@@ -133,12 +133,12 @@ def parameters(*, seeded: bool) -> list[SamplingParams]:
 
 
 def engine_options(said: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``vllm.LLM``."""
-    engine = ENGINE
+    """The arguments of ``vllm.LLM``; ``options`` are further ones."""
+    engine = {**ENGINE, **said.get("options", {})}
     if said.get("seeded"):
-        engine = {**ENGINE, "max_num_batched_tokens": 4096}
+        engine = {**engine, "max_num_batched_tokens": 4096}
     if said.get("sample"):
-        engine = {**ENGINE, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
+        engine = {**engine, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
     blocks = 130 if said.get("sample") else FEW_BLOCKS
     if said.get("method"):
         return {

@@ -60,8 +60,8 @@ def check_layer(impl: Any) -> None:
         name = get_current_vllm_config().model_config.model
         refuse(
             ConfigError(
-                f"speculation: an attention layer of {name!r} has {reason}, which trees cannot verify; "
-                "use another model, or serve without drafts"
+                f"speculation: an attention layer of {name!r} has {reason}, which trees cannot "
+                "verify; use another model, or serve without drafts"
             )
         )
 
