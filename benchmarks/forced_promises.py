@@ -27,4 +27,4 @@ class ForcedPromises(Scheduler):
         if tracked.wants_promise(start_s):
             prefill_s = parts.clock.promise_model.predict_s(tracked.remaining_tokens)
             due_s = tracked.due_s(start_s, prefill_s)
-            parts.controller._carry_out(Ruling({request.request_id: due_s}))
+            parts.promises.carry_out(Ruling({request.request_id: due_s}))

@@ -144,6 +144,7 @@ class Server(adaserve_engine.Server):
                 *(parts.guard, parts.workload.lengths, parts.metrics, config),
             )
         parts.planner._best_effort = parts.controller._best_effort = best_effort
+        parts.recovery._best_effort = best_effort
         if best_effort is not None:
             self._follow(best_effort)
 

@@ -44,6 +44,7 @@ class TreeEngine(VirtualEngine):
         slo_config: dict[str, Any] | None = None,
         speculation: dict[str, Any] | None = None,
         seed: int = 0,
+        contains_faults: bool = False,
     ) -> None:
         self.honest = honest if isinstance(honest, tuple) else (honest,)
         self.pass_s = pass_s if isinstance(pass_s, tuple) else (pass_s,)
@@ -58,6 +59,7 @@ class TreeEngine(VirtualEngine):
             believed=model,
             slo_config={**(slo_config or {}), "speculation": said},
             seed=seed,
+            options={"contains_faults": contains_faults},
             worker_cls=TREE_WORKER,
             speculative_config={
                 "method": "custom_class",

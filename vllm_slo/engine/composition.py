@@ -20,14 +20,19 @@ from vllm_slo.core.step_time.estimator import StepTimeEstimator, horizon_of
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.admission import AdmissionController
 from vllm_slo.engine.scheduling.best_effort import BestEffort
+from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
+from vllm_slo.engine.scheduling.containment import Containment
 from vllm_slo.engine.scheduling.controller import Controller
+from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.scheduling.intake import Intake
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.obstacles import obstacle_of, warn_of
 from vllm_slo.engine.scheduling.opportunistic import OpportunisticStarts
 from vllm_slo.engine.scheduling.outcomes import Outcomes
+from vllm_slo.engine.scheduling.promises import Promises
 from vllm_slo.engine.scheduling.quotas import Quotas
 from vllm_slo.engine.scheduling.quotes import Quotes
+from vllm_slo.engine.scheduling.recovery import Recovery
 from vllm_slo.engine.scheduling.replica_reports import ReplicaReports
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
@@ -75,6 +80,10 @@ class Parts(NamedTuple):
     outcomes: Outcomes
     reports: ReplicaReports
     metrics: SchedulerMetrics
+    endings: Endings
+    promises: Promises
+    recovery: Recovery
+    containment: Containment
     controller: Controller
 
 
@@ -88,6 +97,7 @@ def assemble(
     step_time: StepTimeEstimator | None = None,
     marks: StageMarks | None = None,
     seal: Seal | None = None,
+    contains_faults: bool = True,
 ) -> Parts:
     """Build the parts of a scheduler.
 
@@ -96,6 +106,7 @@ def assemble(
         step_time: what is known of step times; None: a profile of this engine, or the prior.
         marks: where stages end; None: as the answers say.
         seal: proves who wrote the internal keys; None: that of the environment.
+        contains_faults: see `Containment`.
 
     Raises:
         ConfigError, ProfileError: the configuration cannot be used.
@@ -111,6 +122,7 @@ def assemble(
     intake = Intake(config, marks, seal, steps)
     lengths = OutputLengthPredictor(config.output_length_quantile)
     metrics = SchedulerMetrics(vllm_config.parallel_config.data_parallel_index)
+    containment = Containment(clock, metrics, contains=contains_faults)
     tracker, blocks = RequestTracker(steps.now_s), KVBlocks(manager, state.connector)
     recent, pressure = RecentObjectives(), Pressure(config.ageing_s / 2)
     responsive = ResponsiveSteps(steps, recent)
@@ -165,17 +177,23 @@ def assemble(
     sessions = SessionRounds(tracker, workload, blocks, steps, metrics, config.sessions)
     spans = RequestSpans.from_config(vllm_config.observability_config)
     outcomes = Outcomes(tracker, sessions, steps, metrics, spans)
-    reports = ReplicaReports(state, tracker, workload, quotes, steps)
+    reports = ReplicaReports(state, tracker, workload, quotes, steps, containment)
+    endings, groups = Endings(state), ChoiceGroups()
+    promises = Promises(tracker, steps, admission, quotes, quotas, guard, groups, metrics, endings)
+    recovery = Recovery(
+        *(state, tracker, promises, quotes, quotas, best_effort, sessions, guard, groups, endings)
+    )
     controller = Controller(
         *(state, tracker, steps, intake, marks, workload, admission, planner, quotes, quotas),
-        *(best_effort, sessions, guard, recent, outcomes, reports, metrics),
+        *(best_effort, sessions, guard, groups, promises, recovery, recent, outcomes, reports),
+        *(metrics, endings, containment),
         tpot_window=config.tpot_window_tokens,
         can_promise=can_promise,
     )
     return Parts(
         *(config, steps, tracker, blocks, workload, guard, pressure, marks, speculation, starts),
         *(admission, planner, quotas, quotes, best_effort, sessions, outcomes, reports, metrics),
-        controller,
+        *(endings, promises, recovery, containment, controller),
     )
 
 

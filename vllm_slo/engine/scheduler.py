@@ -6,20 +6,25 @@ plan of each step, and arranges what vLLM's ``schedule()`` reads (order of ``run
 queue, ``max_num_scheduled_tokens``, the tokens of each request) before calling it. vLLM keeps
 blocks, prefix cache, encoder inputs, connectors, LoRA and speculation. While no live request
 carries an SLO, nothing is arranged and the scheduler is vLLM's, decision for decision.
+
+Each call of ours is in a block of `Containment`. The code behind such a block is what is done if
+the block fails: the engine goes on, and vLLM schedules the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -27,7 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.estimator import StepTimeEstimator
-from vllm_slo.core.step_time.model import BatchShape
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.compat.scheduler_state import SchedulerState, reserve_lookahead
 from vllm_slo.engine.compat.seams import check_scheduling
 from vllm_slo.engine.composition import assemble
@@ -36,6 +41,7 @@ from vllm_slo.engine.scheduling.apply_plan import applied
 from vllm_slo.engine.scheduling.obstacles import check_model
 from vllm_slo.engine.scheduling.stage_marks import StageMarks
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
+from vllm_slo.engine.speculation import grammar, messages
 from vllm_slo.engine.speculation.messages import speculation_of, without_scratch
 from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.errors import VllmSLOError
@@ -49,9 +55,10 @@ class Scheduler(AsyncScheduler):
     """Multi-SLO scheduler for ``--scheduler-cls vllm_slo.Scheduler``.
 
     Subclasses vLLM's ``AsyncScheduler`` so that async scheduling stays on where vLLM turns it on;
-    it behaves the same without. Four keywords that vLLM does not use inject time, the step times
+    it behaves the same without. Five keywords that vLLM does not use inject time, the step times
     to begin with, the ends of stages and the seal of internal keys: ``clock``, ``step_time``,
-    ``stage_marks`` and ``seal``.
+    ``stage_marks`` and ``seal``; ``contains_faults=False`` raises what policies raise, as tests and
+    simulations need it (see `Containment`).
 
     Attributes:
         parts: the owners of its state, for those who look into it.
@@ -77,6 +84,7 @@ class Scheduler(AsyncScheduler):
         step_time: StepTimeEstimator | None = None,
         stage_marks: StageMarks | None = None,
         seal: Seal | None = None,
+        contains_faults: bool = True,
         **kwargs: Any,
     ) -> None:
         self._step: StepSchedule | None = None
@@ -102,6 +110,7 @@ class Scheduler(AsyncScheduler):
                 step_time=step_time,
                 marks=stage_marks,
                 seal=seal,
+                contains_faults=contains_faults,
             )
         except VllmSLOError as error:
             # vLLM shows only tracebacks of what goes wrong here, in two processes.
@@ -109,28 +118,55 @@ class Scheduler(AsyncScheduler):
             raise
         self._controller = self.parts.controller
         self._speculation = self.parts.speculation
+        self._containment = self.parts.containment
 
     # A step.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        controller, speculation = self._controller, self._speculation
-        controller.begin_step()
-        speculation.propose(active=controller.active)
-        plan = controller.plan() if self._pause_state == PauseState.UNPAUSED else None
-        speculation.select(plan)
+        plan = self._plan()
         output = self._schedule(throttle_prefills, plan)
-        shape = speculation.attach(output, self.batch_shape(output))
-        controller.on_scheduled(output, shape, plan)
+        self._send(output, plan)
         return output
+
+    def _plan(self) -> StepSchedule | None:
+        """The plan of the step, and the drafts for it; None: vLLM schedules alone."""
+        controller, speculation, containment = (
+            *(self._controller, self._speculation, self._containment),
+        )
+        stood_aside = containment.stands_aside
+        if containment.begin_step():
+            with containment.planning:
+                controller.begin_step()
+                speculation.propose(active=controller.active)
+                plan = controller.plan() if self._pause_state == PauseState.UNPAUSED else None
+                speculation.select(plan)
+                return plan
+            self._drop_drafts()
+            with containment.planning:
+                self.parts.recovery.without_plan()
+        else:
+            if not stood_aside:
+                self._drop_drafts()
+            with containment.planning:
+                controller.begin_step()
+                self.parts.recovery.without_promises(containment.retry_after_s)
+        return None
+
+    def _drop_drafts(self) -> None:
+        """Verify no drafts in this step: they may be chosen in part, or be out of date."""
+        for request in self.running:
+            request.spec_token_ids = []
 
     def _schedule(self, throttle_prefills: bool, plan: StepSchedule | None) -> SchedulerOutput:
         """vLLM's ``schedule()`` with the plan applied, and drafts padded as speculation has it."""
         padding, self.num_spec_tokens = self.num_spec_tokens, self._speculation.draft_padding
-        self._step, self._in_step = plan, True
+        self._in_step = True
         try:
-            if plan is None:
-                return super().schedule(throttle_prefills)
-            with applied(self, plan, self._state):
+            with ExitStack() as arranged:
+                if plan is not None:
+                    with self._containment.planning:
+                        arranged.enter_context(applied(self, plan, self._state))
+                        self._step = plan
                 return super().schedule(throttle_prefills)
         finally:
             self.num_spec_tokens = padding
@@ -185,6 +221,16 @@ class Scheduler(AsyncScheduler):
             request, num_computed_tokens, granted, *args, **kw
         )
 
+    def _send(self, output: SchedulerOutput, plan: StepSchedule | None) -> None:
+        """Send with a step what the worker must know of drafts; note that it is on its way."""
+        with self._containment.planning:
+            shape = self.batch_shape(output)
+            if not self._containment.stands_aside:
+                shape = self._speculation.attach(output, shape)
+            self._controller.on_scheduled(output, shape, plan)
+        if self._speculation.verifies_trees:
+            messages.attach_chains(output)
+
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
@@ -202,7 +248,11 @@ class Scheduler(AsyncScheduler):
         answered. While vLLM schedules they do not count: it asks how many there are before it cuts
         a long prompt, and quotes are not served."""
         running, waiting = super().get_request_counts()
-        return running, waiting + (0 if self._in_step else self._controller.quotes_waiting)
+        if self._in_step:
+            return running, waiting
+        with self._containment.single:
+            return running, waiting + self._controller.answers_waiting
+        return running, waiting + 1  # a step more than needed
 
     # What comes back.
 
@@ -210,14 +260,18 @@ class Scheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         controller, speculation = self._controller, self._speculation
-        drafting_s = speculation.drafting_s(scheduler_output, model_runner_output)
-        controller.on_output(scheduler_output, drafting_s)
-        speculation.observe(scheduler_output, model_runner_output)
+        messages.keep_first_tokens(scheduler_output, model_runner_output)
+        with self._containment.planning:
+            drafting_s = speculation.drafting_s(scheduler_output, model_runner_output)
+            controller.on_output(scheduler_output, drafting_s)
+            speculation.observe(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        controller.on_updated(scheduler_output, model_runner_output)
-        self._report_ahead(outputs)
-        for request in controller.take_ended():
-            _tell_end(outputs, request)
+        with self._containment.planning:
+            controller.on_updated(scheduler_output, model_runner_output)
+        with self._containment.single:
+            self._report_ahead(outputs)
+        with self._containment.single:
+            self.parts.endings.tell(outputs)
         return outputs
 
     def _report_ahead(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
@@ -234,34 +288,50 @@ class Scheduler(AsyncScheduler):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """As vLLM's; of a tree, one row for the root and one for each node."""
-        return self._speculation.grammar_output(scheduler_output, super().get_grammar_bitmask)
+        if not self._speculation.verifies_trees:
+            return super().get_grammar_bitmask(scheduler_output)
+        with self._containment.single:
+            return self._speculation.tree_masks(scheduler_output)
+        return grammar.root_masks(self._state.structured_output, self.requests, scheduler_output)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """As vLLM's; trees become candidates of the next step."""
-        if not self._speculation.receive(draft_token_ids):
-            super().update_draft_token_ids(draft_token_ids)
+        with self._containment.single:
+            if self._speculation.receive(draft_token_ids):
+                return
+        super().update_draft_token_ids(draft_token_ids)  # finds no drafts in trees
 
     # Requests come and go.
 
     def add_request(self, request: Request) -> None:
         is_live = request.request_id in self.requests
         super().add_request(request)
-        if not is_live:
+        if is_live:
+            return
+        with self._containment.single:
             self._controller.on_arrival(request)
+            return
+        with self._containment.single:
+            self.parts.recovery.lost_arrival(request)
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        blocks = self.parts.sessions.blocks_of(request)
+        blocks: Sequence[KVCacheBlock] = ()
+        with self._containment.single:
+            blocks = self.parts.sessions.blocks_of(request)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
-        report = self._controller.on_end(request, blocks)
-        self._speculation.forget(request.request_id)
+        report = self._report_of_end(request, blocks)
+        with self._containment.single:
+            self._speculation.forget(request.request_id)
         if not self.requests:
-            self._controller.on_empty()
+            with self._containment.single:
+                self._controller.on_empty()
         if report is not None:
             kv_params = {**(kv_params or {}), REPORT_KEY: report}
-        if request_facts.wants_report_in_stop_reason(request):
-            request.stop_reason = pack_report(report, request.stop_reason)
+        with self._containment.single:
+            if request_facts.wants_report_in_stop_reason(request):
+                request.stop_reason = pack_report(report, request.stop_reason)
         return kv_params, ec_params
 
     def set_pause_state(self, pause_state: PauseState) -> None:
@@ -270,29 +340,28 @@ class Scheduler(AsyncScheduler):
         if pause_state != PauseState.UNPAUSED:
             self._controller.on_pause(everybody=pause_state == PauseState.PAUSED_ALL)
 
+    def _report_of_end(
+        self, request: Request, blocks: Sequence[KVCacheBlock]
+    ) -> dict[str, Any] | None:
+        """Stop tracking a request; its report, None without an SLO."""
+        with self._containment.single:
+            return self._controller.on_end(request, blocks)
+        with self._containment.single:
+            return self.parts.recovery.lost_end(request)
+        return None
+
     # For those who embed it.
 
     def promise_now(self, request_id: str) -> bool:
         """Decide at once, between two steps, whether a waiting request can be promised its
         objectives; otherwise the next ``schedule()`` does."""
-        return self._controller.promise_now(request_id)
+        if not self._containment.stands_aside:
+            with self._containment.single:
+                return self._controller.promise_now(request_id)
+        return False
 
     def state(self) -> ReplicaState:
         """What a front needs to know to plan with this engine."""
-        return self.parts.reports.state()
-
-
-def _tell_end(outputs: dict[int, EngineCoreOutputs], request: Request) -> None:
-    """Add to a step's outputs the end of a request that the scheduler itself has ended."""
-    if request.client_index not in outputs:
-        outputs[request.client_index] = EngineCoreOutputs()
-    outputs[request.client_index].outputs.append(
-        EngineCoreOutput(
-            request_id=request.request_id,
-            new_token_ids=[],
-            finish_reason=FinishReason.ABORT,
-            stop_reason=request.stop_reason,
-            events=request.take_events(),
-            trace_headers=request.trace_headers,
-        )
-    )
+        with self._containment.single:
+            return self.parts.reports.state()
+        return ReplicaState(StepTimeModel.prior())  # without seats, so nothing is promised here

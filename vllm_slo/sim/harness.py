@@ -195,6 +195,8 @@ class VirtualEngine:
             options["step_time"].correction = OnlineCorrection(margin)
             options.setdefault("stage_marks", self.stages)
             options.setdefault("seal", self.seal)
+            # A simulation must not take vLLM's decisions for ours.
+            options.setdefault("contains_faults", False)
         if issubclass(scheduler_cls, Scheduler | ShedEDF):
             options["clock"] = self.clock
         spec = FullAttentionSpec(

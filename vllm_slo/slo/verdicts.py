@@ -18,6 +18,9 @@ DECLINED_HEADER: Final = "x-vllm-slo-declined"
 """Header by which a server tells the front, whatever the status, that it declined. The value: the
 milliseconds after which to retry. Clients do not get it."""
 
+PLANNING_FAILED: Final = "planning_failed"
+"""Reason why a request got no promise, or lost it: a fault in the scheduler's own planning."""
+
 _REPORTED: Final = "slo_report:"
 _DECLINED: Final = "slo_declined:"
 _INVALID: Final = "slo_invalid:"

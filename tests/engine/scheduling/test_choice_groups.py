@@ -84,7 +84,7 @@ def verdict(one: VirtualEngine, name: str) -> Declined | None:
 def check_nothing_left(one: VirtualEngine) -> None:
     parts = parts_of(one)
     assert not len(parts.tracker) and parts.tracker.unpromised == 0
-    assert not parts.controller._refused and not parts.controller._groups._members
+    assert not parts.endings.refused and not parts.controller._groups._members
     free = one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert free == one.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 

@@ -158,7 +158,7 @@ def quoted_now(engine: VirtualEngine, name: str, prompt: int, slo: SLO) -> Any:
     """A quote of this very moment, in which nothing else is promised."""
     engine.add(name, prompt, 50, slo, quote=True)
     parts = engine.scheduler.parts
-    ((_, answer),) = parts.quotes.take(parts.clock.next_start_s(parts.clock.tick()))
+    ((_, answer),) = parts.quotes.answers(parts.clock.next_start_s(parts.clock.tick()))
     engine.abort(name)
     return unpack_quote(answer)
 

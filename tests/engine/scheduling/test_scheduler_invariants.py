@@ -229,8 +229,8 @@ class CheckedEngine(VirtualEngine):
         for left in (
             parts.tracker.live,
             parts.guard.since_s,
-            parts.controller._ended,
-            parts.controller._refused,
+            parts.endings.untold,
+            parts.endings.refused,
         ):
             assert not left
 

@@ -247,7 +247,7 @@ class WatchedEngine(CheckedEngine):
             self.check_grants(self.plan, output)
             self.check_share(self.plan, output, held, served_s)
         if not self._is_paused():
-            assert not self.scheduler.parts.controller._refused
+            assert not self.scheduler.parts.endings.refused
         return output
 
     def abort(self, request_id: str) -> None:
@@ -291,7 +291,7 @@ class WatchedEngine(CheckedEngine):
         told = Counter(self.finished)
         assert not told or max(told.values()) == 1, f"told twice: {told.most_common(1)}"
         to_tell = {
-            r.request_id for r in self.scheduler.parts.controller._ended
+            r.request_id for r in self.scheduler.parts.endings.untold
         }  # with the next output
         ended = told.keys() | self.aborted | to_tell
         assert not live & ended
@@ -393,8 +393,8 @@ class WatchedEngine(CheckedEngine):
             "tracked": parts.tracker.live,
             "unpromised": parts.tracker.unpromised,
             "served": parts.guard.since_s,
-            "ended": parts.controller._ended,
-            "refused": parts.controller._refused,
+            "ended": parts.endings.untold,
+            "refused": parts.endings.refused,
             "steps": parts.clock._flight,
             "active": parts.controller.active,
         }

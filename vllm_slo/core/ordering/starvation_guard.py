@@ -10,6 +10,8 @@ the starved request.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from vllm_slo.core.types import INFINITY
 
 
@@ -46,6 +48,13 @@ class StarvationGuard:
         """Note that a request has ended, or has been promised its objectives."""
         self.since_s.pop(request_id, None)
         if request_id == self.starved:
+            self.starved = None
+
+    def retain(self, live: Container[str]) -> None:
+        """Forget the requests that are not live."""
+        for name in [name for name in self.since_s if name not in live]:
+            self.remove(name)
+        if self.starved not in self.since_s:
             self.starved = None
 
     def is_aged(self, request_id: str, now_s: float) -> bool:

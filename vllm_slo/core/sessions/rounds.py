@@ -9,6 +9,7 @@ that ended early, or tools that were quick, leave more for the next rounds.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -187,6 +188,13 @@ class Sessions:
         if last and not session.live:
             return self._close(key)
         return None
+
+    def recount(self, live: Iterable[Session]) -> None:
+        """Count the live requests of each session anew: ``live`` has the session of each."""
+        for session in self._live.values():
+            session.live = 0
+        for session in live:
+            session.live += 1
 
     def take_quiet(self, now_s: float) -> list[Session]:
         """Close the sessions that have been quiet for too long, and if there are too many sessions

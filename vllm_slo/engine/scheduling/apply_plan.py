@@ -42,12 +42,14 @@ def applied(scheduler: Steerable, schedule: StepSchedule, state: SchedulerState)
     """
     for request in schedule.preempt:
         state.preempt(request, schedule.timestamp)
+    offered = schedule.waiting
+    waiting, kv_holding = FCFSRequestQueue(offered), FCFSRequestQueue()
+    # Nothing below this line can fail before vLLM schedules.
+    queue, holding = scheduler.waiting, scheduler.kv_holding_waiting
+    tokens = scheduler.max_num_scheduled_tokens
     if schedule.running is not None:
         scheduler.running = schedule.running
-    queue, holding = scheduler.waiting, scheduler.kv_holding_waiting
-    tokens, offered = scheduler.max_num_scheduled_tokens, schedule.waiting
-    scheduler.waiting = FCFSRequestQueue(offered)
-    scheduler.kv_holding_waiting = FCFSRequestQueue()
+    scheduler.waiting, scheduler.kv_holding_waiting = waiting, kv_holding
     scheduler.max_num_scheduled_tokens = schedule.token_budget
     try:
         yield

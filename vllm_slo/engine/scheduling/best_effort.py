@@ -153,6 +153,15 @@ class BestEffort:
         if known.foreseen_s is not None:
             metrics.foreseen_service(known.foreseen_s, known.perception.attained_s)
 
+    def reconcile(self, requests: Iterable[Request]) -> None:
+        """Follow these requests, and no others."""
+        live = {request.request_id: request for request in requests}
+        for name in [name for name in self._known if name not in live]:
+            del self._known[name]
+        for name, request in live.items():
+            if name not in self._known:
+                self.on_arrival(request)
+
     def _note_served(self, request_id: str) -> None:
         """A request got tokens. Only one without a promise is noted: others do not wait."""
         tracked = self._tracker.get(request_id)

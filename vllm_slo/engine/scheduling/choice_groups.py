@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -41,6 +41,13 @@ class ChoiceGroups:
             members.remove(tracked)
             if not members:
                 del self._members[str(tracked.group)]
+
+    def retain(self, live: Container[str]) -> None:
+        """Forget the members that are not live."""
+        for group, members in list(self._members.items()):
+            members[:] = [member for member in members if member.request.request_id in live]
+            if not members:
+                del self._members[group]
 
     def refused_with(
         self, refused: Mapping[str, str], tracked: Mapping[str, SLORequest]

@@ -18,13 +18,17 @@ from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_facts
-from vllm_slo.engine.scheduling.admission import AdmissionController, Ruling
+from vllm_slo.engine.scheduling.admission import AdmissionController
 from vllm_slo.engine.scheduling.best_effort import BestEffort
 from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
+from vllm_slo.engine.scheduling.containment import Containment
+from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.scheduling.intake import Intake
 from vllm_slo.engine.scheduling.outcomes import Outcomes
+from vllm_slo.engine.scheduling.promises import Promises
 from vllm_slo.engine.scheduling.quotas import REASON, Quotas
 from vllm_slo.engine.scheduling.quotes import Quotes
+from vllm_slo.engine.scheduling.recovery import Recovery
 from vllm_slo.engine.scheduling.replica_reports import ReplicaReports
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.sessions import SessionRounds
@@ -36,7 +40,7 @@ from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.scheduling.workload import Workload
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 from vllm_slo.errors import InvalidSLOError
-from vllm_slo.slo.verdicts import Declined, Invalid
+from vllm_slo.slo.verdicts import Invalid
 
 logger = init_logger(__name__)
 
@@ -50,6 +54,8 @@ class Controller:
     Args:
         quotas: how much each tenant may be promised; None: as much as there is.
         best_effort: in which order requests without a promise are served; None: as they arrive.
+        endings: ends the requests that are not served.
+        containment: holds the faults that cost one request or one series, and no step's plan.
         tpot_window: tokens over which a TPOT is judged.
         can_promise: whether anything can be promised on this engine. Without that nothing is
             planned, and vLLM is left to itself.
@@ -70,10 +76,15 @@ class Controller:
         best_effort: BestEffort | None,
         sessions: SessionRounds,
         guard: StarvationGuard,
+        groups: ChoiceGroups,
+        promises: Promises,
+        recovery: Recovery,
         recent: RecentObjectives,
         outcomes: Outcomes,
         reports: ReplicaReports,
         metrics: SchedulerMetrics,
+        endings: Endings,
+        containment: Containment,
         *,
         tpot_window: int,
         can_promise: bool,
@@ -91,15 +102,17 @@ class Controller:
         self._best_effort = best_effort
         self._sessions = sessions
         self._guard = guard
+        self._groups = groups
+        self._promises = promises
+        self._recovery = recovery
         self._recent = recent
         self._outcomes = outcomes
         self._reports = reports
         self._metrics = metrics
+        self._endings = endings
+        self._containment = containment
         self._window = tpot_window
         self._can_promise = can_promise
-        self._groups = ChoiceGroups()
-        self._refused: list[Request] = []
-        self._ended: list[Request] = []
         self._stalled = False
         self.may_stop: set[str] = set()
         """The tracked requests that a stop string may end, which vLLM's API server finds."""
@@ -109,12 +122,13 @@ class Controller:
     def active(self) -> bool:
         """Whether any live request carries an SLO, or there is an order for those without."""
         ordered = self._best_effort is not None and bool(self._state.requests)
-        return bool(self._tracker.live) or bool(self._refused) or bool(self._quotes) or ordered
+        held = bool(self._endings.refused) or bool(self._quotes)
+        return bool(self._tracker.live) or held or ordered
 
     @property
-    def quotes_waiting(self) -> int:
-        """How many requests wait for nothing but a quote."""
-        return len(self._quotes)
+    def answers_waiting(self) -> int:
+        """How many requests wait for nothing but an answer from here: a quote, or their end."""
+        return len(self._quotes) + len(self._endings.untold)
 
     # What happens to requests.
 
@@ -132,12 +146,11 @@ class Controller:
             slo, arrival_s = self._intake.read(request)
         except InvalidSLOError as error:
             logger.warning("request %s refused: %s", request.request_id, error)
-            request.stop_reason = Invalid(str(error)).pack()
-            self._refused.append(request)
+            self._endings.refuse(request, Invalid(str(error)).pack())
             return
         if asks:
-            self._state.set_aside(request)
             self._quotes.add(request, slo, arrival_s, self._clock.clock.monotonic_s())
+            self._state.set_aside(request)
         elif slo is not None:
             self._track(SLORequest(request, slo, arrival_s, self._window, ticket))
 
@@ -146,8 +159,7 @@ class Controller:
             tracked.next_stage()
         if (declined := self._groups.begin(tracked)) is not None:
             self._metrics.admission(tracked.slo_class, "declined", declined.reason)
-            tracked.request.stop_reason = declined.pack()
-            self._refused.append(tracked.request)
+            self._endings.refuse(tracked.request, declined.pack())
             return
         self._workload.keep_end_to_end(tracked)
         self._sessions.begin(tracked)
@@ -182,7 +194,7 @@ class Controller:
         if first:
             self._tracker.started(tracked)
             if tracked.note_beginning():
-                self._withdraw(tracked, "ttft")
+                self._promises.withdraw(tracked, "ttft")
 
     def on_end(
         self, request: Request, blocks: Sequence[KVCacheBlock] = ()
@@ -204,8 +216,8 @@ class Controller:
             self._record_new_tokens(tracked)
         self._guard.remove(name)
         self._quotes.forget(name)
-        if request in self._refused:  # its client left before it was told
-            self._refused.remove(request)
+        self._endings.on_end(request)
+        self.may_stop.discard(name)
         if self._best_effort is not None:
             self._best_effort.on_end(request, by_itself=by_itself)
         elif by_itself and not request_facts.yields_one_token(request):
@@ -213,7 +225,7 @@ class Controller:
             cut_off = request_facts.is_cut_off(request)
             self._workload.lengths.observe(label, request.num_output_tokens, cut_off=cut_off)
         if tracked is None:
-            return None
+            return self._recovery.report_of_lost(name)
         return self._finish(tracked, blocks, by_itself=by_itself)
 
     def _finish(
@@ -224,7 +236,6 @@ class Controller:
         if tracked.promised and self._quotas is not None:
             self._quotas.ended(tracked, now_s, refunded=by_itself)
         self._tracker.remove(tracked.request.request_id, now_s)
-        self.may_stop.discard(tracked.request.request_id)
         attained = self._sessions.in_time(tracked, tracked.attained() if by_itself else None)
         self._sessions.end(tracked, attained, blocks, answered=by_itself)
         return self._outcomes.ended(tracked, attained, by_itself=by_itself)
@@ -254,11 +265,6 @@ class Controller:
         self._outcomes.publish_soon()
         self._reports.publish()
 
-    def take_ended(self) -> list[Request]:
-        """Requests ended by the scheduler itself whose clients have not been told yet."""
-        ended, self._ended = self._ended, []
-        return ended
-
     # What happens to steps.
 
     def begin_step(self) -> None:
@@ -270,12 +276,12 @@ class Controller:
         if not self.active or self._nothing_to_decide():
             self._stalled = False
             return None
-        self._end_refused()
+        self._endings.end_refused()
         self._choose_starved()
         start_s = self._clock.start_s
         if self._quotes:
-            for request, answer in self._quotes.take(start_s):
-                self._end(request, answer)
+            for request, answer in self._quotes.answers(start_s):
+                self._endings.end(request, answer)
         self._withdraw_expired(start_s)
         if self._admission.is_due:
             self._admit(start_s)
@@ -305,16 +311,18 @@ class Controller:
             and not any(map(request_facts.is_blocked, schedule.waiting))  # it began to load its KV
         )
         self._clock.scheduled(output, shape, self._clock.now_s)
-        self._sessions.scheduled(shape.tokens)
-        self._reports.publish_with_step()
+        with self._containment.single:
+            self._sessions.scheduled(shape.tokens)
+            self._reports.publish_with_step()
 
     def on_output(self, output: SchedulerOutput, drafting_s: float = 0.0) -> None:
         """A step is done: learn from how long it took, ``drafting_s`` of it left out."""
         now_s = self._clock.tick()
         measured = self._clock.done(output, now_s, drafting_s)
-        if measured is not None:
-            self._metrics.step(*measured)
-        self._outcomes.publish_if_due()
+        with self._containment.single:
+            if measured is not None:
+                self._metrics.step(*measured)
+            self._outcomes.publish_if_due()
 
     def on_updated(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         """The output of a step has been processed: requests have their tokens."""
@@ -324,7 +332,10 @@ class Controller:
             if count > 0 and tracked.first_token_s is not None and tracked.tpot.is_last:
                 tracked.on_tokens(count, now_s)  # the usual case
             elif count:
-                self._record_new_tokens(tracked)
+                with self._containment.single:
+                    self._record_new_tokens(tracked)
+                    continue
+                self._recovery.stand_back(tracked)
         if self._best_effort is not None:
             self._best_effort.observe(output, done)
 
@@ -345,7 +356,7 @@ class Controller:
         return not (
             tracker.arrived
             or tracker.unpromised
-            or self._refused
+            or self._endings.refused
             or self._quotes
             or state.waiting
             or state.any_prefills
@@ -356,15 +367,6 @@ class Controller:
         """Whether requests wait, and not simply for their turn."""
         return self._best_effort is not None and self._state.any_waits
 
-    def _end_refused(self) -> None:
-        refused, self._refused = self._refused, []
-        for request in refused:
-            self._end(request, str(request.stop_reason))
-
-    def _end(self, request: Request, stop_reason: str) -> None:
-        self._state.finish(request, stop_reason)
-        self._ended.append(request)
-
     def _choose_starved(self) -> None:
         """Requests that wait for their own client starve by its will, not by ours."""
         if self._state.awaiting_input:
@@ -374,78 +376,15 @@ class Controller:
                     self._guard.remove(name)
         self._guard.choose_starved(self._clock.now_s)
 
-    def _withdraw(self, tracked: SLORequest, objective: str) -> None:
-        """A promise that can no longer be kept is withdrawn: the request goes on best effort."""
-        self._tracker.withdraw(tracked)
-        if self._quotas is not None:
-            self._quotas.ended(tracked, self._clock.now_s, refunded=True)
-        self._metrics.broken(tracked.slo_class, objective)
-
     def _withdraw_expired(self, start_s: float) -> None:
         """An expired deadline makes a request best effort, never urgent."""
         for tracked in list(self._tracker.promised_before_first_token()):
             if tracked.deadline_s <= start_s:
-                self._withdraw(tracked, "ttft")
+                self._promises.withdraw(tracked, "ttft")
         if self._quotas is not None:
             for request_id in self._quotas.overdrawn(self._clock.now_s):
-                self._withdraw(self._tracker.live[request_id], REASON)
-
-    # What admission rules is carried out.
+                self._promises.withdraw(self._tracker.live[request_id], REASON)
 
     def _admit(self, start_s: float) -> None:
         for ruling in self._admission.rulings(start_s):
-            self._carry_out(ruling)
-
-    def _carry_out(self, ruling: Ruling) -> None:
-        """Promise and refuse; a choice is refused with the one beside it that is declined."""
-        beside = self._groups.refused_with(ruling.refused, self._tracker.live)
-        for request_id, due_s in ruling.admitted.items():
-            if request_id not in beside:
-                self._promise(self._tracker.live[request_id], due_s)
-        causes = {**dict(zip(ruling.refused, ruling.refused, strict=True)), **beside}
-        for request_id, cause in causes.items():
-            self._refuse(
-                self._tracker.live[request_id],
-                ruling.refused[cause],
-                ruling.retry_after_s[cause],
-                beside=request_id in beside,
-            )
-
-    def _promise(self, tracked: SLORequest, due_s: float) -> None:
-        self._tracker.promise(tracked, due_s)
-        self._quotes.competition.promised(tracked.remaining_tokens, self._clock.now_s)
-        if self._quotas is not None:
-            self._quotas.promised(tracked, self._clock.now_s)
-        self._guard.remove(tracked.request.request_id)
-        self._metrics.admission(tracked.slo_class, "late" if tracked.planned else "promised")
-        tracked.planned = True
-
-    def _refuse(
-        self, tracked: SLORequest, reason: str, retry_after_s: float, *, beside: bool
-    ) -> None:
-        """Serve a request without a promise, or decline it where it asks for that.
-
-        Args:
-            tracked: the request.
-            reason: what stood in the way.
-            retry_after_s: when the same request might be promised.
-            beside: whether it is refused only because a choice beside it is.
-        """
-        first = not tracked.planned
-        tracked.planned = True
-        if first:
-            tracked.reason = reason
-            self._admission.note_refusal(tracked, reason)
-        if tracked.slo.on_unattainable == "decline" and tracked.first_token_s is None:
-            if first or beside or tracked.request.num_computed_tokens == 0:
-                self._decline(tracked, reason, retry_after_s)
-        elif first:
-            self._metrics.admission(tracked.slo_class, "best_effort", reason)
-
-    def _decline(self, tracked: SLORequest, reason: str, retry_after_s: float) -> None:
-        self._metrics.admission(tracked.slo_class, "declined", reason)
-        answer = Declined(max(round(retry_after_s * 1e3), 1), tracked.reason or reason)
-        self._groups.declined(tracked, answer)
-        if self._quotas is not None:  # a promise that is taken back costs nothing
-            self._quotas.ended(tracked, self._clock.now_s, refunded=True)
-        self._end(tracked.request, answer.pack())
+            self._promises.carry_out(ruling)

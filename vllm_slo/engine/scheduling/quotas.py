@@ -13,7 +13,7 @@ drawn as it goes, on credit of at most a burst; then its promise ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -196,6 +196,12 @@ class Quotas:
         elif refunded:
             bucket.give_back(paid - used, now_s)
         self._metrics.promised_tokens(price.bucket, used if refunded else max(used, paid))
+
+    def retain(self, live: Container[str]) -> None:
+        """Forget the requests that are not live; nothing is given back for them."""
+        for books in (self._offered, self._paid, self.over):
+            for name in [name for name in books if name not in live]:
+                del books[name]
 
     def _bucket_of(self, tenant: str | None) -> str:
         return tenant if tenant is not None and tenant in self._buckets else OTHERS

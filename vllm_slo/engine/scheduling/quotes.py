@@ -10,7 +10,7 @@ is the stop reason with which the request ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -31,7 +31,7 @@ from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.workload import CommittedLoad, Workload
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 from vllm_slo.slo.model import SLO
-from vllm_slo.slo.verdicts import pack_quote
+from vllm_slo.slo.verdicts import PLANNING_FAILED, pack_quote
 
 MOST_IN_STEP: Final = 8
 """Quotes that one step answers at most: as many as one API server lets in at once
@@ -66,6 +66,8 @@ class Quotes:
 
     Attributes:
         competition: who may be promised something before a request comes that was told "yes".
+        answering: the request whose answer is being worked out, or could not be; None: there is
+            none.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Quotes:
         self._window = config.tpot_window_tokens
         self._obstacle = obstacle
         self.competition = Competition()
+        self.answering: Request | None = None
         self._asking: dict[str, _Asking] = {}
         self._last_s = -INFINITY
 
@@ -108,9 +111,21 @@ class Quotes:
     def forget(self, request_id: str) -> None:
         """A request has ended: it was answered, or its client left. Others are not known here."""
         self._asking.pop(request_id, None)
+        if self.answering is not None and self.answering.request_id == request_id:
+            self.answering = None
 
-    def take(self, start_s: float) -> list[tuple[Request, str]]:
-        """The answers for the first of those that wait; at least one where any do.
+    def retain(self, live: Container[str]) -> None:
+        """Forget the requests that are not live."""
+        for name in [name for name in self._asking if name not in live]:
+            self.forget(name)
+
+    def waiting(self) -> list[Request]:
+        """All that wait for an answer."""
+        return [asking.request for asking in self._asking.values()]
+
+    def answers(self, start_s: float) -> Iterator[tuple[Request, str]]:
+        """The answers for the first of those that wait; at least one where any do. Each request is
+        to be ended with its answer before the next one is asked for.
 
         There are as many as one step may be held up for: `MOST_IN_STEP`, or fewer where one more
         would exceed `TIME_SHARE` of a step: of the mean of the last steps, or of what the running
@@ -122,17 +137,15 @@ class Quotes:
         running = max(len(self._state.running), 1)
         usual_s = max(clock.mean_s, clock.expected_model.predict_s(running))
         committed = self._workload.committed(start_s, clock.promise_model)
-        answers: list[tuple[Request, str]] = []
-        for request, slo, came_s, age_s in list(islice(self._asking.values(), MOST_IN_STEP)):
+        first = list(islice(self._asking.values(), MOST_IN_STEP))
+        for count, (self.answering, slo, came_s, age_s) in enumerate(first, start=1):
             arrival_s = (clock.now_s if came_s <= self._last_s else came_s) - age_s
-            answer = self.answer(request, slo, arrival_s, start_s, committed)
-            answers.append((request, pack_quote(answer)))
-            self.forget(request.request_id)
-            each_s = (clock.clock.monotonic_s() - begun_s) / len(answers)
-            if each_s * (len(answers) + 1) > TIME_SHARE * usual_s:
+            answer = self.answer(self.answering, slo, arrival_s, start_s, committed)
+            yield self.answering, pack_quote(answer)
+            each_s = (clock.clock.monotonic_s() - begun_s) / count
+            if each_s * (count + 1) > TIME_SHARE * usual_s:
                 break
         self._last_s = clock.now_s
-        return answers
 
     def answer(
         self,
@@ -251,6 +264,17 @@ class Quotes:
             if other.promised and (reason != "prefill" or before):
                 found[other.slo_class] += 1
         return dict(found)
+
+
+def unanswered(retry_after_s: float = 0.0) -> str:
+    """The stop reason of a request for a quote that could not be worked out.
+
+    ``retry_after_s``: when it may be asked for again.
+    """
+    nothing = dict.fromkeys(("class", "ttft_ms", "tpot_ms", "cheapest"))
+    wait_ms = max(round(retry_after_s * 1e3), 1)
+    said = {"promised": False, "reason": PLANNING_FAILED, "retry_after_ms": wait_ms, **nothing}
+    return pack_quote({**said, "in_the_way": {}})
 
 
 def _best(outlooks: list[IncrementalAdmission], demand: Demand, start_s: float) -> Verdict:

@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.types import Demand
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
+from vllm_slo.engine.scheduling.containment import Containment
 from vllm_slo.engine.scheduling.quotes import Quotes
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.step_clock import StepClock
@@ -28,12 +29,14 @@ class ReplicaReports:
         workload: Workload,
         quotes: Quotes,
         clock: StepClock,
+        containment: Containment,
     ) -> None:
         self._state = state
         self._tracker = tracker
         self._workload = workload
         self._quotes = quotes
         self._clock = clock
+        self._containment = containment
         self._publisher = StatePublisher.from_environment()
         self.highest_ticket = 0
         """The highest ticket that ever came; see `request_facts.ticket`."""
@@ -57,7 +60,8 @@ class ReplicaReports:
         """The state of this moment; its times are relative to it.
 
         After ``schedule()`` the step it made counts as computed, and the next one begins at its
-        end. Of more than `MAX_COMMITTED` promises the most urgent are told.
+        end. Of more than `MAX_COMMITTED` promises the most urgent are told. While planning stands
+        aside there are no seats, so that a front counts on no promise here.
         """
         now_s = self._clock.clock.monotonic_s()
         workload, blocks = self._workload, self._workload.blocks
@@ -77,7 +81,7 @@ class ReplicaReports:
             free_blocks=blocks.total - load.blocks,
             total_blocks=blocks.total,
             block_sizes=tuple(blocks.sizes),
-            seats=capacity.seats,
+            seats=0 if self._containment.stands_aside else capacity.seats,
             max_step_tokens=workload.max_step_tokens,
             token_share=capacity.token_share,
             finish_interval_s=capacity.finish_interval_s,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 
@@ -111,6 +111,14 @@ class RequestTracker:
         else:
             self.unpromised -= 1
         return tracked
+
+    def retain(self, live: Container[str]) -> None:
+        """Forget the requests that are not live."""
+        for name in [name for name in self.live if name not in live]:
+            self._count_change(self.live.pop(name))
+        for name in [name for name in self._unstarted if name not in self.live]:
+            del self._unstarted[name]
+        self.unpromised = sum(not tracked.promised for tracked in self.live.values())
 
     def _count_change(self, tracked: SLORequest) -> None:
         self.changes += 1

@@ -152,6 +152,10 @@ class SessionRounds:
         if self._sessions.end(session.key, now_s, attained=attained, last=last) is not None:
             self._closed(session)
 
+    def recount(self) -> None:
+        """Count the live requests of each session anew."""
+        self._sessions.recount(t.session for t in self._tracker if t.session is not None)
+
     def _closed(self, session: Session) -> None:
         self._warm.drop(session.key)
         self._metrics.session(session.slo_class, session.attained)

@@ -17,6 +17,7 @@ from vllm_slo.engine.scheduling.request_facts import (
     yields_one_token,
 )
 from vllm_slo.slo.model import SLO
+from vllm_slo.slo.verdicts import PLANNING_FAILED
 
 UNCLASSED = "custom"
 """Metric label of a request whose objectives name no class."""
@@ -60,6 +61,7 @@ class SLORequest:
         ticket: mark by which a front knows the request; 0: there is none.
         session: the job of which it is a round, or None.
         group: name of the HTTP request of which it is one choice of several, or None.
+        disturbed: whether planning failed in a step of its life.
     """
 
     __slots__ = (
@@ -70,6 +72,7 @@ class SLORequest:
         "begin_by_s",
         "cached_tokens",
         "deadline_s",
+        "disturbed",
         "end_s",
         "first_token_s",
         "group",
@@ -112,6 +115,7 @@ class SLORequest:
         self.promised = False
         self.was_promised = False
         self.opportunistic = False
+        self.disturbed = False
         self.planned = False
         self.reason: str | None = None
         self.cached_tokens = 0
@@ -230,10 +234,11 @@ class SLORequest:
         """What the client is told when the request ends; times in milliseconds."""
         worst_s = self.tpot.worst_s
         first = self.first_token_s
+        disturbed = PLANNING_FAILED if self.disturbed and attained is False else None
         report: dict[str, Any] = {
             "tier": "guaranteed" if self.was_promised else "best_effort",
             "promised": self.was_promised,
-            "reason": self.reason,
+            "reason": self.reason or disturbed,
             "ttft_ms": None if first is None else round((first - self.arrival_s) * 1e3, 3),
             "tpot_ms": None if worst_s is None else round(worst_s * 1e3, 3),
             "attained": attained,
@@ -244,6 +249,18 @@ class SLORequest:
         if self.tpot.stages > 1:
             report["stages"] = [_stage_report(one) for one in self.tpot.results()]
         return report
+
+
+def lost_report(*, promised: bool) -> dict[str, Any]:
+    """The report of a request whose own could not be made."""
+    return {
+        "tier": "guaranteed" if promised else "best_effort",
+        "promised": promised,
+        "reason": PLANNING_FAILED,
+        "ttft_ms": None,
+        "tpot_ms": None,
+        "attained": None,
+    }
 
 
 def _stage_report(result: StageResult) -> dict[str, Any]:

@@ -29,7 +29,7 @@ Nothing is trimmed while no live request carries an SLO.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -93,6 +93,7 @@ class _Sent(NamedTuple):
     """A step on its way.
 
     Attributes:
+        output: the step.
         planned: request -> tokens to verify of it; those that start are left out.
         passes: of the draft.
         drafting_s: seconds that they are estimated to take.
@@ -100,6 +101,7 @@ class _Sent(NamedTuple):
             prompts.
     """
 
+    output: SchedulerOutput
     planned: dict[str, int]
     passes: int
     drafting_s: float
@@ -122,6 +124,7 @@ class Chains:
     """
 
     speculates = True
+    verifies_trees = False
 
     def __init__(
         self,
@@ -265,11 +268,12 @@ class Chains:
         if not output.num_scheduled_tokens:
             return replace(shape, spec_steps=0)
         if self._depth < output.num_spec_tokens_to_schedule:
-            output.num_spec_tokens_to_schedule = self._depth
+            # No request may keep a draft that is not drafted, so the step is lowered last.
             for name in output.num_scheduled_tokens:
                 request = self._state.requests[name]
                 if len(request.spec_token_ids) > self._depth:
                     request.spec_token_ids = request.spec_token_ids[: self._depth]
+            output.num_spec_tokens_to_schedule = self._depth
         passes = output.num_spec_tokens_to_schedule if self._lowers else 0
         self._costs.follow_base()
         drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
@@ -280,7 +284,7 @@ class Chains:
         shape = replace(shape, spec_steps=0 if self._clock.estimator.learn else passes)
         verifying_s = 0.0 if self._computed_prompts else self._costs.base.predict_shape_s(shape)
         self._flight.append(
-            _Sent(self._planned, passes, passes * self._costs.pass_s(), verifying_s)
+            _Sent(output, self._planned, passes, passes * self._costs.pass_s(), verifying_s)
         )
         return shape
 
@@ -290,20 +294,26 @@ class Chains:
         """vLLM takes its drafts itself."""
         return False
 
-    def grammar_output(
-        self, output: SchedulerOutput, as_vllm: Callable[[SchedulerOutput], GrammarOutput | None]
-    ) -> GrammarOutput | None:
-        return as_vllm(output)
+    def tree_masks(self, _output: SchedulerOutput) -> GrammarOutput | None:
+        return None
 
     def drafting_s(self, output: SchedulerOutput, _done: ModelRunnerOutput) -> float:
         """Seconds that the drafting of a step is estimated to have taken beyond what its shape
         says. vLLM's proposers do not report them."""
-        return self._flight[0].drafting_s if output.num_scheduled_tokens and self._flight else 0.0
+        sent = self._sent(output)
+        return 0.0 if sent is None else sent.drafting_s
+
+    def _sent(self, output: SchedulerOutput) -> _Sent | None:
+        """What is known of the oldest step on its way, if that is ``output``."""
+        while self._flight and self._flight[0].output is not output:
+            self._flight.popleft()  # its end was never heard of
+        return self._flight[0] if self._flight else None
 
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
-        if not output.num_scheduled_tokens or not self._flight:
+        sent = self._sent(output) if output.num_scheduled_tokens else None
+        if sent is None:
             return
-        sent = self._flight.popleft()
+        self._flight.popleft()
         if self._lowers and sent.verifying_s:
             took_s = self._clock.verified_s + sent.drafting_s
             self._costs.observe_passes(sent.passes, took_s / sent.verifying_s)

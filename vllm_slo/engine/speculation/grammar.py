@@ -44,10 +44,12 @@ def _descend(
             if not grammar.validate_tokens([tokens[node]]):
                 continue
             grammar.accept_tokens(request.request_id, [tokens[node]])
-            visit(node)
-            if not grammar.is_terminated():
-                below(node)
-            grammar.rollback(1)
+            try:
+                visit(node)
+                if not grammar.is_terminated():
+                    below(node)
+            finally:
+                grammar.rollback(1)
 
     below(-1)
 
@@ -76,20 +78,44 @@ def masks(
     return rows
 
 
-def step_masks(
-    manager: StructuredOutputManager, requests: Mapping[str, Request], output: SchedulerOutput
-) -> GrammarOutput | None:
-    """The bit masks of a step that trees were attached to. Each structured request has a row for
-    its root, and one for each node of its tree."""
-    names = [
+def _structured(requests: Mapping[str, Request], output: SchedulerOutput) -> list[str]:
+    """The requests of a step that sample under a grammar."""
+    if not output.has_structured_output_requests:
+        return []
+    return [
         name
         for name in output.num_scheduled_tokens
         if (request := requests.get(name))
         and request.use_structured_output
         and not request.is_prefill_chunk
     ]
-    if not output.has_structured_output_requests or not names:
+
+
+def step_masks(
+    manager: StructuredOutputManager, requests: Mapping[str, Request], output: SchedulerOutput
+) -> GrammarOutput | None:
+    """The bit masks of a step that trees were attached to. Each structured request has a row for
+    its root, and one for each node of its tree."""
+    names = _structured(requests, output)
+    if not names:
         return None
     tokens, parents = output.scheduled_spec_decode_tokens, messages.of(output).parents
     rows = [masks(manager, requests[n], tokens.get(n, ()), parents.get(n, ())) for n in names]
     return grammar_output(names, rows, [len(tokens.get(name, ())) for name in names])
+
+
+def root_masks(
+    manager: StructuredOutputManager, requests: Mapping[str, Request], output: SchedulerOutput
+) -> GrammarOutput | None:
+    """As `step_masks` where these cannot be made: each node has the mask of its root. Of the tokens
+    that come of it `messages.keep_first_tokens` keeps those that the root's mask was made for."""
+    names = _structured(requests, output)
+    if not names:
+        return None
+    counts = [len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+    rows = [
+        np.tile(next_token_mask(manager, requests[name]), (count + 1, 1))
+        for name, count in zip(names, counts, strict=True)
+    ]
+    messages.of(output).unmasked = frozenset(names)
+    return grammar_output(names, rows, counts)

@@ -55,6 +55,8 @@ class StepTrees:
         silent: requests that are not drafted for.
         grants: of draft servers, what they are to draft after it, by request.
         deadline_s: how long to wait for them.
+        unmasked: requests with a grammar whose nodes have the bit mask of their root. Known to
+            the scheduler only.
     """
 
     parents: dict[str, Sequence[int]] = field(default_factory=dict)
@@ -62,11 +64,29 @@ class StepTrees:
     silent: frozenset[str] = frozenset()
     grants: dict[str, Grant] = field(default_factory=dict)
     deadline_s: float = 0.0
+    unmasked: frozenset[str] = frozenset()
 
 
 def attach(output: SchedulerOutput, trees: StepTrees) -> None:
     """Send ``trees`` along with a step."""
     setattr(output, _ATTRIBUTE, trees)
+
+
+def attach_chains(output: SchedulerOutput) -> None:
+    """Have the drafts of a step verified as chains, each the child of the one before it, unless
+    trees are attached already. That is right for any drafts, and accepts fewer of a tree."""
+    if not hasattr(output, _ATTRIBUTE):
+        drafts = output.scheduled_spec_decode_tokens
+        attach(output, StepTrees({n: range(-1, len(ids) - 1) for n, ids in drafts.items()}))
+
+
+def keep_first_tokens(output: SchedulerOutput, done: ModelRunnerOutput) -> None:
+    """Of requests whose nodes had no bit masks, only the first token is sure to be allowed by the
+    grammar: take back the others, which the next steps compute anew."""
+    for name in of(output).unmasked:
+        index = done.req_id_to_index.get(name)
+        if index is not None:
+            del done.sampled_token_ids[index][1:]
 
 
 def of(output: SchedulerOutput) -> StepTrees:

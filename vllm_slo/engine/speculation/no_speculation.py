@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -21,9 +20,11 @@ class Speculation(DecodeModel, Protocol):
 
     Attributes:
         draft_padding: placeholders of drafts that vLLM adds to a request that starts.
+        verifies_trees: whether steps verify trees, which have bit masks of their own.
     """
 
     draft_padding: int
+    verifies_trees: bool
 
     def propose(self, *, active: bool) -> None:
         """Before a step is planned: choose the drafts it is planned with, and what is drafted after
@@ -40,11 +41,8 @@ class Speculation(DecodeModel, Protocol):
     def receive(self, drafts: DraftTokenIds, /) -> bool:
         """Take what the worker drafted after the last step; False: vLLM is to take it."""
 
-    def grammar_output(
-        self, output: SchedulerOutput, as_vllm: Callable[[SchedulerOutput], GrammarOutput | None], /
-    ) -> GrammarOutput | None:
-        """The bit masks of a step's structured requests; ``as_vllm`` makes those of a step without
-        trees."""
+    def tree_masks(self, output: SchedulerOutput, /) -> GrammarOutput | None:
+        """The bit masks of a step's structured requests, where it `verifies_trees`."""
 
     def drafting_s(self, output: SchedulerOutput, done: ModelRunnerOutput, /) -> float:
         """Seconds of a step that went into drafting for the next one."""
@@ -69,6 +67,8 @@ class NoSpeculation(PlainDecoding):
         draft_padding: placeholders of drafts that vLLM adds to a request that starts.
     """
 
+    verifies_trees = False
+
     def __init__(self, clock: StepClock, draft_padding: int) -> None:
         super().__init__(clock)
         self.draft_padding = draft_padding
@@ -83,10 +83,8 @@ class NoSpeculation(PlainDecoding):
     def receive(self, _drafts: DraftTokenIds, /) -> bool:
         return False
 
-    def grammar_output(
-        self, output: SchedulerOutput, as_vllm: Callable[[SchedulerOutput], GrammarOutput | None], /
-    ) -> GrammarOutput | None:
-        return as_vllm(output)
+    def tree_masks(self, _output: SchedulerOutput, /) -> GrammarOutput | None:
+        return None
 
     def drafting_s(self, _output: SchedulerOutput, _done: ModelRunnerOutput, /) -> float:
         return 0.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -84,6 +84,7 @@ class Trees:
 
     draft_padding = 0
     speculates = True
+    verifies_trees = True
 
     def __init__(
         self,
@@ -308,6 +309,8 @@ class Trees:
             name: parents_of[starts[name] : starts[name] + len(tokens)]
             for name, tokens in drafts.items()
         }
+        # First of all, as a worker that did not know the parents could not verify these nodes.
+        messages.attach(output, StepTrees(parents))
         silent = frozenset(
             name for name in output.num_scheduled_tokens if wants_no_drafts(self._tracker.get(name))
         )
@@ -331,9 +334,7 @@ class Trees:
             and not request.is_prefill_chunk
         ]
 
-    def grammar_output(
-        self, output: SchedulerOutput, _as_vllm: Callable[[SchedulerOutput], GrammarOutput | None]
-    ) -> GrammarOutput | None:
+    def tree_masks(self, output: SchedulerOutput) -> GrammarOutput | None:
         return grammar.step_masks(self._state.structured_output, self._state.requests, output)
 
     # After a step.

@@ -29,6 +29,8 @@ _GAUGES = {
     "step_time_bias_ratio": "Correction learnt from live steps.",
     "sessions": "Sessions that have not ended.",
     "warm_prefix_blocks": "KV blocks of sessions that are evicted after all others.",
+    "planning_stands_aside": "1 while planning stands aside because it failed many steps in a row: "
+    "vLLM schedules alone, and nothing is promised. Else 0.",
 }
 
 
@@ -102,11 +104,18 @@ class SchedulerMetrics:
             "Sessions that ended, by whether every round and the whole attained.",
             *("slo_class", "attained"),
         )
+        self._failures = make.counter(
+            "vllm_slo:planning_failures",
+            "Faults in vllm-slo's own code that cost a step its plan, or a request its promise or "
+            "report, by the part that failed. Requests were served all the same.",
+            "part",
+        )
         self._steps = StepSeries(str(engine))
         self.registry.register(self._steps)
         self._gauges = {
             name: make.gauge(f"vllm_slo:{name}", text) for name, text in _GAUGES.items()
         }
+        self._set({"planning_stands_aside": 0.0})
 
     def admission(self, slo_class: str, outcome: str, reason: str = "") -> None:
         """Count what became of a request that asked for a promise."""
@@ -150,6 +159,16 @@ class SchedulerMetrics:
     def session(self, slo_class: str, attained: bool | None) -> None:
         """Count a session that ended."""
         self._sessions.of(slo_class, _attained_label(attained)).inc()
+
+    def planning_failed(self, part: str) -> None:
+        """Count a fault that was held."""
+        self._failures.of(part).inc()
+        self._file.write_soon()
+
+    def stands_aside(self, aside: bool) -> None:
+        """Planning stands aside, or is tried again."""
+        self._set({"planning_stands_aside": float(aside)})
+        self._file.write_soon()
 
     def step(self, predicted_s: float, actual_s: float) -> None:
         """Compare one step's time with its prediction."""

@@ -51,8 +51,9 @@ def check_layer(impl: Any) -> None:
     if impl.kv_cache_dtype not in PLAIN_KV:
         refuse(
             ConfigError(
-                f"--kv-cache-dtype: the checkpoint asks for {impl.kv_cache_dtype}, and trees need a KV "
-                "cache that is not quantised; set --kv-cache-dtype bfloat16, or serve without drafts"
+                f"--kv-cache-dtype: the checkpoint asks for {impl.kv_cache_dtype}, and trees need "
+                "a KV cache that is not quantised; set --kv-cache-dtype bfloat16, or serve without "
+                "drafts"
             )
         )
     reason = unsupported(impl)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps an exception of a policy from ending the engine, and all streams with it.
+
+The scheduler calls our code in blocks ``with containment.planning:``. An exception ends its block
+and no more: it is logged and counted, and the code behind the block does without what failed. So a
+fault costs one step its plan, and vLLM schedules that step alone. If planning fails many steps in a
+row, it stands aside for a while: nothing is planned and promised, and vLLM goes on alone.
+
+Exceptions of vLLM's own methods are not caught: no block has a call of ``super()`` in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Final
+
+from vllm.logger import init_logger
+
+from vllm_slo.core.clock import Clock
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+
+__all__ = ["MOST_FAILED_STEPS", "Containment", "part_of"]
+
+logger = init_logger(__name__)
+
+MOST_FAILED_STEPS: Final = 16
+"""Steps in a row whose planning may fail before it stands aside: less than a second of decoding,
+and more than the steps for which one request that nobody can plan usually lives."""
+FIRST_ASIDE_S: Final = 60.0
+"""Seconds for which planning stands aside at first. The time doubles while planning still fails
+afterwards, since each new try makes promises that are soon withdrawn."""
+LONGEST_ASIDE_S: Final = 3_600.0
+MOST_LOGGED: Final = 64
+"""Different faults that are logged; further ones are only counted."""
+
+
+class Containment:
+    """What holds the faults of one scheduler's policies.
+
+    Args:
+        contains: whether faults are held. If not, they are raised: a test, or a simulation, that
+            did not see them would measure vLLM's decisions and take them for ours.
+
+    Attributes:
+        planning: the context of calls without which no step can be planned.
+        single: the context of calls whose failure costs one request, one report or one series.
+        failures: how many faults there were.
+        stands_aside: whether planning stands aside now.
+    """
+
+    def __init__(self, clock: Clock, metrics: SchedulerMetrics, *, contains: bool) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self.contains = contains
+        self.planning = _Contained(self, of_step=True)
+        self.single = _Contained(self, of_step=False)
+        self.failures = 0
+        self.stands_aside = False
+        self._failed = False
+        self._in_row = 0
+        self._aside_s = FIRST_ASIDE_S
+        self._until_s = 0.0
+        self._logged: set[tuple[str, str, int]] = set()
+
+    def begin_step(self) -> bool:
+        """A step is to be scheduled. Whether it is to be planned: planning does not stand aside."""
+        self._in_row = self._in_row + 1 if self._failed else 0
+        self._failed = False
+        if self.stands_aside:
+            if self._clock.monotonic_s() >= self._until_s:
+                self._resume()
+        elif self._in_row >= MOST_FAILED_STEPS:
+            self._stand_aside()
+        elif not self._in_row:
+            self._aside_s = FIRST_ASIDE_S
+        return not self.stands_aside
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds until planning is tried again; 0 while it goes on."""
+        if not self.stands_aside:
+            return 0.0
+        return max(self._until_s - self._clock.monotonic_s(), 0.0)
+
+    def note(self, error: Exception, *, of_step: bool) -> None:
+        """A fault was held: count it, and log it if it is new.
+
+        ``of_step``: whether it cost a step its plan.
+        """
+        self.failures += 1
+        self._failed |= of_step
+        with contextlib.suppress(Exception):  # metrics and the log may be what fails
+            module, line = _place(error)
+            self._metrics.planning_failed(part_of(error))
+            place = type(error).__name__, module, line
+            if place not in self._logged and len(self._logged) < MOST_LOGGED:
+                self._logged.add(place)
+                logger.error(
+                    "vllm-slo: %s failed in %s, line %d: %r. vLLM serves all requests, without "
+                    "what failed. The same fault is not logged again; "
+                    "vllm_slo:planning_failures_total counts it.",
+                    *(part_of(error), module, line, error),
+                    exc_info=error,
+                )
+
+    def _stand_aside(self) -> None:
+        self.stands_aside = True
+        self._until_s = self._clock.monotonic_s() + self._aside_s
+        logger.error(
+            "vllm-slo: planning failed in %d steps in a row and stands aside for %.0f s: vLLM "
+            "schedules alone, and nothing is promised.",
+            *(self._in_row, self._aside_s),
+        )
+        self._aside_s = min(2.0 * self._aside_s, LONGEST_ASIDE_S)
+        self._show()
+
+    def _resume(self) -> None:
+        self.stands_aside = False
+        # One more failure is enough to stand aside again; a step that succeeds starts anew.
+        self._in_row = MOST_FAILED_STEPS - 1
+        logger.warning("vllm-slo: planning is tried again.")
+        self._show()
+
+    def _show(self) -> None:
+        with contextlib.suppress(Exception):
+            self._metrics.stands_aside(self.stands_aside)
+
+
+class _Contained:
+    """A context that ends at an exception and goes on behind itself; it may be entered again and
+    again, also within another one."""
+
+    __slots__ = ("_containment", "_of_step")
+
+    def __init__(self, containment: Containment, *, of_step: bool) -> None:
+        self._containment = containment
+        self._of_step = of_step
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception) or not self._containment.contains:
+            return False
+        self._containment.note(error, of_step=self._of_step)
+        return True
+
+
+def part_of(error: BaseException) -> str:
+    """The part of vllm-slo in which an exception was raised, as a metric label: of a policy its
+    folder in ``core``, of the scheduler's parts their module, else the folder in ``engine``."""
+    names = _place(error)[0].split(".")
+    place = 3 if names[:3] == ["vllm_slo", "engine", "scheduling"] else 2
+    return names[min(place, len(names) - 1)]
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    """(module, line) of ours that was the innermost when an exception was raised."""
+    found, trace = ("vllm_slo", 0), error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        if module.startswith("vllm_slo.") and module != __name__:
+            found = module, trace.tb_lineno
+        trace = trace.tb_next
+    return found
