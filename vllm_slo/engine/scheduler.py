@@ -229,7 +229,8 @@ class Scheduler(AsyncScheduler):
                 shape = self._speculation.attach(output, shape)
             self._controller.on_scheduled(output, shape, plan)
         if self._speculation.verifies_trees:
-            messages.attach_chains(output)
+            with self._containment.planning:
+                messages.attach_chains(output)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -260,7 +261,9 @@ class Scheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         controller, speculation = self._controller, self._speculation
-        messages.keep_first_tokens(scheduler_output, model_runner_output)
+        if speculation.verifies_trees:
+            with self._containment.single:
+                messages.keep_first_tokens(scheduler_output, model_runner_output)
         with self._containment.planning:
             drafting_s = speculation.drafting_s(scheduler_output, model_runner_output)
             controller.on_output(scheduler_output, drafting_s)

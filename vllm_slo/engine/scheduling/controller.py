@@ -232,13 +232,18 @@ class Controller:
         self, tracked: SLORequest, blocks: Sequence[KVCacheBlock], *, by_itself: bool
     ) -> dict[str, Any]:
         now_s = self._clock.now_s
-        self._groups.end(tracked)
-        if tracked.promised and self._quotas is not None:
-            self._quotas.ended(tracked, now_s, refunded=by_itself)
-        self._tracker.remove(tracked.request.request_id, now_s)
         attained = self._sessions.in_time(tracked, tracked.attained() if by_itself else None)
-        self._sessions.end(tracked, attained, blocks, answered=by_itself)
-        return self._outcomes.ended(tracked, attained, by_itself=by_itself)
+        report = self._outcomes.report(tracked, attained)
+        with self._containment.single:
+            self._groups.end(tracked)
+            if tracked.promised and self._quotas is not None:
+                self._quotas.ended(tracked, now_s, refunded=by_itself)
+            self._tracker.remove(tracked.request.request_id, now_s)
+            self._sessions.end(tracked, attained, blocks, answered=by_itself)
+            self._outcomes.ended(tracked, attained, by_itself=by_itself)
+            return report
+        self._recovery.reconcile()
+        return report
 
     def report_now(self, request_id: str) -> dict[str, Any] | None:
         """The report of a live request as it would be if it ended here; None without an SLO."""

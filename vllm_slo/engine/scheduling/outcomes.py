@@ -34,10 +34,8 @@ class Outcomes:
         self._metrics = metrics
         self._spans = spans
 
-    def ended(
-        self, tracked: SLORequest, attained: bool | None, *, by_itself: bool
-    ) -> dict[str, Any]:
-        """A request has ended; returns its report.
+    def ended(self, tracked: SLORequest, attained: bool | None, *, by_itself: bool) -> None:
+        """Count a request that has ended, and make its span.
 
         Args:
             tracked: the request.
@@ -61,13 +59,16 @@ class Outcomes:
             self.publish_soon()
         if self._spans is not None:
             self._spans.ended(tracked, attained, self._clock.clock)
-        return self._report(tracked, attained)
 
     def report_now(self, tracked: SLORequest) -> dict[str, Any]:
         """The report of a live request as it would be if it ended here."""
-        return self._report(tracked, self._sessions.in_time(tracked, tracked.attained()))
+        return self.report(tracked, self._sessions.in_time(tracked, tracked.attained()))
 
-    def _report(self, tracked: SLORequest, attained: bool | None) -> dict[str, Any]:
+    def report(self, tracked: SLORequest, attained: bool | None) -> dict[str, Any]:
+        """The report of a request that ends now.
+
+        ``attained``: whether it kept its objectives; None: it had none, or was cut off.
+        """
         report, session = tracked.report(attained), self._sessions.told(tracked, attained)
         return report if session is None else {**report, "session": session}
 
