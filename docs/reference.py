@@ -681,8 +681,8 @@ def http() -> str:
         flow(
             """A decline has three headers: `Retry-After` (seconds) and `retry-after-ms` say when it
             is worth asking again, `x-slo-reason` says what stood in the way: `prefill`, `decode`,
-            `memory`, `seats`, `expired`, `quota`, `session`, or what keeps the server from
-            promising anything (`no_chunked_prefill`, `pipeline_parallel`,
+            `memory`, `seats`, `expired`, `quota`, `session`, `planning_failed`, or what keeps the
+            server from promising anything (`no_chunked_prefill`, `pipeline_parallel`,
             `prefill_schedule_interval`), as in reports."""
         ),
         flow(

@@ -138,6 +138,7 @@ _WHY: Final[Mapping[str, str]] = {
     "seats": "every seat is promised",
     "expired": "its deadline has passed already",
     "quota": "its tenant's quota is used up",
+    "planning_failed": "the server could not work it out; its log says why",
     "no_chunked_prefill": "the server runs without chunked prefill",
     "pipeline_parallel": "the server runs with pipeline parallelism",
     "prefill_schedule_interval": "the server holds prompts back (--prefill-schedule-interval)",

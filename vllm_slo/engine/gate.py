@@ -28,6 +28,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_slo.config.class_names import SCHEDULER_NAMES
 from vllm_slo.engine.compat.classes import is_derived
+from vllm_slo.engine.telemetry.faults import Held
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.access import check_internal
 from vllm_slo.slo.keys import is_slo_key
@@ -35,6 +36,7 @@ from vllm_slo.slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack
 
 __all__ = ["CALLER", "Caller", "RequestDeclinedError", "install"]
 
+_REPORTS: Final = Held("The answer goes on without its report.")
 CANCEL_S: Final = 5.0
 """Seconds that a call whose client has its answer waits to be cancelled, before it raises."""
 
@@ -158,7 +160,8 @@ async def _watched(
             if verdict is not None:
                 await _settle(caller, verdict)
             if caller is not None:
-                caller.has_output(_take_reports(output, first_choice))
+                with _REPORTS:
+                    caller.has_output(_take_reports(output, first_choice))
             yield output
     finally:
         await outputs.aclose()

@@ -43,6 +43,8 @@ KEPT: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm_slo:best_effort_requests": (),
     "vllm_slo:best_effort_age_seconds": (),
     "vllm_slo:step_time_margin_ratio": (),
+    "vllm_slo:planning_failures_total": ("part",),
+    "vllm_slo:planning_stands_aside": (),
     "vllm_slo:speculation_enabled": (),
     "vllm_slo:tree_verified_tokens_total": (),
     "vllm_slo:tree_accepted_tokens_total": (),

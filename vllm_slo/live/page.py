@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import re
 import threading
 import time
@@ -23,6 +24,8 @@ from urllib.parse import parse_qs
 from prometheus_client import Metric
 
 from vllm_slo.live.history import KEPT, MINUTE_S, STEP_S, History
+
+logger = logging.getLogger(__name__)
 
 PAGE_PATH: Final = "/slo"
 DATA_PATH: Final = "/slo/data"
@@ -83,6 +86,7 @@ class Sampler:
         self._clock = clock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._has_failed = False
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -125,6 +129,11 @@ class Sampler:
         wait_s = 0.0
         while not self._stop.wait(wait_s):
             begun_s = time.thread_time()
-            self.look()
+            try:
+                self.look()
+            except Exception:
+                if not self._has_failed:  # a page without samples, rather than one log line each
+                    logger.exception("vllm-slo: a sample of the live page could not be taken")
+                self._has_failed = True
             taken_s = time.thread_time() - begun_s
             wait_s = max(STEP_S - self._clock() % STEP_S, taken_s / MOST_TIME)

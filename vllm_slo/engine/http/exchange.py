@@ -15,6 +15,7 @@ from vllm_slo.engine.http.messages import error_messages, json_messages, retry_h
 from vllm_slo.engine.http.outcome import Asked
 from vllm_slo.engine.http.reading import Rules, read_request, sealed
 from vllm_slo.engine.http.response import Response
+from vllm_slo.engine.telemetry.faults import Held
 from vllm_slo.errors import ConfigError, ForbiddenSLOError, InvalidSLOError
 from vllm_slo.slo.body import is_json_type, peek, prompts_in
 from vllm_slo.slo.carriers import FORWARDED, carriers_of, slo_headers
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_slo.http")
 
+_READING: Final = Held("The request is served without objectives, or refused if access is checked.")
 _DISCONNECT: Final = {"type": "http.disconnect"}
 
 
@@ -67,6 +69,7 @@ class Exchange:
         self._body: bytes | None = None
         self._request: Mapping[str, Any] = {}
         self._flat: Mapping[str, Any] | None = None
+        self._unread = False  # reading it has failed
         self._numbers = 0
         self._response = Response(send, eager=eager)
         self._answered: asyncio.Event | None = None
@@ -115,12 +118,25 @@ class Exchange:
 
     async def _is_accepted(self) -> bool:
         """Whether the application gets the request. If not, its client has been answered."""
-        try:
-            self._read(None)
-            await self._check()
-        except (InvalidSLOError, ConfigError) as error:
-            await self._refuse_error(error)
+        with _READING:
+            try:
+                self._read(None)
+                await self._check()
+            except (InvalidSLOError, ConfigError) as error:
+                await self._refuse_error(error)
+            return not self.refused
+        self._unread = True
+        if self._must_be_read():
+            text = "the server could not read the SLO; its log says why"
+            await self._refuse(500, "InternalServerError", text, "slo")
         return not self.refused
+
+    def _must_be_read(self) -> bool:
+        """Whether a request that could not be read is refused: who may ask for what is checked, or
+        that is not known."""
+        with _READING:
+            return self._rules().access is not None
+        return True
 
     def _is_plain(self) -> bool:
         """Whether the request was read and has no SLO, so vLLM serves it unchanged."""
@@ -166,6 +182,15 @@ class Exchange:
     # --- what the gate calls ----------------------------------------------------------------------
 
     def admit(self, extra_args: Mapping[str, Any] | None, n: int) -> Mapping[str, Any] | None:
+        if not self._unread:
+            with _READING:
+                return self._admitted(extra_args, n)
+            self._unread = True
+        if self._must_be_read():
+            raise InvalidSLOError("slo", "the server could not read it", "its log says why")
+        return None
+
+    def _admitted(self, extra_args: Mapping[str, Any] | None, n: int) -> Mapping[str, Any] | None:
         given = slo_keys_of(extra_args)
         if self._asked is None:
             self._read(None)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.http.messages import resized
+from vllm_slo.engine.telemetry.faults import Held
 from vllm_slo.slo.body import read_body
 from vllm_slo.slo.carriers import Policy
 from vllm_slo.slo.fields import PUBLIC_OF
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Send
 
 MODELS_ROUTE: Final = "/v1/models"
+_CLASSES: Final = Held("Models are listed without the classes.")
 
 
 def with_classes(send: Send, policy: Callable[[], Policy]) -> Send:
@@ -31,7 +33,8 @@ def with_classes(send: Send, policy: Callable[[], Policy]) -> Send:
         start, *parts = held
         body = b"".join(part.get("body", b"") for part in parts)
         if start["status"] == 200:
-            body = _listed(body, policy())
+            with _CLASSES:
+                body = _listed(body, policy())
         await send({**start, "headers": resized(start.get("headers", ()), len(body))})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 

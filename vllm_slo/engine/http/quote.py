@@ -109,6 +109,10 @@ class _QuoteExchange(Exchange):
             _check_single(self._request)
             _in_engine.add(self)
 
+    def _must_be_read(self) -> bool:
+        """True: what is not marked as a quote would be served."""
+        return True
+
     async def _refuse_too_many(self) -> None:
         text = (
             f"{MAX_QUOTES} quotes are being worked out; ask one after another, or in {RETRY_MS} ms"

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.engine.http.messages import resized
 from vllm_slo.engine.http.outcome import Asked, rewrite_event, rewrite_json
+from vllm_slo.engine.telemetry.faults import Held
 from vllm_slo.slo.body import read_body
 
 if TYPE_CHECKING:
     from starlette.types import Message, Send
 
+_REPORTS: Final = Held("The answer goes out without its report.")
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 """Of a response that is to get a report; a longer one goes out as it comes."""
 
@@ -89,7 +91,8 @@ class Response:
             if decided or is_last or body.startswith(b":"):
                 await self._release()
         elif is_last:
-            self._rewrite()
+            with _REPORTS:
+                self._rewrite()
             await self._release()
         elif sum(len(held.get("body", b"")) for held in self._held) > MAX_HELD_BYTES:
             await self._release()
@@ -117,8 +120,9 @@ class Response:
         """Send one message; an event of a stream that ends a choice gets its report."""
         self.started = True
         if self._streams and self.asked is not None and message.get("body"):
-            changed = rewrite_event(message["body"], self.asked, self.reports)
-            message = {**message, "body": changed}
+            with _REPORTS:
+                changed = rewrite_event(message["body"], self.asked, self.reports)
+                message = {**message, "body": changed}
         await self._send(message)
 
 

@@ -18,9 +18,10 @@ from typing import Final
 from vllm.logger import init_logger
 
 from vllm_slo.core.clock import Clock
+from vllm_slo.engine.telemetry.faults import FaultLog, part_of
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 
-__all__ = ["MOST_FAILED_STEPS", "Containment", "part_of"]
+__all__ = ["MOST_FAILED_STEPS", "Containment"]
 
 logger = init_logger(__name__)
 
@@ -31,8 +32,6 @@ FIRST_ASIDE_S: Final = 60.0
 """Seconds for which planning stands aside at first. The time doubles while planning still fails
 afterwards, since each new try makes promises that are soon withdrawn."""
 LONGEST_ASIDE_S: Final = 3_600.0
-MOST_LOGGED: Final = 64
-"""Different faults that are logged; further ones are only counted."""
 
 
 class Containment:
@@ -61,7 +60,10 @@ class Containment:
         self._in_row = 0
         self._aside_s = FIRST_ASIDE_S
         self._until_s = 0.0
-        self._logged: set[tuple[str, str, int]] = set()
+        self._log = FaultLog(
+            "vLLM serves all requests, without what failed; "
+            "vllm_slo:planning_failures_total counts such faults."
+        )
 
     def begin_step(self) -> bool:
         """A step is to be scheduled. Whether it is to be planned: planning does not stand aside."""
@@ -91,18 +93,9 @@ class Containment:
         self.failures += 1
         self._failed |= of_step
         with contextlib.suppress(Exception):  # metrics and the log may be what fails
-            module, line = _place(error)
             self._metrics.planning_failed(part_of(error))
-            place = type(error).__name__, module, line
-            if place not in self._logged and len(self._logged) < MOST_LOGGED:
-                self._logged.add(place)
-                logger.error(
-                    "vllm-slo: %s failed in %s, line %d: %r. vLLM serves all requests, without "
-                    "what failed. The same fault is not logged again; "
-                    "vllm_slo:planning_failures_total counts it.",
-                    *(part_of(error), module, line, error),
-                    exc_info=error,
-                )
+        with contextlib.suppress(Exception):
+            self._log.note(error)
 
     def _stand_aside(self) -> None:
         self.stands_aside = True
@@ -149,22 +142,3 @@ class _Contained:
             return False
         self._containment.note(error, of_step=self._of_step)
         return True
-
-
-def part_of(error: BaseException) -> str:
-    """The part of vllm-slo in which an exception was raised, as a metric label: of a policy its
-    folder in ``core``, of the scheduler's parts their module, else the folder in ``engine``."""
-    names = _place(error)[0].split(".")
-    place = 3 if names[:3] == ["vllm_slo", "engine", "scheduling"] else 2
-    return names[min(place, len(names) - 1)]
-
-
-def _place(error: BaseException) -> tuple[str, int]:
-    """(module, line) of ours that was the innermost when an exception was raised."""
-    found, trace = ("vllm_slo", 0), error.__traceback__
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__", "")
-        if module.startswith("vllm_slo.") and module != __name__:
-            found = module, trace.tb_lineno
-        trace = trace.tb_next
-    return found

@@ -114,7 +114,7 @@ class FolderCollector(Collector):
         for path in sorted(self._folder.glob("*.prom")):
             try:
                 families = list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError):
+            except Exception:  # noqa: BLE001 (vLLM's own series stand on the same page)
                 continue
             for family in families:
                 first = merged.setdefault(family.name, family)

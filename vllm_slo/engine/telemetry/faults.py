@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exceptions of our own code that are held: each is logged once, with its traceback."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Final
+
+from vllm.logger import init_logger
+
+from vllm_slo.errors import VllmSLOError
+
+__all__ = ["FaultLog", "Held", "part_of"]
+
+logger = init_logger(__name__)
+
+MOST_LOGGED: Final = 64
+"""Different faults that are logged; further ones are not."""
+
+
+class FaultLog:
+    """Logs each fault once: those of one type and one line of code are the same.
+
+    ``consequence``: a sentence on what happens instead.
+    """
+
+    def __init__(self, consequence: str) -> None:
+        self._consequence = consequence
+        self._logged: set[tuple[str, str, int]] = set()
+
+    def note(self, error: Exception) -> None:
+        """A fault was held."""
+        module, line = _place(error)
+        fault = type(error).__name__, module, line
+        if fault in self._logged or len(self._logged) >= MOST_LOGGED:
+            return
+        self._logged.add(fault)
+        logger.error(
+            "vllm-slo: %s failed in %s, line %d: %r. %s The same fault is not logged again.",
+            *(part_of(error), module, line, error, self._consequence),
+            exc_info=error,
+        )
+
+
+class Held:
+    """A context that ends at an exception, which it logs. What follows goes on without.
+
+    Mistakes of users (`VllmSLOError`) are no faults: they are raised.
+    """
+
+    def __init__(self, consequence: str) -> None:
+        self._log = FaultLog(consequence)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, VllmSLOError):
+            return False
+        self._log.note(error)
+        return True
+
+
+def part_of(error: BaseException) -> str:
+    """The part of vllm-slo in which an exception was raised, as a metric label: of a policy its
+    folder in ``core``, of the scheduler's parts their module, else the folder in ``engine``."""
+    names = _place(error)[0].split(".")
+    place = 3 if names[:3] == ["vllm_slo", "engine", "scheduling"] else 2
+    return names[min(place, len(names) - 1)]
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    """(module, line) of ours that was the innermost when an exception was raised."""
+    found, trace = ("vllm_slo", 0), error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        if module.startswith("vllm_slo."):
+            found = module, trace.tb_lineno
+        trace = trace.tb_next
+    return found
