@@ -148,8 +148,8 @@ class Scheduler(AsyncScheduler):
             if not stood_aside:
                 self._drop_drafts()
             with containment.planning:
-                controller.begin_step()
                 self.parts.recovery.without_promises(containment.retry_after_s)
+                controller.begin_step()
         return None
 
     def _drop_drafts(self) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.request import Request
 
 from vllm_slo import SLO, tiny
 from vllm_slo.engine.scheduling.containment import Containment
+from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.telemetry import recording
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.slo.keys import GROUP_KEY
@@ -241,9 +242,10 @@ KINDS: dict[str, Callable[[Path], VirtualEngine]] = {
 
 
 def injectable() -> list[Site]:
-    """All calls but those of what contains the faults, and one that the virtual engine makes."""
+    """All calls but those of what contains the faults, and those that virtual engines make."""
+    of_engines = Site(messages, "of"), Site(messages.DraftTrees, "none")
     exempt = (Containment, recording)
-    return [site for site in sites() if site.owner not in exempt]
+    return [site for site in sites() if site.owner not in exempt and site not in of_engines]
 
 
 @pytest.mark.parametrize("kind", KINDS)
