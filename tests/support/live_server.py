@@ -103,6 +103,7 @@ def running(arguments: list[str], model: str, folder: Path) -> Iterator[LiveServ
     try:
         _await_health(server)
         yield server
+        assert "The same fault is not logged again" not in log.read_text(errors="replace")
     except BaseException:
         sys.stdout.write(log.read_text(errors="replace")[-8000:])  # pytest shows it on failure
         raise

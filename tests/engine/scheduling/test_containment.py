@@ -112,7 +112,7 @@ class Run:
 
     def arrive_later(self) -> None:
         """Requests that find others running."""
-        session = {"session_id": self.name, "session_e2e_ms": 60_000}
+        session: dict[str, Any] = {"session_id": self.name, "session_e2e_ms": 60_000}
         self.add("staged", 50, 12, SLO(stages=STAGES), stage_ends=(6,))
         self.add("round", 40, 6, SLO(ttft_ms=5000, session_rounds=2, **session))
         self.add("whole", 40, 8, SLO(e2e_ms=30_000))
@@ -146,7 +146,7 @@ class Run:
                 for name in self.gone:
                     engine.abort(name)
             if step == 12:
-                session = {"session_id": self.name, "session_last": True}
+                session: dict[str, Any] = {"session_id": self.name, "session_last": True}
                 self.add("last round", 30, 6, SLO(ttft_ms=5000, **session))
             if not self.turn():
                 if step > 12:

@@ -36,11 +36,10 @@ PROMPT_S = patience(10.0)
 # --- in the engine's own process -----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def said() -> Any:
-    """What ``faulty_engine.py`` saw."""
+def engine_of(script: str, *arguments: str) -> Any:
+    """What a script with an engine of its own saw."""
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "faulty_engine.py")],
+        [sys.executable, str(SUPPORT / script), *arguments],
         capture_output=True,
         text=True,
         timeout=patience(280),
@@ -49,6 +48,19 @@ def said() -> Any:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def said() -> Any:
+    return engine_of("faulty_engine.py")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--trees",)], ids=["plain", "trees"])
+def test_each_call_of_ours_fails_once_on_a_real_engine(arguments: tuple[str, ...]) -> None:
+    """The same answers, no request lost, no block, and no promise broken silently."""
+    tried = engine_of("injected_engine.py", *arguments)
+    assert tried["wrong"] == {}
+    assert tried["core"] > 50 and tried["failures"] > 50
 
 
 def texts(answers: Any) -> list[str]:

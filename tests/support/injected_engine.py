@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine in a process of its own, in which one call of ours after the other fails.
+
+``python injected_engine.py [--trees]`` prints one line of JSON: how many calls were tried, and for
+each after which something was not as without the fault, what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+from fault_injection import Fault, Site, counted, sites
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_slo import LLM, SLO, tiny
+from vllm_slo.engine.scheduling.containment import Containment
+from vllm_slo.engine.serving.llm import report_of
+from vllm_slo.engine.speculation import messages
+
+PROMPTS = ["def read(path):\n", "class Stack:\n    def", "import os\n", "# A comment about"]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+IN_FORM = SamplingParams(
+    temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="(ab|cd){4}")
+)
+EASY = SLO(ttft_ms=60_000, tpot_ms=10_000)
+WORKERS = (Site(messages, "of"), Site(messages.DraftTrees, "none"))
+"""What the worker calls, which is in the same process here."""
+
+
+class InjectedEngine:
+    """An engine with the tiny model, with trees or without."""
+
+    def __init__(self, *, trees: bool) -> None:
+        drafts: dict[str, Any] = {"draft_model": str(tiny.path("draft"))} if trees else {}
+        self.llm = LLM(
+            "tiny",
+            **drafts,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            gpu_memory_utilization=0.2,
+            disable_log_stats=True,
+            slo_config={"best_effort": {"order": "laps_sd"}},
+        )
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.held = self.scheduler.parts.containment
+        self.answers = self.texts()
+
+    def texts(self) -> list[list[int]]:
+        """Tokens of greedy answers to promised and other requests, and of one under a grammar."""
+        params = [GREEDY, GREEDY, GREEDY, IN_FORM]
+        slos = [EASY, EASY, None, EASY]
+        done = self.llm.generate(PROMPTS, params, use_tqdm=False, slo=slos)
+        for output, slo in zip(done, slos, strict=True):
+            report = report_of(output)
+            assert (report is None) == (slo is None), f"report: {report}"
+            if report is not None:
+                kept = report["promised"] and report["attained"]
+                assert kept or report["reason"], f"broken silently: {report}"
+        return [list(output.outputs[0].token_ids) for output in done]
+
+    def play(self) -> None:
+        """Everything as without faults, and nothing left behind."""
+        assert self.texts() == self.answers, "other answers"
+        (quote,) = self.llm.quote(PROMPTS[:1], GREEDY, slo=EASY)
+        assert "promised" in quote, f"quote: {quote}"
+        parts, pool = self.scheduler.parts, self.scheduler.kv_cache_manager.block_pool
+        left = {
+            "requests": len(self.scheduler.requests),
+            "tracked": len(parts.tracker.live),
+            "quotes": len(parts.quotes._asking),
+            "untold": len(parts.endings.untold),
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        }
+        assert not any(left.values()), f"left: {left}"
+
+    def inject(self, site: Site, first: int) -> None:
+        before = self.held.failures
+        with Fault(site, first).injected() as fault:
+            self.play()
+        assert self.held.failures - before == fault.raised
+
+
+def main() -> None:
+    trees = "--trees" in sys.argv
+    engine, calls = InjectedEngine(trees=trees), Counter[Site]()
+    among = [site for site in sites() if site.owner is not Containment and site not in WORKERS]
+    with counted(calls, among):
+        engine.play()
+    assert not engine.held.failures
+    wrong: dict[str, str] = {}
+    for site, count in calls.items():
+        if trees and "speculation" not in f"{getattr(site.owner, '__module__', '')}{site}":
+            continue  # as without trees
+        try:
+            engine.inject(site, 1 + count // 2)
+        except Exception as error:  # noqa: BLE001 (all are reported at the end)
+            wrong[f"{site} of {count}"] = f"{type(error).__name__}: {error}"[:300]
+    core = sum(site.is_core for site in calls)
+    said = {"calls": len(calls), "core": core, "failures": engine.held.failures, "wrong": wrong}
+    sys.stdout.write(f"\n{json.dumps(said)}\n")
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own shutdown takes longer than all of this
+
+
+if __name__ == "__main__":
+    main()
