@@ -71,4 +71,4 @@ def test_a_step_is_the_schedulers_own_code() -> None:
         for block in docs_blocks.blocks_of(ROOT / "docs" / "architecture.md")
         if block.language == "python"
     ]
-    assert shown == [methods["schedule"], methods["update_from_output"]]
+    assert shown == [methods[name] for name in ("schedule", "_plan", "update_from_output")]

@@ -130,9 +130,8 @@ class Scheduler(AsyncScheduler):
 
     def _plan(self) -> StepSchedule | None:
         """The plan of the step, and the drafts for it; None: vLLM schedules alone."""
-        controller, speculation, containment = (
-            *(self._controller, self._speculation, self._containment),
-        )
+        controller, speculation = self._controller, self._speculation
+        containment = self._containment
         stood_aside = containment.stands_aside
         if containment.begin_step():
             with containment.planning:
