@@ -187,8 +187,9 @@ class Scheduler(AsyncScheduler):
         if not granted or padded:
             return num_new_tokens if granted else 0
         if request.mm_features and self.scheduler_config.disable_chunked_mm_input:
-            computed = num_computed_tokens
-            return request_facts.whole_inputs(request, computed, granted, num_new_tokens)
+            computed, wanted, granted = num_computed_tokens, granted, num_new_tokens
+            with self._containment.planning:
+                return request_facts.whole_inputs(request, computed, wanted, num_new_tokens)
         return granted
 
     def _mamba_block_aligned_split(
@@ -340,7 +341,8 @@ class Scheduler(AsyncScheduler):
         """As vLLM's; promises of requests that do not run on meanwhile are withdrawn."""
         super().set_pause_state(pause_state)
         if pause_state != PauseState.UNPAUSED:
-            self._controller.on_pause(everybody=pause_state == PauseState.PAUSED_ALL)
+            with self._containment.single:
+                self._controller.on_pause(everybody=pause_state == PauseState.PAUSED_ALL)
 
     def _report_of_end(
         self, request: Request, blocks: Sequence[KVCacheBlock]

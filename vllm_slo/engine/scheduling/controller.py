@@ -261,7 +261,7 @@ class Controller:
             waits = tracked.request.status != RequestStatus.RUNNING
             if tracked.promised and (everybody or waits):
                 tracked.reason = PAUSED
-                self._withdraw(tracked, PAUSED)
+                self._promises.withdraw(tracked, PAUSED)
                 self._tracker.ended += 1
         self._reports.publish()
 
