@@ -69,14 +69,15 @@ def weighed(table: Floats2D, weight: float) -> float:
 
 
 def test_a_call_with_other_types_is_converted_or_refused_and_never_compiled() -> None:
-    table = np.ones((2, 3))
+    table, half = np.ones((2, 3)), np.float32(0.5)
+    call: Any = weighed
     assert weighed(table, 2) == 12.0  # an int for a float
-    assert weighed(table, np.float32(0.5)) == 3.0
+    assert call(table, half) == 3.0
     assert weighed(table[:1], 1.0) == 3.0
     for other in (table.T, table[0], table.astype(np.float32), np.broadcast_to(1.0, (2, 3))):
         with pytest.raises(TypeError, match="No matching definition"):
-            weighed(other, 1.0)
-    dispatcher: Any = weighed.compiled()  # type: ignore[attr-defined]
+            call(other, 1.0)
+    dispatcher = call.compiled()
     assert len(dispatcher.signatures) == 1
 
 

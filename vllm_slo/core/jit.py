@@ -25,7 +25,7 @@ from vllm_slo.core import kept_code
 P = ParamSpec("P")
 R = TypeVar("R")
 
-JITTED: list[Callable[..., Any]] = []
+JITTED: list[Any] = []
 """Every function of this decorator that has been imported."""
 
 
