@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from typing import Any
 
 from depth import DEPTH
 from fault_injection import Fault, Site, counted, sites
+from patience import patience
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -27,6 +29,7 @@ from vllm_slo.engine.serving.llm import report_of
 from vllm_slo.engine.speculation import messages
 
 PROMPTS = ["def read(path):\n", "class Stack:\n    def", "import os\n", "# A comment about"]
+PATIENCE_S = int(patience(20))
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 IN_FORM = SamplingParams(
     temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="(ab|cd){4}")
@@ -84,10 +87,19 @@ class InjectedEngine:
         }
         assert not any(left.values()), f"left: {left}"
 
+    def give_up(self) -> None:
+        """End what a failed run has left."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
     def inject(self, site: Site, first: int) -> None:
         before = self.held.failures
-        with Fault(site, first).injected() as fault:
-            self.play()
+        signal.alarm(PATIENCE_S)  # an answer that never comes
+        try:
+            with Fault(site, first).injected() as fault:
+                self.play()
+        finally:
+            signal.alarm(0)
         assert self.held.failures - before == fault.raised
 
 
@@ -99,7 +111,12 @@ def is_tried(site: Site, *, trees: bool) -> bool:
     return DEPTH > 1 or site.is_core or site.owner in (Controller, Endings, scheduler)
 
 
+def _give_up(*_: Any) -> None:
+    raise TimeoutError("an answer did not come")
+
+
 def main() -> None:
+    signal.signal(signal.SIGALRM, _give_up)
     trees = "--trees" in sys.argv
     engine, calls = InjectedEngine(trees=trees), Counter[Site]()
     among = [site for site in sites() if site.owner is not Containment and site not in WORKERS]
@@ -114,6 +131,8 @@ def main() -> None:
             engine.inject(site, 1 + count // 2)
         except Exception as error:  # noqa: BLE001 (all are reported at the end)
             wrong[f"{site} of {count}"] = f"{type(error).__name__}: {error}"[:300]
+            sys.stderr.write(f"{site} of {count}: {error!r}\n")
+            engine.give_up()
     core = sum(site.is_core for site in calls)
     said = {"calls": len(calls), "core": core, "failures": engine.held.failures, "wrong": wrong}
     sys.stdout.write(f"\n{json.dumps(said)}\n")
