@@ -30,9 +30,9 @@ from vllm_slo.engine.speculation import messages
 
 PROMPTS = ["def read(path):\n", "class Stack:\n    def", "import os\n", "# A comment about"]
 PATIENCE_S = int(patience(20))
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 IN_FORM = SamplingParams(
-    temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="(ab|cd){4}")
+    temperature=0, max_tokens=5, structured_outputs=StructuredOutputsParams(regex="(ab|cd){4}")
 )
 EASY = SLO(ttft_ms=60_000, tpot_ms=10_000)
 WORKERS = (Site(messages, "of"), Site(messages.DraftTrees, "none"))

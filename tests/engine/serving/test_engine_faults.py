@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from depth import DEPTH
 from support_folder import SUPPORT
 
 pytest.importorskip("vllm")
@@ -36,13 +37,13 @@ PROMPT_S = patience(10.0)
 # --- in the engine's own process -----------------------------------------------------------------
 
 
-def engine_of(script: str, *arguments: str) -> Any:
+def engine_of(script: str, *arguments: str, most_s: float = 280) -> Any:
     """What a script with an engine of its own saw."""
     done = subprocess.run(
         [sys.executable, str(SUPPORT / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=patience(280),
+        timeout=patience(most_s),
         check=False,
         env={**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
@@ -55,12 +56,13 @@ def said() -> Any:
     return engine_of("faulty_engine.py")
 
 
+@pytest.mark.timeout(patience(700 * DEPTH))
 @pytest.mark.parametrize("arguments", [(), ("--trees",)], ids=["plain", "trees"])
 def test_each_call_of_ours_fails_once_on_a_real_engine(arguments: tuple[str, ...]) -> None:
     """The same answers, no request lost, no block, and no promise broken silently."""
-    tried = engine_of("injected_engine.py", *arguments)
+    tried = engine_of("injected_engine.py", *arguments, most_s=600 * DEPTH)
     assert tried["wrong"] == {}
-    assert tried["core"] > 50 and tried["failures"] > 50
+    assert tried["core"] > 50 and tried["failures"] > 20
 
 
 def texts(answers: Any) -> list[str]:
