@@ -153,7 +153,7 @@ def test_a_scheduler_looks_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch, config_folder: Path
 ) -> None:
     def made() -> VirtualEngine:
-        return VirtualEngine(Scheduler, config_folder, StepTimeModel.prior().predict_s)
+        return VirtualEngine(Scheduler, config_folder, StepTimeModel.prior().predict_shape_s)
 
     with monkeypatch.context() as patch:
         patch.setattr(seams, "SCHEDULING", (Seam(HERE, "gone", "a test"),))
