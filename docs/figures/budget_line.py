@@ -11,8 +11,9 @@ from typing import Any, Final
 import numpy as np
 from style import BLUE, GREEN, GREY, ORANGE, RED, TEXT, VIOLET, canvas, svg
 
-from vllm_slo.core.admission.budget_line import Floats, longest_step_s, processed_by
+from vllm_slo.core.admission.budget_line import longest_step_s, processed_by
 from vllm_slo.core.admission.program import Capacity, engine_of, plan_admission
+from vllm_slo.core.arrays import Floats
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
-from vllm_slo.engine.compat.api_server import set_up_process
+from vllm_slo.engine.compat.process import set_up_process
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias, lifeline
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE

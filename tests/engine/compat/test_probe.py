@@ -204,7 +204,7 @@ OTHERS = {
     # Fields of the configuration, which vLLM documents.
     *("cache_config", "model_config", "observability_config", "parallel_config", "vllm_config"),
     *("scheduler_config", "block_size", "dtype", "kv_cache_dtype", "is_encoder_decoder"),
-    *("max_model_len", "max_num_batched_tokens"),
+    *("max_model_len", "max_num_batched_tokens", "load_config", "speculative_config"),
     # Names of objects of ours, or of other classes, that the class in question has as well.
     *("num_computed_tokens", "num_prompt_tokens", "session_id", "reset", "clear", "free", "model"),
     *(

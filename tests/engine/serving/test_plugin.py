@@ -260,8 +260,8 @@ def test_a_configuration_that_cannot_be_used_ends_the_server_in_one_line(
 def test_another_vllm_ends_the_server_in_one_line(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_version, "version", lambda _: "0.33.0")
-    with pytest.raises(SystemExit, match=r"vllm-slo: error: .* found 0\.33\.0"):
+    monkeypatch.setattr(vllm_version, "version", lambda _: "0.34.0")
+    with pytest.raises(SystemExit, match=r"vllm-slo: error: .* found 0\.34\.0"):
         process.register(*SERVE, *OURS)
     assert process.register(*SERVE) == SERVE  # it is not ours: nobody asked
 

@@ -266,7 +266,7 @@ def test_a_draft_that_has_failed_is_seen_without_another_step(
         assert until(lambda: samples(scrape(folder)).get(key) == float(on))  # noqa: B023 - at once
 
 
-@pytest.mark.parametrize(("made", "number"), [(busy, 19), (grown, 26), (remote, 30)])
+@pytest.mark.parametrize(("made", "number"), [(busy, 21), (grown, 28), (remote, 32)])
 def test_every_name_says_its_unit(
     folder: Path, made: Callable[[], SchedulerMetrics], number: int
 ) -> None:

@@ -14,15 +14,6 @@ REQUEST_CLASSES: Final[Mapping[str, str]] = {
 """Module -> the class of its requests. They keep fields that they do not know, such as ``slo``."""
 
 
-def set_up_process() -> None:
-    """Set a process up as vLLM's command line does before it serves."""
-    try:
-        from vllm.entrypoints.common.startup import cli_env_setup
-    except ImportError:  # before vLLM 0.33
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    cli_env_setup()
-
-
 def vllm_config_of(app: Any) -> Any:
     """The engine's ``VllmConfig``; None where the application is not vLLM's, or not ready."""
     return getattr(getattr(app, "state", None), "vllm_config", None)

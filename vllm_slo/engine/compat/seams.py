@@ -27,6 +27,7 @@ _BATCH: Final = "vllm.v1.worker.gpu_input_batch.InputBatch"
 _TABLE: Final = "vllm.v1.worker.block_table.BlockTable"
 _SAMPLING: Final = "vllm.v1.sample.metadata.SamplingMetadata"
 _MIN_TOKENS: Final = "vllm.v1.sample.logits_processor.builtin.MinTokensLogitsProcessor"
+_EXTERNAL: Final = "num_external_computed_tokens"
 _COMMON: Final = "vllm.v1.attention.backend.CommonAttentionMetadata"
 _GROUP: Final = "vllm.v1.worker.utils.AttentionGroup"
 
@@ -49,6 +50,16 @@ SCHEDULING: Final = (
         ("request", "num_computed_tokens", "num_new_tokens"),
         called_by="schedule",
     ),
+    Seam(
+        *(_SCHEDULER, "_mamba_block_aligned_split", "limiting the tokens of a request"),
+        ("request", "num_new_tokens", "num_new_local_computed_tokens", _EXTERNAL),
+        called_by="schedule",
+    ),
+    Seam(
+        *(_SCHEDULER, "_try_schedule_encoder_inputs", "limiting the images of a request"),
+        called_by="schedule",
+    ),
+    Seam(_SCHEDULER, "set_pause_state", "pauses", ("pause_state",)),
     Seam(_SCHEDULER, "_free_request", "following requests", ("request", "delay_free_blocks")),
     Seam(_SCHEDULER, "_handle_blocked_waiting_request", "loads and grammars", ("request",)),
     Seam(_SCHEDULER, "_request_blocks_can_be_freed", "preempting", ("request",)),
@@ -61,6 +72,7 @@ SCHEDULING: Final = (
     *_held(_SCHEDULER, "following requests", "requests"),
     *_held(_SCHEDULER, "the tokens of a step", "max_num_scheduled_tokens", "num_spec_tokens"),
     *_held(_SCHEDULER, "KV blocks", "kv_cache_manager", "block_size", "num_lookahead_tokens"),
+    Seam(_SCHEDULER, "_spec_decode_step_blocks", "the KV blocks of drafts"),
     *_held(_SCHEDULER, "seats", "max_num_active_reqs", "num_waiting_for_streaming_input"),
     *_held(_SCHEDULER, "lengths", "max_model_len"),
     *_held(_SCHEDULER, "LoRAs of a step", "lora_config"),
@@ -69,6 +81,8 @@ SCHEDULING: Final = (
     *_held(_SCHEDULER, "chains of drafts", "prev_step_scheduled_req_ids"),
     *_held(_SCHEDULER, "preempting", "requires_kv_delivery"),
     *_held(_SCHEDULER, "pauses", "_pause_state"),
+    *_held(_SCHEDULER, "prompts from elsewhere", "connector"),
+    *_held(_SCHEDULER, "decodes that sit a step out", "current_step"),
     Seam("vllm.config.VllmConfig", "use_v2_model_runner", "chains of drafts"),
     *_held(_SCHEDULER, "steps in which nothing is decided", "_inflight_prefills"),
     Seam(_MANAGER, "get_blocks", "KV blocks", ("request_id",)),
@@ -97,6 +111,7 @@ SCHEDULING: Final = (
     *_held(
         *(_REQUEST, "what a request asks for", "request_id", "client_index", "sampling_params"),
         *("arrival_time", "max_tokens", "prompt_token_ids", "lora_request", "trace_headers"),
+        *("mm_features", "skip_reading_prefix_cache"),
         *("resumable", "structured_output_request", "use_structured_output"),
     ),
     *_held(
@@ -104,6 +119,7 @@ SCHEDULING: Final = (
         *("num_prompt_tokens", "num_computed_tokens", "num_output_tokens", "num_preemptions"),
         *("num_output_placeholders", "num_tokens_with_spec", "is_prefill_chunk"),
         *("all_token_ids", "output_token_ids", "spec_token_ids", "block_hashes"),
+        *("num_stale_output_tokens", "drop_stale_output", "next_decode_eligible_step"),
     ),
     *_held(_STRUCTURED, "stages", "tokenizer", "reasoner_cls"),
     Seam(
@@ -122,7 +138,7 @@ SCHEDULING: Final = (
         *(_STEP, "what a step computes", "num_scheduled_tokens", "total_num_scheduled_tokens"),
         *("scheduled_new_reqs", "scheduled_cached_reqs", "scheduled_spec_decode_tokens"),
         *("num_spec_tokens_to_schedule", "num_invalid_spec_tokens"),
-        "has_structured_output_requests",
+        *("has_structured_output_requests", "scheduled_encoder_inputs"),
     ),
     *_held(
         *("vllm.v1.core.sched.output.CachedRequestData", "what a step computes", "req_ids"),
@@ -154,7 +170,10 @@ TREES: Final = (
     Seam(_RUNNER, "shutdown", "closing drafters", ()),
     *_held(_RUNNER, "drafting", "drafter", "device", "vllm_config", "sampler"),
     *_held(_RUNNER, "the batch", "input_batch", "query_start_loc", "optimistic_seq_lens_cpu"),
-    *_held(_RUNNER, "the batch", "positions"),
+    *_held(_RUNNER, "the batch", "positions", "max_num_reqs", "max_num_tokens"),
+    Seam(_RUNNER, "profile_run", "the memory of drafts"),
+    Seam(_RUNNER, "_sync_device", "the memory of drafts", ()),
+    Seam(_RUNNER, "_dummy_sampler_run", "the memory of drafts", ("hidden_states",)),
     *_held(_RUNNER, "the KV cache", "kv_cache_config", "attn_groups"),
     *_held(
         *(_BATCH, "the batch", "req_ids", "req_id_to_index", "token_ids_cpu", "block_table"),
@@ -162,6 +181,7 @@ TREES: Final = (
     ),
     Seam(_BATCH, "update_async_output_token_ids", "penalties", ()),
     *_held(_TABLE, "the KV cache", "num_blocks_per_row"),
+    Seam(_TABLE, "get_device_tensor", "the KV cache", ("num_reqs",)),
     Seam(_TABLE, "get_numpy_array", "the KV cache", ()),
     *_held(
         *(_SAMPLING, "sampling at tree nodes", "all_greedy", "temperature", "top_p", "top_k"),
