@@ -25,7 +25,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.step_time.model import BatchShape
+from vllm_slo.engine.compat.version import is_at_least
 from vllm_slo.engine.scheduler import Scheduler
+
+YIELDING_ENDS_NO_STEP = is_at_least((0, 33))
+"""Whether vLLM goes on with the running requests behind one that was preempted for them."""
 
 
 class LightOutput(SchedulerOutput):
@@ -173,6 +177,8 @@ class LightScheduler(AsyncScheduler):
                 allocated, index = self._allocate(step, request, new, index)
                 intact = intact and before == len(running)
                 if not allocated:
+                    if self.policy == SchedulingPolicy.PRIORITY and YIELDING_ENDS_NO_STEP:
+                        continue
                     break
             tokens[request_id] = new
             add(request)

@@ -82,7 +82,11 @@ SCHEDULING: Final = (
     *_held(_SCHEDULER, "preempting", "requires_kv_delivery"),
     *_held(_SCHEDULER, "pauses", "_pause_state"),
     *_held(_SCHEDULER, "prompts from elsewhere", "connector"),
-    *_held(_SCHEDULER, "decodes that sit a step out", "current_step"),
+    *_held(
+        *(_SCHEDULER, "decodes that sit a step out", "current_step"),
+        "num_sampled_tokens_per_step",
+    ),
+    *_held("vllm.multimodal.inputs.MultiModalFeatureSpec", "images", "mm_position"),
     Seam("vllm.config.VllmConfig", "use_v2_model_runner", "chains of drafts"),
     *_held(_SCHEDULER, "steps in which nothing is decided", "_inflight_prefills"),
     Seam(_MANAGER, "get_blocks", "KV blocks", ("request_id",)),

@@ -40,6 +40,11 @@ def release_of(installed: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def is_at_least(release: tuple[int, int]) -> bool:
+    """Whether the installed vLLM is of this release, or of a later one."""
+    return (release_of(vllm_version()) or NEWEST) >= release
+
+
 def check_vllm() -> None:
     """Refuse a version of vLLM that this package was not tested with.
 
