@@ -18,7 +18,6 @@ import tempfile
 from collections import Counter
 from itertools import count, cycle, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -197,11 +196,7 @@ def break_it(what: str, scheduler: Any, patch: pytest.MonkeyPatch) -> None:
     elif what == "compaction":
         patch.setattr(runner, "_compact", lambda self, accepted: None)
     elif what == "positions":
-        wrong = SimpleNamespace(
-            depths=lambda parents: list(range(1, len(parents) + 1)),
-            leading_chain=model_runner.token_tree.leading_chain,
-        )
-        patch.setattr(model_runner, "token_tree", wrong)
+        patch.setattr(runner, "_place_nodes", lambda self: None)  # one behind the other
     elif what == "draft":  # it computes what it has no blocks for
         patch.setattr(RunnerBatch, "allocated_tokens", lambda self, index: 10**9)
         patch.setattr(scheduler, "num_lookahead_tokens", 0)
