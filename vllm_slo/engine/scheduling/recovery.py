@@ -59,6 +59,7 @@ class Recovery:
         """A step could not be planned, and vLLM schedules it: do what may not wait for the next."""
         for tracked in self._tracker:
             tracked.disturbed = True
+        self._tracker.arrived = True  # the ruling that was due may not have been made
         if (request := self._quotes.answering) is not None:
             self._quotes.forget(request.request_id)
             self._endings.refuse(request, unanswered())

@@ -234,7 +234,9 @@ class SLORequest:
         """What the client is told when the request ends; times in milliseconds."""
         worst_s = self.tpot.worst_s
         first = self.first_token_s
-        disturbed = PLANNING_FAILED if self.disturbed and attained is False else None
+        asked = self.slo.effective_tier == "guaranteed"
+        suffered = attained is False or (asked and not self.was_promised)
+        disturbed = PLANNING_FAILED if self.disturbed and suffered else None
         report: dict[str, Any] = {
             "tier": "guaranteed" if self.was_promised else "best_effort",
             "promised": self.was_promised,
