@@ -92,6 +92,7 @@ def clean_up(environ: Any = os.environ) -> None:
 def allowed() -> tuple[str, ...]:
     """The folders in which a test may open files."""
     python = {sys.prefix, sys.base_prefix, sys.exec_prefix, *sysconfig.get_paths().values()}
+    python |= {folder for folder in sys.path if Path(folder).name == "site-packages"}
     data = [os.environ[DATA_VARIABLE]] if os.environ.get(DATA_VARIABLE) else []
     folders = [REPOSITORY, os.environ[ROOT_VARIABLE], *python, *data, NOWHERE, *SYSTEM]
     return tuple(f"{os.path.realpath(one)}/" for one in folders)
