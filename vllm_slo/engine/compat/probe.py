@@ -2,8 +2,8 @@
 """Whether the installed vLLM has every seam that will be used, as it is expected.
 
 vLLM does not promise to keep these names. The probe looks at classes and functions alone and takes
-milliseconds, so that each process runs it before it serves: for the scheduler's seams in the
-engine, for the runner's in its workers, for the server's where requests come in.
+about a tenth of a second. Each process runs it before it serves. The engine looks for what the
+scheduler uses, a worker for what trees use, the API server for what reads requests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check(seams: Iterable[Seam], subclasses: Iterable[type] = ()) -> None:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Names of vLLM are imported here.
+    """Where names of vLLM are imported: a missing one is told in one line.
 
     Raises:
         IncompatibleVLLMError: the import of one of them fails; one line that names it.

@@ -91,9 +91,7 @@ class SchedulerState:
         scheduler = self._scheduler
         computed, in_flight = request.num_computed_tokens, request.num_output_placeholders
         if in_flight:
-            certain = (
-                computed + 1 - in_flight
-            )  # tokens there will be, all drafts in flight rejected
+            certain = computed + 1 - in_flight  # tokens there will be if no draft is accepted
             if certain + 1 >= request.num_prompt_tokens + request.max_tokens:
                 return True
         if computed + scheduler.num_sampled_tokens_per_step >= scheduler.max_model_len:

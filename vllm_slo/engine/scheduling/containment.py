@@ -12,13 +12,12 @@ Exceptions of vLLM's own methods are not caught: no block has a call of ``super(
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Final
 
 from vllm.logger import init_logger
 
 from vllm_slo.core.clock import Clock
-from vllm_slo.engine.telemetry.faults import FaultLog, part_of
+from vllm_slo.engine.telemetry.faults import Context, FaultLog, part_of
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 
 __all__ = ["MOST_FAILED_STEPS", "Containment"]
@@ -120,25 +119,15 @@ class Containment:
             self._metrics.stands_aside(self.stands_aside)
 
 
-class _Contained:
-    """A context that ends at an exception and goes on behind itself; it may be entered again and
-    again, also within another one."""
-
+class _Contained(Context):
     __slots__ = ("_containment", "_of_step")
 
     def __init__(self, containment: Containment, *, of_step: bool) -> None:
         self._containment = containment
         self._of_step = of_step
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception) or not self._containment.contains:
+    def holds(self, error: Exception) -> bool:
+        if not self._containment.contains:
             return False
         self._containment.note(error, of_step=self._of_step)
         return True

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_slo.errors import VllmSLOError
 
-__all__ = ["FaultLog", "Held", "part_of"]
+__all__ = ["Context", "FaultLog", "Held", "part_of"]
 
 logger = init_logger(__name__)
 
@@ -42,14 +42,15 @@ class FaultLog:
         )
 
 
-class Held:
-    """A context that ends at an exception, which it logs. What follows goes on without.
+class Context:
+    """A context that ends at an exception which it holds; what follows goes on without. It may be
+    entered again and again, also within another one."""
 
-    Mistakes of users (`VllmSLOError`) are no faults: they are raised.
-    """
+    __slots__ = ()
 
-    def __init__(self, consequence: str) -> None:
-        self._log = FaultLog(consequence)
+    def holds(self, error: Exception) -> bool:
+        """Note an exception; False: it is raised."""
+        raise NotImplementedError
 
     def __enter__(self) -> None: ...
 
@@ -59,7 +60,22 @@ class Held:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, VllmSLOError):
+        return isinstance(error, Exception) and self.holds(error)
+
+
+class Held(Context):
+    """Holds faults, and logs them. Mistakes of users (`VllmSLOError`) are no faults.
+
+    ``consequence``: a sentence on what happens instead.
+    """
+
+    __slots__ = ("_log",)
+
+    def __init__(self, consequence: str) -> None:
+        self._log = FaultLog(consequence)
+
+    def holds(self, error: Exception) -> bool:
+        if isinstance(error, VllmSLOError):
             return False
         self._log.note(error)
         return True
