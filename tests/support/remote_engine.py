@@ -126,12 +126,18 @@ def broken(what: str) -> Any:
 
         def undo() -> None:
             model_runner.tree_sampling.token_tree.walk = walk
-    elif what == "positions":  # nodes stand where others do
-        positions = model_runner.token_tree.depths
-        model_runner.token_tree.depths = lambda parents: [1] * len(parents)
+    elif what == "positions":  # all nodes stand where the first one does
+        positions = model_runner.node_positions
+
+        def at_the_first(slots: Any) -> Any:
+            placed = positions(slots)
+            placed[1] = placed[1].min()
+            return placed
+
+        model_runner.node_positions = at_the_first
 
         def undo() -> None:
-            model_runner.token_tree.depths = positions
+            model_runner.node_positions = positions
     elif what == "prefix":  # drafters are sent all but the last token
         asks = RemoteProposer._asks
 
