@@ -278,7 +278,9 @@ def test_every_name_says_its_unit(
     counts = {"vllm_slo:admissions", "vllm_slo:requests_finished", "vllm_slo:promises_broken"}
     counts |= {"vllm_slo:stages_finished", "vllm_slo:sessions_finished", "vllm_slo:sessions"}
     counts |= {"vllm_slo:warm_prefix_blocks", "vllm_slo:quotes"}
-    counts.add("vllm_slo:speculation_enabled")  # neither a count nor a quantity: yes or no
+    counts.add("vllm_slo:planning_failures")
+    # Neither counts nor quantities: yes or no.
+    counts |= {"vllm_slo:speculation_enabled", "vllm_slo:planning_stands_aside"}
     counts |= {"vllm_slo:drafter_up", "vllm_slo:drafter_dropped"}
     counts.add("vllm_slo:drafter_utility")  # a logarithm, which has no unit
     assert len(names) == number

@@ -112,12 +112,15 @@ class FolderCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         merged: dict[str, Metric] = {}
         for path in sorted(self._folder.glob("*.prom")):
-            try:
-                families = list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
-            except Exception:  # noqa: BLE001 (vLLM's own series stand on the same page)
-                continue
-            for family in families:
+            for family in _families(path):
                 first = merged.setdefault(family.name, family)
                 if first is not family:
                     first.samples.extend(family.samples)
         return merged.values()
+
+
+def _families(path: Path) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
+    except Exception:  # noqa: BLE001 (vLLM's own series stand on the same page)
+        return []
