@@ -19,6 +19,8 @@ from typing import Any, Final
 from hermetic import ROOT_VARIABLE
 from patience import patience
 
+from vllm_slo.engine.compat.version import is_at_least
+
 Said = dict[str, Any]
 
 CHILD: Final = Path(__file__).with_name("tree_engine.py")
@@ -132,9 +134,20 @@ def differing(one: Said, other: Said) -> list[int]:
     return [
         place
         for place, (a, b) in enumerate(zip(one["said"], other["said"], strict=True))
-        if any(a[key] != b[key] for key in ("tokens", "text", "end"))
+        if any(a[key] != b[key] for key in ("text", "end"))
+        or _tokens_differ(a, b)
         or _logprobs_differ(a["logprobs"], b["logprobs"])
     ]
+
+
+def _tokens_differ(one: Said, other: Said) -> bool:
+    """Where an answer ends with a stop string, vLLM 0.31 keeps what its last step brought besides:
+    the text ends where it should, and the tokens go on (``IncrementalDetokenizer.update``)."""
+    tokens, others = one["tokens"], other["tokens"]
+    if isinstance(one["end"][1], str) and not is_at_least((0, 32)):
+        known = min(len(tokens), len(others))
+        tokens, others = tokens[:known], others[:known]
+    return bool(tokens != others)
 
 
 def _logprobs_differ(one: Any, other: Any) -> bool:

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 from vllm.platforms import current_platform
 
-from vllm_slo.engine.compat.overrides import OVERRIDDEN
+from vllm_slo.engine.compat.overrides import OVERRIDDEN, SINCE
+from vllm_slo.engine.compat.version import OLDEST, is_at_least
 
 pytestmark = pytest.mark.versions
 
@@ -29,6 +30,7 @@ def test_every_override_is_listed_and_is_one(base: str, subclass: str) -> None:
     theirs, ours = class_of(base), class_of(subclass)
     assert issubclass(ours, theirs)
     listed = OVERRIDDEN[base, subclass]
-    assert all(name in vars(ours) and hasattr(theirs, name) for name in listed)
+    assert all(name in vars(ours) for name in listed)
+    assert all(hasattr(theirs, name) == is_at_least(SINCE.get(name, OLDEST)) for name in listed)
     private = {name for name in vars(ours) if name[0] == "_" != name[1] and hasattr(theirs, name)}
     assert private - {"_abc_impl"} <= listed.keys()

@@ -82,3 +82,26 @@ def test_the_plugin_asks_for_nothing_of_a_cpu_where_the_platform_is_another() ->
         "from vllm_slo.engine.serving import plugin; plugin.register(); print(asked)"
     )
     assert loaded(NO_CPU + code) == ("[]", set())
+
+
+@pytest.mark.versions
+def test_a_cuda_worker_that_has_made_a_runner_gets_the_one_with_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM 0.31 makes its runner in ``init_device``; 0.32 asks ``_make_model_runner`` for one."""
+    from vllm_slo.engine.worker import cuda
+
+    made = object.__new__(cuda.TreeRunner)
+    monkeypatch.setattr(cuda, "refuse_what_fails", lambda *_: None)
+    monkeypatch.setattr(cuda, "register_backends", lambda: None)
+    monkeypatch.setattr(cuda.CUDATreeWorker, "_make_model_runner", lambda _: made)
+    for theirs in (object(), made):
+        monkeypatch.setattr(
+            cuda.GPUWorker,
+            "init_device",
+            lambda worker, runner=theirs: setattr(worker, "model_runner", runner),
+        )
+        worker = object.__new__(cuda.CUDATreeWorker)
+        worker.vllm_config = None
+        worker.init_device()
+        assert worker.model_runner is made

@@ -53,3 +53,5 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
     },
 }
 """(class of vLLM, our subclass) -> method or class variable -> what the override does."""
+SINCE: Final[Mapping[str, tuple[int, int]]] = {"_make_model_runner": (0, 32)}
+"""The release in which vLLM got a method that not all supported ones have."""
