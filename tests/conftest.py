@@ -143,10 +143,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Engines of this process before all: vLLM on CPU cannot start one once numba has been loaded.
     """
+    left_out = set()
     if not os.environ.get(hermetic.DATA_VARIABLE):
-        without = [item for item in items if item.get_closest_marker("real_data")]
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if not item.get_closest_marker("real_data")]
+        left_out.add("real_data")
+    if DEPTH == 1:
+        left_out.add("deep")
+    without = {item for item in items if any(map(item.get_closest_marker, left_out))}
+    config.hook.pytest_deselected(items=list(without))
+    items[:] = [item for item in items if item not in without]
     places = {name: place for place, name in enumerate(FIRST)}
     waits = {item.path.name for item in items if item.get_closest_marker("alone")}
     items.sort(key=lambda item: places.get(item.path.name, len(FIRST) + (item.path.name in waits)))

@@ -110,6 +110,7 @@ def run_draft_servers(script_path: Path) -> tuple[int, str, str]:
         return script.returncode, told, complaints
 
 
+@pytest.mark.deep
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_draft_server_dies_and_comes_back_and_no_request_fails(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from vllm_slo.engine.compat.attention import enable_amx
@@ -18,6 +21,28 @@ def test_amx_is_asked_for_only_where_it_is(
     monkeypatch.setattr(cpu, "_init_amx", lambda: asked.append(True))
     enable_amx()
     assert bool(asked) is supported
+
+
+WITHOUT_FLAGS = """
+import sys
+from vllm_slo.engine.serving import plugin
+plugin.register()
+print("torch" in sys.modules)
+import vllm.v1.worker.{name}
+print("vllm_slo.engine.compat.attention" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("worker", "asks"), [("cpu_worker", True), ("worker_base", False)])
+def test_only_processes_with_a_cpu_worker_ask(worker: str, asks: bool) -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FLAGS.format(name=worker)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", str(asks)]
 
 
 def test_amx_on_this_machine() -> None:

@@ -73,8 +73,7 @@ class Process:
         self._monkeypatch = monkeypatch
         monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
         monkeypatch.setattr(prometheus_client.REGISTRY, "register", self.collectors.append)
-        monkeypatch.setattr(atexit, "register", lambda *call: self.at_exit.append(call))
-        monkeypatch.setattr(plugin, "enable_amx", lambda: None)
+        monkeypatch.setattr(atexit, "register", lambda *call, **_: self.at_exit.append(call))
         monkeypatch.setattr(vllm_version, "version", lambda _: "0.32.0")
 
     def register(self, *argv: str) -> list[str]:

@@ -139,8 +139,7 @@ def test_a_vllm_that_lacks_a_name_stops_the_server(monkeypatch: pytest.MonkeyPat
 def registered(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[str]:
     """What the plugin adds to the command line."""
     monkeypatch.setattr(sys, "argv", list(argv))
-    monkeypatch.setattr(plugin, "enable_amx", lambda: None)
-    monkeypatch.setattr(plugin.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(plugin.atexit, "register", lambda *_, **__: None)
     monkeypatch.setattr(REGISTRY, "register", CollectorRegistry().register)
     monkeypatch.setenv(FOLDER_VARIABLE, "unset")
     plugin.register()

@@ -14,14 +14,14 @@ def forget_chosen_backends() -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
-def enable_amx() -> None:
-    """Ask the kernel for AMX on CPUs that have it, where vLLM's platform is CPU.
+def enable_amx(_module: object = None) -> None:
+    """Ask the kernel for AMX on CPUs that have it.
 
+    Called when vLLM imports its CPU worker; ``_module`` is that module.
     vLLM's attention kernels use AMX tiles but leave asking to oneDNN, which a small model may not
     have called before its first attention: the process then dies of an illegal instruction.
     """
     import torch
-    from vllm.platforms import current_platform
 
-    if torch.cpu._is_amx_tile_supported() and current_platform.is_cpu():
+    if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

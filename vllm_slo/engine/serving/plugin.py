@@ -4,6 +4,9 @@
 In the first process of a server that is started with ``--scheduler-cls vllm_slo.Scheduler`` it
 checks the version of vLLM and the configuration, adds the HTTP middleware that reads SLOs, and
 shows the metrics on ``/metrics``. Without that flag it does none of this.
+
+In every process it connects this package's log, and prepares hooks for modules that vLLM may import
+later. The hooks leave requests without an objective as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import wrapt
 from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER_NAMES
 from vllm_slo.config.command_line import Flags
 from vllm_slo.engine.compat.api_server import REQUEST_CLASSES
-from vllm_slo.engine.compat.attention import enable_amx
 from vllm_slo.engine.compat.probe import check, imports
 from vllm_slo.engine.compat.seams import SERVING, check_scheduling
 from vllm_slo.engine.compat.version import check_vllm
@@ -31,7 +33,6 @@ from vllm_slo.errors import VllmSLOError
 
 def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once."""
-    enable_amx()
     share_log()
     wrap_engine()
     if multiprocessing.parent_process() is not None:
@@ -55,7 +56,10 @@ def register() -> None:
 
 def wrap_engine() -> None:
     """Install the gate, and the reader of bodies without middleware, once vLLM imports what they
-    wrap. Processes without an API server never import that."""
+    wrap; ask for AMX once vLLM imports its CPU worker. Other processes never import that."""
+    wrapt.register_post_import_hook(
+        "vllm_slo.engine.compat.attention:enable_amx", "vllm.v1.worker.cpu_worker"
+    )
     wrapt.register_post_import_hook("vllm_slo.engine.gate:install", "vllm.v1.engine.async_llm")
     for module in REQUEST_CLASSES:
         wrapt.register_post_import_hook("vllm_slo.engine.http.body_slo:install", module)
