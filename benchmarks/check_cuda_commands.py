@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import yaml
 from check_cuda_runner import CheckError, Found, run_command
 from rich.console import Console
 
 from vllm_slo.bench.demo_load import GPU_SIZE, SIZES, twin
+from vllm_slo.config import profiles
 
 MOST_OVERHEAD: Final = 2.0
 """Times stock's scheduler. The target is 1.15 (benchmarks/results/scheduler_overhead.md); one short
@@ -41,11 +42,9 @@ def profile(cpu: bool) -> Found:
         words = ["-m", "vllm_slo.cli", "profile", str(model), "--quick", f"--out={out}"]
         size = ["--max-model-len=1024", "--max-num-seqs=32", "--max-num-batched-tokens=1024"]
         run_command([*words, *size, "--gpu-memory-utilization=0.3"], VLLM_CPU_KVCACHE_SPACE="1")
-        stored = yaml.safe_load(out.read_text(encoding="utf-8"))
-    if not isinstance(stored, dict):
-        raise CheckError(f"the profile is empty: {stored}")
-    numbers = {key: value for key, value in stored.items() if isinstance(value, int | float | str)}
-    return Found(f"a profile is measured and stored, R² {numbers.get('r2', '?')}", numbers)
+        report = profiles.load(out)
+    text = f"a profile of {len(report.samples)} kinds of steps, R² {report.fit.r2:.3f}"
+    return Found(text, {"r2": report.fit.r2, "model": report.model.to_dict()})
 
 
 def demo(cpu: bool) -> Found:
@@ -53,10 +52,22 @@ def demo(cpu: bool) -> Found:
     size, duration_s = (SIZES[0], 8) if cpu else (GPU_SIZE, 30)
     with tempfile.TemporaryDirectory() as folder:
         words = ["-m", "vllm_slo.cli", "demo", f"--out={folder}", f"--parameters={size:.0f}"]
-        printed = run_command([*words, f"--duration={duration_s}"], COLUMNS="200")
-    lines = [line for line in printed.splitlines() if "of objectives kept" in line]
-    kept = {line.partition(":")[0]: line.partition(":")[2].split()[0] for line in lines}
-    if len(kept) != 2:
-        raise CheckError("the demo does not tell of two servers; the log has what it printed")
-    text = ", ".join(f"{name} keeps {share}" for name, share in kept.items())
+        run_command([*words, f"--duration={duration_s}"])
+        return found_in_demo(json.loads((Path(folder) / "demo.json").read_text(encoding="utf-8")))
+
+
+def found_in_demo(told: dict[str, Any]) -> Found:
+    """What ``demo.json`` says of its two servers.
+
+    Raises:
+        CheckError: there are not two, or a request did not finish.
+    """
+    totals = {server["name"]: server["total"] for server in told["servers"]}
+    if len(totals) != 2:
+        raise CheckError(f"the demo tells of {', '.join(totals) or 'no server'}, not of two")
+    for name, total in totals.items():
+        if total["finished"] < total["n"]:
+            raise CheckError(f"{name}: {total['finished']} of {total['n']} requests finished")
+    kept = {name: total["attainment"] for name, total in totals.items()}
+    text = ", ".join(f"{name} keeps {share:.0%}" for name, share in kept.items())
     return Found(f"{text} of the objectives, all requests finish", kept)

@@ -142,3 +142,23 @@ def test_every_part_has_its_function() -> None:
     for name, step in check_cuda.STEPS.items():
         module = (FOLDER / f"{step.module}.py").read_text()
         assert f"\ndef {step.function}(" in module, name
+
+
+def test_the_demo_tells_of_two_servers_that_finish_everything() -> None:
+    pytest.importorskip("torch")
+    commands = load("check_cuda_commands")
+
+    def told(*servers: tuple[str, int]) -> dict[str, Any]:
+        return {
+            "servers": [
+                {"name": name, "total": {"n": 9, "finished": finished, "attainment": 0.956}}
+                for name, finished in servers
+            ]
+        }
+
+    found = commands.found_in_demo(told(("stock vLLM", 9), ("vllm-slo", 9)))
+    kept = "stock vLLM keeps 96%, vllm-slo keeps 96% of the objectives"
+    assert found.text == f"{kept}, all requests finish"
+    for wrong in (told(("vllm-slo", 9)), told(), told(("stock vLLM", 9), ("vllm-slo", 8))):
+        with pytest.raises(commands.CheckError):
+            commands.found_in_demo(wrong)
