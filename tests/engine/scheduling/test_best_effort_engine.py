@@ -62,6 +62,7 @@ def serve(slo_config: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
     return [tokens for tokens, _ in found], order
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_another_order_and_other_shares_and_the_same_words() -> None:
     words, order = serve({})

@@ -345,7 +345,7 @@ def test_what_drafts_nothing_is_not_trimmed() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.deep), "draft_model"])
 def test_a_real_engine_says_what_it_says_without_drafts(method: str) -> None:
     """208 requests of every kind, some with a tight TPOT, a loose one, no drafts, or no SLO."""
     found = told(method)

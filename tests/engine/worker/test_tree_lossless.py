@@ -92,11 +92,13 @@ def joint_p_value(one: Said, other: Said) -> float:
     return float(chi2_contingency(table).pvalue)
 
 
+@pytest.mark.deep
 def test_random_draws_have_the_same_joint_distribution() -> None:
     with_trees = told("draws trees")
     assert with_trees["seen"]["tokens"] > 1.2 * with_trees["seen"]["trees"]
     assert joint_p_value(with_trees, told("draws plain")) > 1e-3
 
 
+@pytest.mark.deep
 def test_a_walk_that_accepts_too_much_is_noticed() -> None:
     assert joint_p_value(told("draws trees", "walk"), told("draws plain")) < 1e-6
