@@ -29,6 +29,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import numpy as np
 import vllm
+from depth import DEPTH
 from feature_models import PIXELS, folder_of
 from PIL import Image
 from tree_engine import SPECULATION, grow_all
@@ -58,6 +59,7 @@ ENGINE: dict[str, Any] = {
 }
 MODES = ("stock", "ours", "trees")
 TREES: dict[str, Any] = {"slo_config": {"speculation": SPECULATION}}
+SERVED_PROMPT = "def read(path):\n"
 LENGTHS = (100, 3, 40, 70)
 """Tokens of the prompts."""
 EASY = SLO(ttft_ms=600_000, tpot_ms=100_000)
@@ -94,6 +96,12 @@ def generate(llm: vllm.LLM, slos: SLOs, what: list[Any] | None = None, **more: A
     """Greedy answers to four prompts; ``more`` are further arguments of ``generate``."""
     asked = [params(slo) for slo in slos]
     return [answer(o) for o in llm.generate(what or prompts(), asked, use_tqdm=False, **more)]
+
+
+def a_text(llm: vllm.LLM, slos: SLOs) -> list[Answer]:
+    """What ``test_several_engines.py`` asks a server."""
+    asked = SamplingParams(temperature=0, max_tokens=24)
+    return [answer(one) for one in llm.generate(SERVED_PROMPT, asked, use_tqdm=False)]
 
 
 def with_adapter(llm: vllm.LLM, slos: SLOs) -> list[Answer]:
@@ -299,6 +307,7 @@ GROUPS: dict[str, dict[str, Engine]] = {
             asks={"texts": generate, "again": generate},
         ),
     },
+    "server": {"built_in": Engine("built_in", modes=("stock",), asks={"texts": a_text})},
     "processes": {
         "one": Engine(modes=("stock",)),
         "tensor": Engine(options={"tensor_parallel_size": 2, **PROCESSES}, modes=("ours", "trees")),
@@ -310,7 +319,7 @@ GROUPS: dict[str, dict[str, Engine]] = {
                 "enforce_eager": False,
                 "compilation_config": {"mode": 3, "backend": "eager"},
             },
-            modes=("ours", "trees"),
+            modes=("ours", "trees") if DEPTH > 1 else ("ours",),
         ),
     },
 }

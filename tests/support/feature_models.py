@@ -185,6 +185,11 @@ def adapter(folder: Path) -> None:
     save_file(weights, folder / "adapter_model.safetensors")
 
 
+def built_in(folder: Path) -> None:
+    """The built-in target."""
+    shutil.copytree(tiny.path("target"), folder)
+
+
 BUILDERS: Final[dict[str, Callable[[Path], None]]] = {
     "dense": dense,
     "sliding": sliding,
@@ -193,6 +198,7 @@ BUILDERS: Final[dict[str, Callable[[Path], None]]] = {
     "vision_language": vision_language,
     "encoder_decoder": encoder_decoder,
     "adapter": adapter,
+    "built_in": built_in,
 }
 
 
