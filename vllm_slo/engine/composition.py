@@ -150,6 +150,7 @@ def assemble(
     workload = Workload(
         *(state, tracker, blocks, steps, lengths, speculation, guard),
         max_step_tokens=max_step_tokens,
+        chunk_tokens=vllm_config.scheduler_config.long_prefill_token_threshold,
         can_promise=can_promise,
     )
     quotas = (

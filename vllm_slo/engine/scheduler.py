@@ -38,7 +38,7 @@ from vllm_slo.engine.compat.seams import check_scheduling
 from vllm_slo.engine.composition import assemble
 from vllm_slo.engine.scheduling import request_facts
 from vllm_slo.engine.scheduling.apply_plan import applied
-from vllm_slo.engine.scheduling.obstacles import check_model
+from vllm_slo.engine.scheduling.obstacles import check_model, is_synchronous_pipeline
 from vllm_slo.engine.scheduling.stage_marks import StageMarks
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation import grammar, messages
@@ -54,11 +54,13 @@ logger = init_logger(__name__)
 class Scheduler(AsyncScheduler):
     """Multi-SLO scheduler for ``--scheduler-cls vllm_slo.Scheduler``.
 
-    Subclasses vLLM's ``AsyncScheduler`` so that async scheduling stays on where vLLM turns it on;
-    it behaves the same without. Five keywords that vLLM does not use inject time, the step times
-    to begin with, the ends of stages and the seal of internal keys: ``clock``, ``step_time``,
-    ``stage_marks`` and ``seal``; ``contains_faults=False`` raises what policies raise, as tests and
-    simulations need it (see `Containment`).
+    Subclasses vLLM's ``AsyncScheduler`` so that async scheduling stays on where vLLM turns it on.
+    It behaves the same without; in a pipeline without, it behaves as vLLM's ``Scheduler``.
+
+    Five keywords that vLLM does not use inject time, the step times to begin with, the ends of
+    stages and the seal of internal keys: ``clock``, ``step_time``, ``stage_marks`` and ``seal``;
+    ``contains_faults=False`` raises what policies raise, as tests and simulations need it (see
+    `Containment`).
 
     Attributes:
         parts: the owners of its state, for those who look into it.
@@ -89,6 +91,7 @@ class Scheduler(AsyncScheduler):
     ) -> None:
         self._step: StepSchedule | None = None
         self._in_step = False
+        self._awaits_tokens = is_synchronous_pipeline(vllm_config)
         try:
             check_scheduling(Scheduler)
             check_model(vllm_config)
@@ -254,6 +257,24 @@ class Scheduler(AsyncScheduler):
         with self._containment.single:
             return running, waiting + self._controller.answers_waiting
         return running, waiting + 1  # a step more than needed
+
+    # A pipeline without async scheduling takes steps while others run, and no request is in two of
+    # them: its next token is scheduled when the last is known.
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        if self._awaits_tokens:
+            super(AsyncScheduler, self)._update_after_schedule(scheduler_output)
+        else:
+            super()._update_after_schedule(scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        if self._awaits_tokens:
+            update = super(AsyncScheduler, self)._update_request_with_output
+        else:
+            update = super()._update_request_with_output
+        return update(request, new_token_ids, *args, **kwargs)
 
     # What comes back.
 

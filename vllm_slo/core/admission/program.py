@@ -96,6 +96,23 @@ def work_tokens(model: StepTimeModel, tokens: int, context_tokens: int = 0) -> f
     return tokens * (1.0 + model.pair_s * (context_tokens + 0.5 * tokens) / slope)
 
 
+def chunks_delay_s(model: StepTimeModel, tokens: int, chunk_tokens: int, step_tokens: int) -> float:
+    """Seconds by which a prompt takes longer if a step computes ``chunk_tokens`` of it at most.
+
+    Other prompts fill the rest of each step, so every chunk takes as long as a full step.
+
+    Args:
+        model: predicts the time of a full step.
+        tokens: tokens to compute.
+        chunk_tokens: most of them in one step; 0: as many as a step holds.
+        step_tokens: most tokens of one step.
+    """
+    if not 0 < chunk_tokens < min(tokens, step_tokens):
+        return 0.0
+    steps = math.ceil(tokens / chunk_tokens) - tokens / step_tokens
+    return steps * model.predict_s(step_tokens)
+
+
 def engine_of(model: StepTimeModel, capacity: Capacity) -> Engine:
     """What one step holds for promises."""
     most_tokens = min(model.max_tokens, capacity.max_step_tokens)

@@ -14,6 +14,8 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
         "_mamba_block_aligned_split": "ends a chunk where state is cached, after the plan cut it",
         "_try_schedule_encoder_inputs": "encodes inputs of the planned tokens only",
         "_reserve_prefill_lookahead": "limits a request's tokens in a step to what is planned",
+        "_update_after_schedule": "waits for a token before the next in a synchronous pipeline",
+        "_update_request_with_output": "takes such a token as vLLM's Scheduler does",
         "_free_request": "learns of a request's end, and adds the report to its last output",
     },
     (
@@ -24,6 +26,7 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
         "initialize_kv_cache": "hands the KV cache to the proposer",
         "_prepare_inputs": "gives tree nodes the positions of their depths",
         "_build_attention_metadata": "tells attention layers which tokens a tree node sees",
+        "maybe_get_kv_connector_output": "has KV connectors load the served model's layers alone",
         "_sample": "samples at every tree node and accepts a path",
         "_input_fits_in_drafter": "drafts at every length; the proposer limits it by itself",
         "propose_draft_token_ids": "has the proposer draft trees instead of rows of tokens",

@@ -40,6 +40,12 @@ def obstacle_of(vllm_config: Any) -> str | None:
     return None
 
 
+def is_synchronous_pipeline(vllm_config: Any) -> bool:
+    """Whether workers of a pipeline are told each token by the scheduler, in a later step."""
+    pipelined = vllm_config.parallel_config.pipeline_parallel_size > 1
+    return pipelined and not vllm_config.scheduler_config.async_scheduling
+
+
 def check_model(vllm_config: Any) -> None:
     """Refuse a model that only a scheduler of its own can serve.
 

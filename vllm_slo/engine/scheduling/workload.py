@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_slo.core.admission.program import PLAIN, Capacity, work_tokens
+from vllm_slo.core.admission.program import PLAIN, Capacity, chunks_delay_s, work_tokens
 from vllm_slo.core.batching.decodes import Decodes
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
@@ -68,6 +68,7 @@ class _Need(NamedTuple):
         model: the model.
         work_tokens: its prefill, in tokens of no context.
         prefill_s: seconds of it.
+        chunks_s: seconds by which it takes longer, since vLLM cuts it into chunks.
         length: of its answer.
         blocks: KV blocks to set aside.
     """
@@ -75,6 +76,7 @@ class _Need(NamedTuple):
     model: StepTimeModel
     work_tokens: float
     prefill_s: float
+    chunks_s: float
     length: LengthPrediction
     blocks: int
 
@@ -92,6 +94,7 @@ class Workload:
 
     Args:
         max_step_tokens: tokens of one step at most.
+        chunk_tokens: tokens of one prompt in a step at most; 0: as many as the step holds.
         can_promise: whether anything can be promised on this engine.
     """
 
@@ -106,6 +109,7 @@ class Workload:
         guard: StarvationGuard,
         *,
         max_step_tokens: int,
+        chunk_tokens: int,
         can_promise: bool,
     ) -> None:
         self.blocks = blocks
@@ -116,6 +120,7 @@ class Workload:
         self._clock = clock
         self._decoding = decoding
         self._guard = guard
+        self._chunk_tokens = chunk_tokens
         self._can_promise = can_promise
         self._ways = _Ways(-INFINITY, INFINITY, [])
         self._committed: tuple[tuple[object, ...], CommittedLoad] | None = None
@@ -150,7 +155,7 @@ class Workload:
             need.work_tokens,
             need.length,
             need.blocks,
-            origin_s + model.predict_s(0),
+            origin_s + model.predict_s(0) + need.chunks_s,
         )
 
     def _need(self, tracked: SLORequest, model: StepTimeModel) -> _Need:
@@ -164,8 +169,12 @@ class Workload:
             self.blocks.look_up_prefix(tracked)
             computed = tracked.request.num_computed_tokens
             work = work_tokens(model, tracked.remaining_tokens, computed)
+            delay_s = chunks_delay_s(
+                model, tracked.remaining_tokens, self._chunk_tokens, self.max_step_tokens
+            )
             length, blocks = self.predicted_length(tracked), self._blocks_of(tracked)
-            need = self._needs[name] = _Need(model, work, model.predict_s(work), length, blocks)
+            need = _Need(model, work, model.predict_s(work), delay_s, length, blocks)
+            self._needs[name] = need
         return need
 
     def keep_end_to_end(self, tracked: SLORequest) -> None:

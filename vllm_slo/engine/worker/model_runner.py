@@ -11,6 +11,7 @@ the sampling parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -33,6 +36,7 @@ from vllm_slo.engine.compat.runner import (
     registered_layers,
 )
 from vllm_slo.engine.speculation import messages
+from vllm_slo.engine.speculation.draft_check import refuse
 from vllm_slo.engine.worker import tree_sampling
 from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
 from vllm_slo.engine.worker.transfer import to_device
@@ -52,6 +56,7 @@ from vllm_slo.engine.worker.tree_attention.plan import (
     plan_masks,
     plan_rows,
 )
+from vllm_slo.errors import ConfigError
 
 
 class TreeRunner(GPUModelRunner):
@@ -96,7 +101,15 @@ class TreeRunner(GPUModelRunner):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Draft, and verify trees, in every way that is compiled by itself. The KV cache is there,
-        and no request is."""
+        and no request is.
+
+        Raises:
+            ConfigError: the KV cache has too few blocks for that; also in the log.
+        """
+        try:
+            messages.without_scratch(self.kv_cache_config, self.drafter.config)
+        except ConfigError as error:
+            refuse(error)
         self.drafter.warm_up()
         shapes = {}
         for layer in self._layers.values():
@@ -139,6 +152,17 @@ class TreeRunner(GPUModelRunner):
             masked = all(getattr(group.backend, "takes_masks", False) for group in groups)
             (self._attach_masks if masked else self._attach_rows)(metadata, common)
         return metadata, common
+
+    def maybe_get_kv_connector_output(
+        self, *args: Any, **kwargs: Any
+    ) -> AbstractContextManager[Any]:
+        """As vLLM's, but a connector loads what was sent: the served model's KV. Drafts compute
+        theirs anew."""
+        if has_kv_transfer_group():
+            layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
+            served = {name: layer for name, layer in layers.items() if name not in drafts}
+            get_forward_context().no_compile_layers = served
+        return super().maybe_get_kv_connector_output(*args, **kwargs)
 
     def _attach_masks(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
         """Attach masks of the tokens that each tree node sees, for a backend that takes masks."""

@@ -165,6 +165,8 @@ class DraftModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, [tokens, vocabulary of the target]."""
+        if not len(hidden):  # several ranks cannot gather logits of no token: vLLM on CPU crashes
+            return hidden.new_empty(0, self._vocabulary)
         assert self.model is not None
         logits: Tensor = self.model.compute_logits(hidden)
         return logits[:, : self._vocabulary]
