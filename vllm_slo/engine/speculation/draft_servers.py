@@ -357,11 +357,11 @@ class DraftServers:
         for view in report.drafters:
             if view.name not in self._drafters:
                 calibration = DraftCalibration(self.config.max_depth)
-                self._drafters[view.name] = _Drafter(next(self._places), calibration)
                 self.clients.add(view.name)
+                self._drafters[view.name] = _Drafter(next(self._places), calibration)
             known = self._drafters[view.name]
             known.ready = view.ready
             known.max_sessions, known.max_model_len = view.max_sessions, view.max_model_len
         for name in self._drafters.keys() - {view.name for view in report.drafters}:
-            del self._drafters[name]
             self.clients.forget(name)
+            del self._drafters[name]
