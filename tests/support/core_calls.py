@@ -122,7 +122,18 @@ def _span(node: Any) -> Span:
 
 _WATCHERS: dict[CoreCall, Callable[[], None]] = {}
 _PAUSED: list[None] = []
+_OF_ALL: list[Callable[[], None]] = []
 _REACHED: Final = "__reached__"
+
+
+@contextmanager
+def all_watched(happens: Callable[[], None]) -> Iterator[None]:
+    """``happens`` is called before each call of `wired`."""
+    _OF_ALL.append(happens)
+    try:
+        yield
+    finally:
+        _OF_ALL.remove(happens)
 
 
 @contextmanager
@@ -171,9 +182,11 @@ def wired(calls: Iterable[CoreCall]) -> Iterator[None]:
     numbered = list(calls)
 
     def reached(number: int, call: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
-        happens = _WATCHERS.get(numbered[number])
-        if happens is not None and not _PAUSED:
-            happens()
+        if not _PAUSED:
+            if (happens := _WATCHERS.get(numbered[number])) is not None:
+                happens()
+            for happens in _OF_ALL:
+                happens()
         return args[0] if call is None else call(*args, **kwargs)
 
     codes: dict[tuple[str, str, int], CodeType] = {}

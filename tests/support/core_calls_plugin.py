@@ -14,6 +14,7 @@ from typing import Any
 
 from mypy.nodes import Decorator
 from mypy.plugin import Plugin
+from mypy.types import get_proper_type
 
 LIST = "VLLMSLO_CORE_CALLS"
 """Environment variable: the file to write to."""
@@ -38,7 +39,14 @@ class CoreCalls(Plugin):
         return note
 
     def get_function_hook(self, fullname: str) -> Callable[[Any], Any] | None:
+        if fullname == "builtins.len":
+            return self._note_len
         return self._noting(fullname, "default_return_type")
+
+    def _note_len(self, context: Any) -> Any:
+        owner = getattr(get_proper_type(context.arg_types[0][0]), "type", None)
+        note = owner and self._noting(f"{owner.fullname}.__len__", "default_return_type")
+        return note(context) if note else context.default_return_type
 
     def get_method_hook(self, fullname: str) -> Callable[[Any], Any] | None:
         return self._noting(fullname, "default_return_type")

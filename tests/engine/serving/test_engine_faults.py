@@ -59,14 +59,12 @@ def said() -> Any:
 
 @pytest.mark.timeout(patience(1400 if DEPTH > 1 else 400))
 def test_calls_of_ours_fail_on_a_real_engine() -> None:
-    """The same answers, no request lost, no block, and no promise broken silently. By default a
-    part of the calls, all of which are tried in virtual engines; all of them in deep tests, and in
-    both what a worker does with trees, by rows of a causal kernel and by masks."""
-    tried = engine_of("injected_engine.py", most_s=1200)
-    assert tried["wrong"] == {}
-    assert tried["tried"] > 20
+    """The same answers, no request lost, no block, and no promise broken silently.
+
+    By default all that a worker does with trees, by rows of a causal kernel and by masks, and a few
+    of the calls that virtual engines try; in deep tests all calls, and without trees, too."""
     verifying: set[str] = set()
-    for kind in ("--trees", "--masks"):
+    for kind in ("--trees", "--masks", *(["--plain"] if DEPTH > 1 else [])):
         tried = engine_of("injected_engine.py", kind, most_s=1200)
         assert tried["wrong"] == {}
         verifying |= set(tried["places"]) & set(call_tables.VERIFYING)
