@@ -64,13 +64,13 @@ class CoreCall:
         return f"{self.module.removeprefix('vllm_slo.engine.')}:{self.function}"
 
     @contextmanager
-    def watched(self, happens: Callable[[], None]) -> Iterator[None]:
-        """``happens`` is called before each call; see `wired`."""
-        _WATCHERS[self] = happens
+    def watched(self, happens: Callable[[], None], *, after: bool = False) -> Iterator[None]:
+        """``happens`` is called before each call, or after it; see `wired`."""
+        _WATCHERS[self, after] = happens
         try:
             yield
         finally:
-            del _WATCHERS[self]
+            del _WATCHERS[self, after]
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def _span(node: Any) -> Span:
 
 # --- watching ------------------------------------------------------------------------------------
 
-_WATCHERS: dict[CoreCall, Callable[[], None]] = {}
+_WATCHERS: dict[tuple[CoreCall, bool], Callable[[], None]] = {}
 _PAUSED: list[None] = []
 _OF_ALL: list[Callable[[], None]] = []
 _REACHED: Final = "__reached__"
@@ -182,12 +182,12 @@ def wired(calls: Iterable[CoreCall]) -> Iterator[None]:
     numbered = list(calls)
 
     def reached(number: int, call: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
-        if not _PAUSED:
-            if (happens := _WATCHERS.get(numbered[number])) is not None:
-                happens()
-            for happens in _OF_ALL:
-                happens()
-        return args[0] if call is None else call(*args, **kwargs)
+        for happens in () if _PAUSED else _OF_ALL:
+            happens()
+        _tell(numbered[number], after=False)
+        done = args[0] if call is None else call(*args, **kwargs)
+        _tell(numbered[number], after=True)
+        return done
 
     codes: dict[tuple[str, str, int], CodeType] = {}
     for name in sorted({call.module for call in numbered}):
@@ -209,6 +209,12 @@ def wired(calls: Iterable[CoreCall]) -> Iterator[None]:
     finally:
         for function, code in stock.items():
             function.__code__ = code
+
+
+def _tell(call: CoreCall, *, after: bool) -> None:
+    happens = _WATCHERS.get((call, after))
+    if happens is not None and not _PAUSED:
+        happens()
 
 
 def _key(code: CodeType) -> tuple[str, str, int]:

@@ -170,16 +170,20 @@ Call = Site | CoreCall
 
 
 class Fault:
-    """Raises at a call from its ``first`` time on, ``times`` times.
+    """Raises at a call from its ``first`` time on, ``times`` times; ``after`` a policy has done its
+    work, or before.
 
     Attributes:
         raised: how often it did.
     """
 
-    def __init__(self, call: Call, first: int = 1, times: float = 1) -> None:
+    def __init__(
+        self, call: Call, first: int = 1, times: float = 1, *, after: bool = False
+    ) -> None:
         self.call = call
         self._first = first
         self.times = times
+        self._after = {"after": True} if after else {}
         self._calls = 0
         self.raised = 0
 
@@ -191,7 +195,7 @@ class Fault:
 
     @contextmanager
     def injected(self) -> Iterator[Fault]:
-        with self.call.watched(self._happens):
+        with self.call.watched(self._happens, **self._after):
             yield self
 
 

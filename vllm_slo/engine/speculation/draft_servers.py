@@ -363,5 +363,5 @@ class DraftServers:
             known.ready = view.ready
             known.max_sessions, known.max_model_len = view.max_sessions, view.max_model_len
         for name in self._drafters.keys() - {view.name for view in report.drafters}:
-            self.clients.forget(name)
             del self._drafters[name]
+            self.clients.forget(name)
