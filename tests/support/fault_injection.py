@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds each call from the engine into the policies, and from the scheduler into its parts, and
-makes one of them fail.
+"""Finds each call from the scheduler into its parts, and makes one call fail: one of these, or one
+of the calls into the policies (`core_calls`).
 
-The calls are found by program, so a new one cannot be forgotten:
-
-- each function and class of ``vllm_slo.core`` that a module of the engine imports: a `Site` in that
-  module;
-- each public method and property of such a class;
-- each public method and property of the classes of ``engine.scheduling``, ``engine.telemetry`` and
-  ``engine.speculation``, and each of their functions that another module of the engine imports.
+The calls are found by program, so a new one cannot be forgotten: each public method and property of
+the classes of ``engine.scheduling``, ``engine.telemetry`` and ``engine.speculation``, and each of
+their functions that another module of the engine imports.
 """
 
 from __future__ import annotations
@@ -19,11 +15,13 @@ import importlib
 import inspect
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from core_calls import CoreCall
 
 HOMES = ("vllm_slo.engine.scheduling", "vllm_slo.engine.speculation", "vllm_slo.engine.telemetry")
 """Packages of the scheduler's parts."""
@@ -47,12 +45,11 @@ class Site:
         home = owner.__name__ if isinstance(owner, ModuleType) else owner.__qualname__
         return f"{home.removeprefix('vllm_slo.')}.{self.name}"
 
-    @property
-    def is_core(self) -> bool:
-        """Whether it is called in the policies."""
-        if isinstance(self.owner, type):
-            return self.owner.__module__.startswith("vllm_slo.core")
-        return getattr(getattr(self.owner, self.name), "__module__", "").startswith("vllm_slo.core")
+    @contextmanager
+    def watched(self, happens: Callable[[], None]) -> Iterator[None]:
+        """``happens`` is called before each call."""
+        with _replaced(self, happens):
+            yield
 
 
 def modules() -> list[ModuleType]:
@@ -87,10 +84,9 @@ def sites() -> list[Site]:
 
 
 def _imported(module: ModuleType) -> Iterator[str]:
-    """Names of a module that it imports from the policies or from parts of the engine."""
-    homes = ("vllm_slo.core", *HOMES)
+    """Names of a module that it imports from parts of the engine."""
     for node in ast.parse(inspect.getsource(module)).body:
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(homes):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(HOMES):
             yield from (alias.asname or alias.name for alias in node.names)
 
 
@@ -142,8 +138,7 @@ class _Class:
 
 
 @contextmanager
-def replaced(site: Site, happens: Callable[[], None]) -> Iterator[None]:
-    """``happens`` is called before each call of the site."""
+def _replaced(site: Site, happens: Callable[[], None]) -> Iterator[None]:
 
     def before(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call, updated=())
@@ -171,36 +166,43 @@ def replaced(site: Site, happens: Callable[[], None]) -> Iterator[None]:
         setattr(site.owner, site.name, stock)
 
 
+Call = Site | CoreCall
+
+
 class Fault:
-    """Raises at the calls of a site from the ``first`` on, ``times`` times.
+    """Raises at a call from its ``first`` time on, ``times`` times; ``after`` a policy has done its
+    work, or before.
 
     Attributes:
         raised: how often it did.
     """
 
-    def __init__(self, site: Site, first: int = 1, times: float = 1) -> None:
-        self._site = site
+    def __init__(
+        self, call: Call, first: int = 1, times: float = 1, *, after: bool = False
+    ) -> None:
+        self.call = call
         self._first = first
-        self._times = times
+        self.times = times
+        self._after = {"after": True} if after else {}
         self._calls = 0
         self.raised = 0
 
     def _happens(self) -> None:
         self._calls += 1
-        if self._calls >= self._first and self.raised < self._times:
+        if self._calls >= self._first and self.raised < self.times:
             self.raised += 1
-            raise InjectedError(str(self._site))
+            raise InjectedError(str(self.call))
 
     @contextmanager
     def injected(self) -> Iterator[Fault]:
-        with replaced(self._site, self._happens):
+        with self.call.watched(self._happens, **self._after):
             yield self
 
 
 @contextmanager
-def counted(calls: Counter[Site], among: list[Site]) -> Iterator[None]:
-    """Count the calls of sites."""
+def counted(calls: Counter[Call], among: Iterable[Call]) -> Iterator[None]:
+    """Count how often each of these calls is made."""
     with ExitStack() as stack:
-        for site in among:
-            stack.enter_context(replaced(site, functools.partial(calls.update, [site])))
+        for call in among:
+            stack.enter_context(call.watched(functools.partial(calls.update, [call])))
         yield

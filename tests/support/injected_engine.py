@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine in a process of its own, in which one call of ours after the other fails.
 
-``python injected_engine.py [--trees]`` prints one line of JSON: how many calls were tried, and for
-each after which something was not as without the fault, what it was.
+``python injected_engine.py [--trees|--masks]`` prints one line of JSON: how many calls were tried,
+in which functions, and for each after which something was not as without the fault, what it was.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 from collections import Counter
 from typing import Any
 
+import call_tables
+from core_calls import CoreCall, core_calls, wired
 from depth import DEPTH
-from fault_injection import Fault, Site, counted, sites
+from fault_injection import Call, Fault, Site, counted, sites
 from patience import patience
+from tree_engine import SPECULATION, grow_all, take_masks
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_slo import LLM, SLO, tiny
-from vllm_slo.engine import scheduler
 from vllm_slo.engine.scheduling.containment import Containment
-from vllm_slo.engine.scheduling.controller import Controller
-from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.serving.llm import report_of
 from vllm_slo.engine.speculation import messages
 
@@ -37,13 +37,18 @@ IN_FORM = SamplingParams(
 EASY = SLO(ttft_ms=60_000, tpot_ms=10_000)
 WORKERS = (Site(messages, "of"), Site(messages.DraftTrees, "none"))
 """What the worker calls, which is in the same process here."""
+STRIDE = 16
 
 
 class InjectedEngine:
-    """An engine with the tiny model, with trees or without."""
+    """An engine with the tiny model, with trees that grow as they can, or without."""
 
-    def __init__(self, *, trees: bool) -> None:
+    def __init__(self, *, trees: bool, masks: bool) -> None:
         drafts: dict[str, Any] = {"draft_model": str(tiny.path("draft"))} if trees else {}
+        if trees:
+            grow_all()
+        if masks:
+            take_masks()
         self.llm = LLM(
             "tiny",
             **drafts,
@@ -53,7 +58,10 @@ class InjectedEngine:
             max_num_seqs=8,
             gpu_memory_utilization=0.2,
             disable_log_stats=True,
-            slo_config={"best_effort": {"order": "laps_sd"}},
+            slo_config={
+                "best_effort": {"order": "laps_sd"},
+                **({"speculation": SPECULATION} if trees else {}),
+            },
         )
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.held = self.scheduler.parts.containment
@@ -92,23 +100,24 @@ class InjectedEngine:
         engine = self.llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
-    def inject(self, site: Site, first: int) -> None:
+    def inject(self, call: Call, first: int) -> None:
         before = self.held.failures
         signal.alarm(PATIENCE_S)  # an answer that never comes
         try:
-            with Fault(site, first).injected() as fault:
+            with Fault(call, first).injected() as fault:
                 self.play()
         finally:
             signal.alarm(0)
-        assert self.held.failures - before == fault.raised
+        assert self.held.failures - before == fault.raised == 1
 
 
-def is_tried(site: Site, *, trees: bool) -> bool:
-    """Whether a call fails in this run: with trees what concerns them, as the rest is as without;
-    else the calls into the policies, and those that the scheduler makes itself."""
-    if trees:
-        return "speculation" in f"{getattr(site.owner, '__module__', '')}{site}"
-    return DEPTH > 1 or site.is_core or site.owner in (Controller, Endings, scheduler)
+def tried(calls: Counter[Call], *, trees: bool) -> dict[Call, int]:
+    """The calls that fail in this run, and how often each is made: what a worker does with trees,
+    and of the others every `STRIDE`-th, since virtual engines try them all."""
+    found = sorted(calls, key=str)
+    verifying = [c for c in found if isinstance(c, CoreCall) and c.place in call_tables.VERIFYING]
+    of_trees = [c for c in found if "speculation" in str(c)] if trees else found
+    return {c: calls[c] for c in {*verifying, *(of_trees if DEPTH > 1 else of_trees[::STRIDE])}}
 
 
 def _give_up(*_: Any) -> None:
@@ -117,24 +126,26 @@ def _give_up(*_: Any) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGALRM, _give_up)
-    trees = "--trees" in sys.argv
-    engine, calls = InjectedEngine(trees=trees), Counter[Site]()
-    among = [site for site in sites() if site.owner is not Containment and site not in WORKERS]
-    with counted(calls, among):
-        engine.play()
-    assert not engine.held.failures
+    masks = "--masks" in sys.argv
+    trees = masks or "--trees" in sys.argv
+    policies, calls = core_calls(), Counter[Call]()
+    parts = [site for site in sites() if site.owner is not Containment and site not in WORKERS]
     wrong: dict[str, str] = {}
-    for site, count in calls.items():
-        if not is_tried(site, trees=trees):
-            continue
-        try:
-            engine.inject(site, 1 + count // 2)
-        except Exception as error:  # noqa: BLE001 (all are reported at the end)
-            wrong[f"{site} of {count}"] = f"{type(error).__name__}: {error}"[:300]
-            sys.stderr.write(f"{site} of {count}: {error!r}\n")
-            engine.give_up()
-    core = sum(site.is_core for site in calls)
-    said = {"calls": len(calls), "core": core, "failures": engine.held.failures, "wrong": wrong}
+    with wired(policies):  # vLLM hides from gc what is there when an engine has started
+        engine = InjectedEngine(trees=trees, masks=masks)
+        with counted(calls, [*policies, *parts]):
+            engine.play()
+        assert not engine.held.failures
+        chosen = tried(calls, trees=trees)
+        for call, count in chosen.items():
+            try:
+                engine.inject(call, 1 + count // 2)
+            except Exception as error:  # noqa: BLE001 (all are reported at the end)
+                wrong[f"{call} of {count}"] = f"{type(error).__name__}: {error}"[:300]
+                sys.stderr.write(f"{call} of {count}: {error!r}\n")
+                engine.give_up()
+    places = {call.place for call in chosen if isinstance(call, CoreCall)}
+    said = {"tried": len(chosen), "places": sorted(places), "wrong": wrong}
     sys.stdout.write(f"\n{json.dumps(said)}\n")
     sys.stdout.flush()
     os._exit(0)  # vLLM's own shutdown takes longer than all of this

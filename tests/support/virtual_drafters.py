@@ -61,6 +61,7 @@ class RemoteEngine(TreeEngine):
         slo_config: dict[str, Any] | None = None,
         speculation: dict[str, Any] | None = None,
         seed: int = 0,
+        contains_faults: bool = False,
     ) -> None:
         self.drafters = dict(drafters)
         said = {"draft_servers": "tcp://127.0.0.1:5700", "max_nodes": 8, **(speculation or {})}
@@ -73,6 +74,7 @@ class RemoteEngine(TreeEngine):
             believed=model,
             slo_config={**(slo_config or {}), "speculation": said},
             seed=seed,
+            options={"contains_faults": contains_faults},
             worker_cls=TREE_WORKER,
             speculative_config={
                 "method": "custom_class",

@@ -50,6 +50,9 @@ from vllm_slo.slo.verdicts import REPORT_KEY, pack_report
 
 logger = init_logger(__name__)
 
+UNKNOWN_STATE = ReplicaState(StepTimeModel.prior())
+"""Without seats, so that a front counts on no promise here."""
+
 
 class Scheduler(AsyncScheduler):
     """Multi-SLO scheduler for ``--scheduler-cls vllm_slo.Scheduler``.
@@ -293,6 +296,9 @@ class Scheduler(AsyncScheduler):
         with self._containment.planning:
             controller.on_updated(scheduler_output, model_runner_output)
         with self._containment.single:
+            for part in messages.drafting_of(model_runner_output).failed:
+                self._containment.count(part)
+        with self._containment.single:
             self._report_ahead(outputs)
         with self._containment.single:
             self.parts.endings.tell(outputs)
@@ -389,4 +395,4 @@ class Scheduler(AsyncScheduler):
         """What a front needs to know to plan with this engine."""
         with self._containment.single:
             return self.parts.reports.state()
-        return ReplicaState(StepTimeModel.prior())  # without seats, so nothing is promised here
+        return UNKNOWN_STATE

@@ -21,7 +21,9 @@ MODE = {"texts": {"plain": PLAIN, "asking": ASKING, "nodes": 99}}
 
 
 def results() -> Results:
-    modes: Any = copy.deepcopy({"ours": MODE, "trees": MODE, "no": {"refused": "ConfigError: x: y"}})
+    modes: Any = copy.deepcopy(
+        {"ours": MODE, "trees": MODE, "no": {"refused": "ConfigError: x: y"}}
+    )
     return Results({"texts": {"plain": PLAIN}}, modes, "vllm-slo: error: x: y")
 
 

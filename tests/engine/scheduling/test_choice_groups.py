@@ -21,6 +21,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.composition import Parts
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.scheduling.choice_groups import REMEMBERED, ChoiceGroups
+from vllm_slo.engine.scheduling.quotas import OTHERS
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.slo.keys import EACH_KEY, GROUP_KEY
@@ -153,7 +154,7 @@ def test_a_quota_that_pays_for_one_of_two_pays_for_neither(engine: Make) -> None
     assert verdict(one, "a") == verdict(one, "b") == Declined(86_400_000, "quota")
     quotas = parts_of(one).quotas
     assert quotas is not None
-    assert quotas.level(None, one.clock.now_s) == pytest.approx(BURST)
+    assert quotas._buckets[OTHERS].level(one.clock.now_s) == pytest.approx(BURST)
     assert not quotas._paid
     check_nothing_left(one)
 
@@ -196,8 +197,8 @@ def test_a_promise_without_a_token_is_taken_back_with_its_group(engine: Make) ->
     assert quotas is not None and not quotas._paid
     # What the scheduler takes back is given back, but for what was computed: a step of ``a``, and
     # all of ``other``.
-    level = quotas.level(None, one.clock.now_s)
-    assert level is not None and level > BURST - 2_048 - 100 - 40 - 100
+    level = quotas._buckets[OTHERS].level(one.clock.now_s)
+    assert level > BURST - 2_048 - 100 - 40 - 100
     check_nothing_left(one)
 
 

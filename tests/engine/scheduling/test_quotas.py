@@ -20,6 +20,7 @@ from vllm_slo import SLO
 from vllm_slo.core.admission.quota import TokenBucket, relative_values, token_weight
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.engine.scheduling.quotas import OTHERS
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.verdicts import Declined, unpack, unpack_quote
 
@@ -342,9 +343,9 @@ def test_what_an_answer_did_not_use_is_given_back(engine: Make, declared: int | 
     one.add("short", 100, 20, slo, max_tokens=800)
     one.step()
     quotas = one.scheduler.parts.quotas
-    assert quotas.level(None, one.clock.now_s) == pytest.approx(100, abs=1)
+    assert quotas._buckets[OTHERS].level(one.clock.now_s) == pytest.approx(100, abs=1)
     one.run()
-    assert quotas.level(None, one.clock.now_s) == pytest.approx(880, abs=1)
+    assert quotas._buckets[OTHERS].level(one.clock.now_s) == pytest.approx(880, abs=1)
     assert promised_tokens(one, "(others)") == pytest.approx(120, abs=1)
 
 
@@ -355,7 +356,7 @@ def test_a_client_that_leaves_has_had_its_promise(engine: Make) -> None:
     one.abort("gone")
     one.run()
     quotas = one.scheduler.parts.quotas
-    assert quotas.level(None, one.clock.now_s) == pytest.approx(100, abs=1)
+    assert quotas._buckets[OTHERS].level(one.clock.now_s) == pytest.approx(100, abs=1)
     assert promised_tokens(one, "(others)") == pytest.approx(900, abs=1)
 
 
@@ -365,7 +366,7 @@ def test_a_prompt_that_the_cache_holds_is_not_paid_for(engine: Make) -> None:
     for name in ("first", "second"):
         one.add(name, prompt, 10, SLO(tpot_ms=900), max_tokens=10)
         one.run()
-    left = one.scheduler.parts.quotas.level(None, one.clock.now_s)
+    left = one.scheduler.parts.quotas._buckets[OTHERS].level(one.clock.now_s)
     assert left == pytest.approx(1_000 - 410 - 16 - 10, abs=1)  # all but the last block is cached
 
 
@@ -441,7 +442,7 @@ def test_stages_are_paid_for_by_the_tightest_to_come(engine: Make) -> None:
     one.stages.end_of = lambda *_: None
     one.add("staged", 100, 20, SLO(stages=stages), max_tokens=20)
     one.step()
-    level = one.scheduler.parts.quotas.level(None, one.clock.now_s)
+    level = one.scheduler.parts.quotas._buckets[OTHERS].level(one.clock.now_s)
     weight = token_weight(ROOFLINE, 0.03, 2048)
     assert weight > 1.3
     assert level == pytest.approx(1_000 - 100 - 20 * weight, rel=0.01)
@@ -479,4 +480,4 @@ def test_all_is_accounted_for(config_folder: Path, crowd: list[tuple[int, int, i
     quotas = one.scheduler.parts.quotas
     assert quotas._paid == {}
     spent = promised_tokens(one, "(others)")
-    assert quotas.level(None, one.clock.now_s) == pytest.approx(burst - spent, abs=0.01)
+    assert quotas._buckets[OTHERS].level(one.clock.now_s) == pytest.approx(burst - spent, abs=0.01)

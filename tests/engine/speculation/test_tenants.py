@@ -75,6 +75,17 @@ def test_tenants_without_end_are_neither_kept_nor_shown(monkeypatch: pytest.Monk
     assert set(shares._gradient.views()) == {f"t{n}" for n in range(42, 50)}
 
 
+def test_a_step_may_have_more_tenants_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MOST_TENANTS", 2)
+    names = [f"r{n}" for n in range(5)]
+    shares, _ = shares_of({name: f"tenant of {name}" for name in names})
+    assert len(shares.weights(names)) == 5
+    assert shares.divide(names, 5, [0] * 5, [1] * 5) == [1] * 5
+    shares.observe([Verified(name, 1, 1) for name in names])
+    shares.weights(names[:1])
+    assert len(shares._gradient.views()) == 2
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(0, 5)), max_size=12),

@@ -16,8 +16,9 @@ pytest.importorskip("vllm")
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_slo.engine.telemetry.faults import Reported
 from vllm_slo.engine.worker.model_runner import TreeRunner
-from vllm_slo.engine.worker.tree_attention.path_rows import MaskRows, VerifyRows
+from vllm_slo.engine.worker.tree_attention.path_rows import VerifyRows
 from vllm_slo.engine.worker.tree_attention.plan import TreeSlot, plan_rows
 
 PARENTS = (-1, 0, 0, -1, 3)  # a leading chain of two, and two paths beside it
@@ -53,6 +54,7 @@ def runner(trees: int, layers: int = 3) -> Any:
     )
     made.device = torch.device("cpu")
     made._layers = cache
+    made._faults = Reported("")
     made._slots = [TreeSlot(i, i * (NODES + 1), CONTEXT, PARENTS) for i in range(trees)]
     return made
 
@@ -86,7 +88,7 @@ def work(trees: int, part: str) -> Counter[str]:
                 made._verify.write(layer.impl, named, key, key, layer.kv_cache)
             made._compact(accepted)
         else:
-            made._verify = MaskRows(made._loose_tokens())
+            made._verify = made._mask_rows(made._loose_tokens())
             for name, layer in made._layers.items():
                 named = SimpleNamespace(layer_name=name)
                 made._verify.write(layer.impl, named, key, key, layer.kv_cache)

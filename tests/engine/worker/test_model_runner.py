@@ -23,6 +23,7 @@ def test_trees_end_with_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
         GPUModelRunner, "_build_attention_metadata", lambda *_, **__: ({}, "as vLLM's")
     )
     runner: Any = TreeRunner.__new__(TreeRunner)
+    runner._unplanned = False
     runner._slots, runner._verify = [TreeSlot(0, 0, 9, (-1, -1))], object()
     runner.sample_tokens(None)
     assert runner._verify is None

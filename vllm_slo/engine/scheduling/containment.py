@@ -66,6 +66,11 @@ class Containment:
 
     def begin_step(self) -> bool:
         """A step is to be scheduled. Whether it is to be planned: planning does not stand aside."""
+        with self.single:
+            self._begin_step()
+        return not self.stands_aside
+
+    def _begin_step(self) -> None:
         self._in_row = self._in_row + 1 if self._failed else 0
         self._failed = False
         if self.stands_aside:
@@ -75,30 +80,36 @@ class Containment:
             self._stand_aside()
         elif not self._in_row:
             self._aside_s = FIRST_ASIDE_S
-        return not self.stands_aside
 
     @property
     def retry_after_s(self) -> float:
         """Seconds until planning is tried again; 0 while it goes on."""
         if not self.stands_aside:
             return 0.0
-        return max(self._until_s - self._clock.monotonic_s(), 0.0)
+        with self.single:
+            return max(self._until_s - self._clock.monotonic_s(), 0.0)
+        return self._aside_s
 
     def note(self, error: Exception, *, of_step: bool) -> None:
         """A fault was held: count it, and log it if it is new.
 
         ``of_step``: whether it cost a step its plan.
         """
-        self.failures += 1
         self._failed |= of_step
-        with contextlib.suppress(Exception):  # metrics and the log may be what fails
-            self._metrics.planning_failed(part_of(error))
+        with contextlib.suppress(Exception):
+            self.count(part_of(error))
         with contextlib.suppress(Exception):
             self._log.note(error)
 
+    def count(self, part: str) -> None:
+        """Count a fault of a part: one that was held here, or that a worker reports."""
+        self.failures += 1
+        with contextlib.suppress(Exception):  # metrics and the log may be what fails
+            self._metrics.planning_failed(part)
+
     def _stand_aside(self) -> None:
-        self.stands_aside = True
         self._until_s = self._clock.monotonic_s() + self._aside_s
+        self.stands_aside = True
         logger.error(
             "vllm-slo: planning failed in %d steps in a row and stands aside for %.0f s: vLLM "
             "schedules alone, and nothing is promised.",

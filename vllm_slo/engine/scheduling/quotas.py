@@ -95,11 +95,6 @@ class Quotas:
         self._offered: dict[str, _Price] = {}
         self._paid: dict[str, _Price] = {}
 
-    def level(self, tenant: str | None, now_s: float) -> float | None:
-        """Tokens that a tenant could be promised now; None: as many as there are."""
-        bucket = self._buckets.get(self._bucket_of(tenant))
-        return None if bucket is None else bucket.level(now_s)
-
     def charge(
         self, asking: Sequence[SLORequest], now_s: float, model: StepTimeModel
     ) -> dict[str, float]:

@@ -107,7 +107,7 @@ class DraftEngine:
             if now_s + self._step_s > end_s or interrupted():
                 break
         self._engine.abort_request([name for name in running if name is not None], internal=True)
-        return list(map(DraftTokens, tokens, probabilities))
+        return [DraftTokens(*draft) for draft in zip(tokens, probabilities, strict=True)]
 
     def close(self) -> None:
         """Release the model."""

@@ -142,6 +142,7 @@ class DraftLink:
         self._answers: dict[str, DraftTokens] = {}
         self._answered: dict[str, tuple[float, float]] = {}  # drafter -> (when, draft_s)
         self._waits = False
+        self._heard: bytes | None = None  # whose message is being processed
 
     # --- opening and closing ---------------------------------------------------------------------
 
@@ -212,6 +213,19 @@ class DraftLink:
         for peer in self._peers.values():
             if peer.up and peer.attendance.rested(now_s):
                 self._send(peer.identity, Ping())
+
+    def begin_anew(self) -> None:
+        """Forget all drafters, after a fault: each one says hello again, and has nothing. So what
+        it holds is known, whatever was sent before."""
+        identities = set(self._names)
+        if self._heard is not None:
+            identities.add(self._heard)
+        self._peers.clear()
+        self._names.clear()
+        self._heard, self._waits = None, False
+        unknown = Draft(epoch=secrets.randbits(62), round=0, deadline_s=0.0, asks=[], ended=[])
+        for identity in identities:
+            self._send(identity, unknown)
 
     def exchange(
         self,
@@ -341,7 +355,9 @@ class DraftLink:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._heard = identity
             self._take(identity, frames)
+            self._heard = None
 
     def _take(self, identity: bytes, frames: list[bytes]) -> None:
         peer = self._peers.get(self._names.get(identity, ""))

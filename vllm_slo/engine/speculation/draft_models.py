@@ -236,8 +236,9 @@ class DraftModels:
     ) -> tuple[Floats, Bools]:
         paths, best = np.empty(len(said)), np.empty(len(said), dtype=np.bool_)
         start = 0
-        for model, group in itertools.groupby(found, key=lambda candidate: candidate.model):
+        for _, group in itertools.groupby(found, key=lambda candidate: candidate.model):
             part = list(group)
+            model = part[0].model
             own = offsets[start : start + len(part) + 1]
             nodes, starts = slice(int(own[0]), int(own[-1])), own - own[0]
             paths[nodes], best[nodes] = self.calibrations[model].path_probabilities(
@@ -251,7 +252,7 @@ class DraftModels:
         return paths, best
 
     def accepted(self, models: Ints, depths: Ints, said: Floats, hit: Bools, best: Bools) -> None:
-        for model in np.unique(models).tolist():
+        for model in map(int, np.unique(models)):
             of = models == model
             self.calibrations[model].observe(depths[of], said[of], hit[of], best[of])
             main = of & best

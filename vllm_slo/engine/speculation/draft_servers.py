@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,7 +62,7 @@ class _Drafter:
 
     place: int
     calibration: DraftCalibration
-    times: DraftTimes = field(default_factory=DraftTimes)
+    times: DraftTimes
     ready: bool = False
     max_sessions: int = 0
     max_model_len: int = 0
@@ -357,8 +357,8 @@ class DraftServers:
         for view in report.drafters:
             if view.name not in self._drafters:
                 calibration = DraftCalibration(self.config.max_depth)
-                self._drafters[view.name] = _Drafter(next(self._places), calibration)
                 self.clients.add(view.name)
+                self._drafters[view.name] = _Drafter(next(self._places), calibration, DraftTimes())
             known = self._drafters[view.name]
             known.ready = view.ready
             known.max_sessions, known.max_model_len = view.max_sessions, view.max_model_len

@@ -149,6 +149,7 @@ class DraftingReport:
             served model's place is behind the last of the pool.
         dropped: models that have failed for good, and why.
         servers: of draft servers; None: there are none on this engine.
+        failed: parts of the worker that failed, and without which the step went on.
     """
 
     seconds: float = 0.0
@@ -157,6 +158,7 @@ class DraftingReport:
     similarities: list[tuple[int, int, float]] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     servers: ServersReport | None = None
+    failed: list[str] = field(default_factory=list)
 
 
 def note_drafting(done: ModelRunnerOutput, report: DraftingReport) -> None:

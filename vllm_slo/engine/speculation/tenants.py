@@ -60,23 +60,29 @@ class TenantShares:
         self._rounds = 0
         grant_tokens(np.ones(1), np.full(1, 0.5), 1)  # compiles it now instead of in the first step
 
-    def _tenant_of(self, request_id: str) -> str:
-        tracked = self._tracker.get(request_id)
-        tenant = NOBODY if tracked is None else tracked.slo.tenant or NOBODY
-        if tenant in self._tenants:
-            del self._tenants[tenant]
-        else:
-            self._gradient.add(tenant)
-        self._tenants[tenant] = None
-        if len(self._tenants) > MOST_TENANTS:
+    def _tenants_of(self, request_ids: Iterable[str]) -> list[str]:
+        """The tenant of each request. Of too many tenants the one that was last seen longest ago is
+        forgotten, but none of these."""
+        found = [self._tenant_of(name) for name in request_ids]
+        for tenant in dict.fromkeys(found):
+            if tenant in self._tenants:
+                del self._tenants[tenant]
+            else:
+                self._gradient.add(tenant)
+            self._tenants[tenant] = None
+        for _ in range(len(self._tenants) - max(MOST_TENANTS, len(set(found)))):
             oldest = next(iter(self._tenants))
             del self._tenants[oldest]
             self._gradient.forget(oldest)
-        return tenant
+        return found
+
+    def _tenant_of(self, request_id: str) -> str:
+        tracked = self._tracker.get(request_id)
+        return NOBODY if tracked is None else tracked.slo.tenant or NOBODY
 
     def weights(self, request_ids: Iterable[str]) -> Floats:
         """(n,) what a token of each request counts for, 1 on average."""
-        tenants = [self._tenant_of(name) for name in request_ids]
+        tenants = self._tenants_of(request_ids)
         found = self._gradient.gradient(tenants)
         return found / found.mean() if tenants else found
 
@@ -91,7 +97,7 @@ class TenantShares:
             least: that objectives need, of each; they come first.
             most: that each has.
         """
-        tenants = [self._tenant_of(name) for name in request_ids]
+        tenants = self._tenants_of(request_ids)
         grants = self._gradient.grants(tenants, budget, least=least, most=most)
         return [int(grant) for grant in grants]
 
@@ -99,8 +105,9 @@ class TenantShares:
         """Take in a round of everybody who decoded in it."""
         ratios: dict[str, list[float]] = {}
         tokens: dict[str, int] = {}
-        for name, offered, accepted in round_:
-            tenant = self._tenant_of(name)
+        seen = list(round_)
+        tenants = self._tenants_of(name for name, _, _ in seen)
+        for tenant, (_, offered, accepted) in zip(tenants, seen, strict=True):
             hits = ratios.setdefault(tenant, [])
             hits += [1.0] * accepted + [0.0] * (accepted < offered)
             tokens[tenant] = tokens.get(tenant, 0) + accepted + 1

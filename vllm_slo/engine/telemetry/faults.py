@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_slo.errors import VllmSLOError
 
-__all__ = ["Context", "FaultLog", "Held", "part_of"]
+__all__ = ["Context", "FaultLog", "Held", "Reported", "part_of"]
 
 logger = init_logger(__name__)
 
@@ -79,6 +79,27 @@ class Held(Context):
             return False
         self._log.note(error)
         return True
+
+
+class Reported(Held):
+    """As `Held`, in a process that cannot count faults: another one is told of them."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, consequence: str) -> None:
+        super().__init__(consequence)
+        self._parts: list[str] = []
+
+    def holds(self, error: Exception) -> bool:
+        holds = super().holds(error)
+        if holds:
+            self._parts.append(part_of(error))
+        return holds
+
+    def take(self) -> list[str]:
+        """The parts that have failed since the last call, once for each fault."""
+        parts, self._parts = self._parts, []
+        return parts
 
 
 def part_of(error: BaseException) -> str:

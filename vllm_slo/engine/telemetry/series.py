@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -35,33 +35,31 @@ class Members(Generic[_Series]):
 
 
 class SeriesMaker:
-    """Makes the series of one engine."""
+    """Makes the series of one engine, each once: one that is asked for again is the same."""
 
     def __init__(self, registry: CollectorRegistry, engine: str) -> None:
         self._registry = registry
         self._engine = engine
+        self._made: dict[str, Members[Any]] = {}
 
     def counter(self, name: str, text: str, *labels: str) -> Members[Counter]:
         """A counter; ``text`` is its help."""
-        series = Counter(name, text, ["engine", *labels], registry=self._registry)
-        return Members(series, self._engine)
+        return self._once(Counter, name, text, labels)
 
     def gauge(self, name: str, text: str, *labels: str) -> Members[Gauge]:
         """A gauge; where several processes have it, the newest value counts."""
-        series = Gauge(
-            name,
-            text,
-            ["engine", *labels],
-            multiprocess_mode="mostrecent",
-            registry=self._registry,
-        )
-        return Members(series, self._engine)
+        return self._once(Gauge, name, text, labels, multiprocess_mode="mostrecent")
 
     def histogram(
         self, name: str, text: str, *labels: str, buckets: Sequence[float]
     ) -> Members[Histogram]:
         """A histogram with these upper bounds."""
-        series = Histogram(
-            name, text, ["engine", *labels], buckets=buckets, registry=self._registry
-        )
-        return Members(series, self._engine)
+        return self._once(Histogram, name, text, labels, buckets=buckets)
+
+    def _once(
+        self, kind: type[_Series], name: str, text: str, labels: Sequence[str], **options: Any
+    ) -> Members[_Series]:
+        if name not in self._made:
+            series = kind(name, text, ["engine", *labels], registry=self._registry, **options)
+            self._made[name] = Members(series, self._engine)
+        return self._made[name]

@@ -10,10 +10,10 @@ the sampling parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from vllm_slo.engine.compat.runner import (
 )
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.speculation.draft_check import refuse
+from vllm_slo.engine.telemetry.faults import Reported
 from vllm_slo.engine.worker import tree_sampling
 from vllm_slo.engine.worker.proposers import RemoteProposer, TreeProposer
 from vllm_slo.engine.worker.transfer import to_device
@@ -58,6 +59,8 @@ from vllm_slo.engine.worker.tree_attention.plan import (
 )
 from vllm_slo.errors import ConfigError
 
+_Plan = TypeVar("_Plan")
+
 
 class TreeRunner(GPUModelRunner):
     """Adds trees to the runner of a platform, by cooperative inheritance."""
@@ -72,6 +75,8 @@ class TreeRunner(GPUModelRunner):
         self._verify: VerifyRows | MaskRows | None = None
         self._kept: dict[int, int] = {}
         self._drafts: messages.DraftTrees | None = None
+        self._faults = Reported("The trees of the step are left out: each request gets one token.")
+        self._unplanned = False  # whether the step's trees could not be laid out
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any
@@ -125,13 +130,25 @@ class TreeRunner(GPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.drafter.begin_step(scheduler_output)
         self._slots = self._find_slots(messages.of(scheduler_output))
+        self._unplanned = False
         if self._slots:
             self._place_nodes()
         return prepared
 
+    def _planned(self, plan: Callable[[], _Plan]) -> _Plan | None:
+        """What a policy plans for the step's trees. If it fails, no node of them is accepted, and
+        so none needs to be right. All ranks plan the same step, and fail alike."""
+        with self._faults:
+            return plan()
+        self._unplanned = True
+        return None
+
     def _place_nodes(self) -> None:
         """Give all tree nodes the positions of their depths."""
-        places, positions = to_device(node_positions(self._slots), self.device).unbind()
+        found = self._planned(lambda: node_positions(self._slots))
+        if found is None:
+            return
+        places, positions = to_device(found, self.device).unbind()
         self._batch.positions.index_copy_(0, places, positions)
 
     def _find_slots(self, step: messages.StepTrees) -> list[TreeSlot]:
@@ -147,7 +164,7 @@ class TreeRunner(GPUModelRunner):
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)
         self._verify = None
-        if self._slots:
+        if self._slots and not self._unplanned:
             groups = self._batch.attention_groups
             masked = all(getattr(group.backend, "takes_masks", False) for group in groups)
             (self._attach_masks if masked else self._attach_rows)(metadata, common)
@@ -166,11 +183,14 @@ class TreeRunner(GPUModelRunner):
 
     def _attach_masks(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
         """Attach masks of the tokens that each tree node sees, for a backend that takes masks."""
-        plan = plan_masks(self._slots, common.num_actual_tokens, common.num_reqs)
-        if plan is None:
+        plan = self._planned(
+            lambda: plan_masks(self._slots, common.num_actual_tokens, common.num_reqs)
+        )
+        loose = None if plan is None else self._planned(self._loose_tokens)
+        if plan is None or loose is None:
             return
         masks = TreeMasks(plan, self.device)
-        self._verify = MaskRows(self._loose_tokens())
+        self._verify = self._mask_rows(loose)
         for group in self._batch.attention_groups:
             for name in group.layer_names:
                 setattr(metadata[name], ROWS, self._verify)
@@ -178,14 +198,16 @@ class TreeRunner(GPUModelRunner):
 
     def _attach_rows(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
         """Lay the batch out as rows for a backend with a causal kernel only."""
-        plan = plan_rows(
-            self._slots,
-            self._batch.query_start[: common.num_reqs + 1],
-            self._batch.sequence_lengths[: common.num_reqs],
-            self._batch.block_table,
-            self._batch.block_size,
-            np.arange(self.drafter.scratch, self._batch.num_blocks),
-            self.drafter.blocks_per_row,
+        plan = self._planned(
+            lambda: plan_rows(
+                self._slots,
+                self._batch.query_start[: common.num_reqs + 1],
+                self._batch.sequence_lengths[: common.num_reqs],
+                self._batch.block_table,
+                self._batch.block_size,
+                np.arange(self.drafter.scratch, self._batch.num_blocks),
+                self.drafter.blocks_per_row,
+            )
         )
         if plan is None:
             return
@@ -196,15 +218,17 @@ class TreeRunner(GPUModelRunner):
             setattr(built, ROWS, self._verify)
             metadata.update(dict.fromkeys(group.layer_names, built))
 
-    def _loose_tokens(self) -> Tensor:
-        """Tokens that compaction may move: the nodes beyond each tree's leading chain, [tokens]."""
-        loose = [
+    def _mask_rows(self, loose: list[int]) -> MaskRows:
+        self._kept = {token: row for row, token in enumerate(loose)}
+        return MaskRows(to_device(np.asarray(loose, dtype=np.int64), self.device))
+
+    def _loose_tokens(self) -> list[int]:
+        """Tokens that compaction may move: the nodes beyond each tree's leading chain."""
+        return [
             slot.first + 1 + node
             for slot in self._slots
             for node in range(token_tree.leading_chain(slot.parents), len(slot.parents))
         ]
-        self._kept = {token: row for row, token in enumerate(loose)}
-        return to_device(np.asarray(loose, dtype=np.int64), self.device)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         if logits is not None:
@@ -217,8 +241,11 @@ class TreeRunner(GPUModelRunner):
         for slot in self._slots:
             parents[slot.index] = slot.parents
             tokens[slot.index] = self._batch.draft_tokens(slot.index)
+        sampling = self._batch.sampling
+        if self._unplanned:
+            return tree_sampling.sample_roots(self.sampler, logits, sampling, parents)[0]
         output, accepted = tree_sampling.sample(
-            self.sampler, logits, self._batch.sampling, tokens, parents
+            self.sampler, logits, sampling, tokens, parents, self._faults
         )
         if self._verify is not None:
             self._compact(accepted)
@@ -293,7 +320,9 @@ class TreeRunner(GPUModelRunner):
         # vLLM builds attention metadata for dummy batches, too, between steps.
         self._slots, self._verify = [], None
         if isinstance(done, ModelRunnerOutput):
-            messages.note_drafting(done, self.drafter.take_report())
+            report = self.drafter.take_report()
+            report.failed += self._faults.take()
+            messages.note_drafting(done, report)
         return done
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

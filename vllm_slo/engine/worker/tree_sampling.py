@@ -23,6 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_slo.core.speculation import token_tree
 from vllm_slo.engine.compat.sampling import draw_once, with_min_tokens_by_row
+from vllm_slo.engine.telemetry.faults import Context
 from vllm_slo.engine.worker.transfer import to_device
 
 Nodes = Sequence[Sequence[int]]
@@ -36,14 +37,18 @@ def sample(
     metadata: SamplingMetadata,
     tokens: Nodes,
     parents: Nodes,
+    held: Context,
 ) -> tuple[SamplerOutput, list[list[int]]]:
     """Sample one step's tokens.
+
+    If a policy fails, no node is accepted: what is sampled at a root is right without any.
 
     Args:
         sampler: vLLM's.
         logits: at each request's root and nodes, request by request, [rows, vocabulary].
         metadata: of the requests.
         tokens, parents: of the nodes of each request; empty: it has no tree.
+        held: holds the faults of policies.
 
     Returns:
         The output with a row per request, rejected places holding -1, and each request's accepted
@@ -51,16 +56,33 @@ def sample(
     """
     if not any(parents):
         return sampler(logits=logits, sampling_metadata=metadata), [[] for _ in parents]
-    rows = _Rows(tokens, parents, logits.device)
+    rows = None
+    with held:
+        rows = _Rows(tokens, parents, logits.device)
+    if rows is None:
+        return sample_roots(sampler, logits, metadata, parents)
     generators = _SeededDraws(sampler, metadata, rows, logits)
     output = sampler(logits=logits, sampling_metadata=rows.expand(metadata, generators.by_row))
     sampled = output.sampled_token_ids.view(-1).tolist()
-    accepted = [
-        token_tree.walk(nodes, above, sampled[first : first + len(nodes) + 1]) if nodes else []
-        for nodes, above, first in zip(tokens, parents, rows.first, strict=True)
-    ]
+    accepted: list[list[int]] = [[] for _ in parents]
+    with held:
+        accepted = [
+            token_tree.walk(nodes, above, sampled[first : first + len(nodes) + 1]) if nodes else []
+            for nodes, above, first in zip(tokens, parents, rows.first, strict=True)
+        ]
     generators.settle(accepted)
     return rows.gather(output, accepted), accepted
+
+
+def sample_roots(
+    sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, parents: Nodes
+) -> tuple[SamplerOutput, list[list[int]]]:
+    """As `sample`, where no node can be accepted: one token of each request."""
+    ends = np.cumsum([1 + len(above) for above in parents])
+    first = to_device(np.concatenate(([0], ends[:-1])).astype(np.int64), logits.device)
+    return sampler(
+        logits=logits[first], sampling_metadata=replace(metadata, spec_token_ids=None)
+    ), [[] for _ in parents]
 
 
 class _Rows:

@@ -37,6 +37,7 @@ from vllm_slo.engine.speculation.servers_report import (
     Fault,
     ServersReport,
 )
+from vllm_slo.engine.telemetry.faults import Reported
 from vllm_slo.wire.draft_messages import vocabulary_digest
 from vllm_slo.wire.draft_socket import TOKEN_FILE_FLAG, read_token
 
@@ -68,6 +69,9 @@ class RemoteProposer:
         self.config = config
         self.report = DraftingReport()
         self._link: DraftLink | None = None
+        self._faults = Reported(
+            "The step has no drafts of draft servers, and all of them connect anew."
+        )
         self._reported: Counter[tuple[str, str]] = Counter()
 
     # Life of the link.
@@ -132,18 +136,33 @@ class RemoteProposer:
         if self._link is None:
             return DraftTrees.none()
         began_s = time.perf_counter()
+        drafts = self._drafted(self._link, output, sampled)
+        self.report.seconds += time.perf_counter() - began_s
+        self.report.failed += self._faults.take()
+        return drafts
+
+    def _drafted(
+        self, link: DraftLink, output: SchedulerOutput, sampled: list[list[int]]
+    ) -> DraftTrees:
+        with self._faults:
+            return self._exchange(link, output, sampled)
+        link.begin_anew()
+        return DraftTrees.none()
+
+    def _exchange(
+        self, link: DraftLink, output: SchedulerOutput, sampled: list[list[int]]
+    ) -> DraftTrees:
         step = messages.of(output)
         asks = self._asks(step.grants, sampled)
-        done = self._link.exchange(asks, output.finished_req_ids, deadline_s=step.deadline_s)
-        drafters = self._link.drafters
+        done = link.exchange(asks, output.finished_req_ids, deadline_s=step.deadline_s)
+        drafters = link.drafters
         self.report.servers = ServersReport(
             drafters=tuple(drafters),
             rounds=_rounds(asks, done),
-            dropped=self._new_faults(drafters, self._link.faults),
+            dropped=self._new_faults(drafters, link.faults),
             send_s=done.send_s,
             receive_s=done.receive_s,
         )
-        self.report.seconds += time.perf_counter() - began_s
         return _as_trees(done.answers)
 
     def _asks(

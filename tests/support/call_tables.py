@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls into the policies that no virtual engine makes while it serves, by the function that
+has them in it, and where they are tried instead."""
+
+from __future__ import annotations
+
+AT_START = (
+    "composition:_compile_policies",
+    "composition:_step_clock",
+    "composition:assemble",
+    "scheduler:",
+    "scheduler:Scheduler.__init__",
+    "scheduling.admission:AdmissionController.__init__",
+    "scheduling.best_effort:BestEffort.__init__",
+    "scheduling.quotas:Quotas.__init__",
+    "scheduling.quotes:Quotes.__init__",
+    "scheduling.sessions:SessionRounds.__init__",
+    "scheduling.step_clock:StepClock.__init__",
+    "speculation.chain_costs:ChainCosts.__init__",
+    "speculation.chain_lengths:ChainLengths.__init__",
+    "speculation.draft_link:DraftLink.__init__",
+    "speculation.draft_models:DraftModels.__init__",
+    "speculation.draft_servers:DraftServers.__init__",
+    "speculation.messages:",
+    "speculation.tenants:TenantShares.__init__",
+    "speculation.tree_limits:TreeLimits.__init__",
+    "worker.proposers.warm_up:draft_in_every_way",
+)
+"""An engine does not start if one of these fails; it has no streams yet."""
+
+ELSEWHERE = (
+    "serving.profile:draw",
+    "serving.profile:profile",
+    "serving.profile:table",
+    "speculation.draft_engine:DraftEngine.__init__",
+    "speculation.draft_engine:DraftEngine.draft",
+)
+"""In a process of another command: ``vllm-slo profile``, which ends, and a draft server, without
+which an engine goes on."""
+
+LINK = ("speculation.draft_link:", "speculation.draft_peer:", "worker.proposers.remote:")
+"""Modules of the link to draft servers: ``worker/test_link_faults.py``, over real sockets."""
+
+VERIFYING = (
+    "worker.model_runner:TreeRunner._loose_tokens",
+    "worker.tree_attention.plan:node_positions",
+    "worker.tree_attention.plan:plan_masks",
+    "worker.tree_attention.plan:plan_rows",
+    "worker.tree_sampling:_Rows.__init__",
+    "worker.tree_sampling:sample",
+)
+"""What a worker does with trees: ``serving/test_engine_faults.py``, in real engines."""
