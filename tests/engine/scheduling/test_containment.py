@@ -172,7 +172,8 @@ def test_each_call_fails(
 
 def tried(kind: str, moment: str, made: dict[str, Counter[Call]]) -> list[tuple[Call, int]]:
     """The calls that fail in a scenario, and from which time on: each call in the first scenario
-    that makes it, or in all of them. Parts of the scheduler fail once, and always in deep tests."""
+    that makes it, or in all of them. A part of the scheduler fails once; in deep tests also always.
+    """
     names = list(SCENARIOS)
     earlier = {call for name in names[: names.index(kind)] for call in made[name]}
     with_parts = moment == "once" or (DEPTH > 1 and moment == "always")

@@ -3,16 +3,46 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from fault_injection import InjectedError
 
 pytest.importorskip("vllm")
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_slo.engine.telemetry.faults import Reported
 from vllm_slo.engine.worker.model_runner import TreeRunner
+from vllm_slo.engine.worker.tree_attention import plan
 from vllm_slo.engine.worker.tree_attention.plan import TreeSlot
+
+
+def test_trees_that_cannot_be_laid_out_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own metadata is right for all but the nodes, of which none is accepted then."""
+
+    def failing(*_: Any) -> Any:
+        raise InjectedError("a test says so")
+
+    monkeypatch.setattr(plan, "path_rows", failing)
+    runner: Any = TreeRunner.__new__(TreeRunner)
+    runner._faults, runner._unplanned, runner._verify = Reported(""), False, None
+    runner._slots = [TreeSlot(0, 0, 9, (-1, -1))]
+    runner._batch = SimpleNamespace(
+        query_start=np.array([0, 3]),
+        sequence_lengths=np.array([12]),
+        block_table=np.zeros((1, 1), dtype=np.int32),
+        block_size=16,
+        num_blocks=8,
+    )
+    runner.drafter = SimpleNamespace(scratch=4, blocks_per_row=2)
+    metadata: dict[str, Any] = {"layer": "as vLLM's"}
+    runner._attach_rows(metadata, SimpleNamespace(num_reqs=1))
+    assert metadata == {"layer": "as vLLM's"}
+    assert runner._unplanned and runner._verify is None
+    assert runner._faults.take() == ["worker"]
 
 
 def test_trees_end_with_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
