@@ -58,3 +58,23 @@ def test_trees_end_with_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     runner.sample_tokens(None)
     assert runner._verify is None
     assert runner._build_attention_metadata() == ({}, "as vLLM's")
+
+
+@pytest.mark.parametrize("among_ranks", [False, True])
+def test_a_lack_of_memory_is_not_held_by_one_of_several_ranks(among_ranks: bool) -> None:
+    runner: Any = TreeRunner.__new__(TreeRunner)
+    runner._faults, runner._unplanned = Reported("", among_ranks=among_ranks), False
+
+    def fails_with(error: Exception) -> Any:
+        def plan() -> None:
+            raise error
+
+        return plan
+
+    assert runner._planned(fails_with(ValueError("of the arguments"))) is None
+    assert runner._unplanned
+    if among_ranks:
+        with pytest.raises(MemoryError):
+            runner._planned(fails_with(MemoryError()))
+    else:
+        assert runner._planned(fails_with(MemoryError())) is None

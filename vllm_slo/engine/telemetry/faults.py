@@ -82,15 +82,23 @@ class Held(Context):
 
 
 class Reported(Held):
-    """As `Held`, in a process that cannot count faults: another one is told of them."""
+    """As `Held`, in a process that cannot count faults: another one is told of them.
 
-    __slots__ = ("_parts",)
+    ``among_ranks``: several processes do the same, and none may go on alone. A lack of memory is
+    raised then: the others may have enough. What a policy makes of its arguments fails in all of
+    them alike, and is held.
+    """
 
-    def __init__(self, consequence: str) -> None:
+    __slots__ = ("_among_ranks", "_parts")
+
+    def __init__(self, consequence: str, *, among_ranks: bool = False) -> None:
         super().__init__(consequence)
+        self._among_ranks = among_ranks
         self._parts: list[str] = []
 
     def holds(self, error: Exception) -> bool:
+        if self._among_ranks and isinstance(error, MemoryError):
+            return False
         holds = super().holds(error)
         if holds:
             self._parts.append(part_of(error))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -75,7 +76,10 @@ class TreeRunner(GPUModelRunner):
         self._verify: VerifyRows | MaskRows | None = None
         self._kept: dict[int, int] = {}
         self._drafts: messages.DraftTrees | None = None
-        self._faults = Reported("The trees of the step are left out: each request gets one token.")
+        self._faults = Reported(
+            "The trees of the step are left out: each request gets one token.",
+            among_ranks=get_tp_group().world_size > 1,
+        )
         self._unplanned = False  # whether the step's trees could not be laid out
 
     def initialize_kv_cache(
@@ -137,7 +141,8 @@ class TreeRunner(GPUModelRunner):
 
     def _planned(self, plan: Callable[[], _Plan]) -> _Plan | None:
         """What a policy plans for the step's trees. If it fails, no node of them is accepted, and
-        so none needs to be right. All ranks plan the same step, and fail alike."""
+        so none needs to be right. All ranks plan the same step, and fail alike:
+        see `Reported`."""
         with self._faults:
             return plan()
         self._unplanned = True
