@@ -532,6 +532,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([None, None, NGRAM, DRAFT]),
         tenants=st.booleans(),
         default_class=st.sampled_from([None, None, "chat"]),
+        calls=st.integers(1, 150),
     )
     def start(
         self,
@@ -544,6 +545,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: dict[str, Any] | None,
         tenants: bool,
         default_class: str | None,
+        calls: int,
     ) -> None:
         PLAYED["runs"] += 1
         self.engine = WatchedEngine(
@@ -566,6 +568,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.watching = ExitStack()
         if self.fails:
             self.watching.enter_context(all_watched(self.engine.call))
+            self.engine.fails_in = calls
 
     @rule(
         count=st.integers(1, 6),
@@ -717,4 +720,4 @@ def test_scheduler_under_random_events_and_faults(config_folder: Path) -> None:
     runs = max(RUNS // 3, 1)
     with wired(core_calls()):
         play_machine(config_folder, runs, fails=True)
-    assert PLAYED["faults"] > runs / 2
+    assert PLAYED["faults"] > runs / 5  # many runs have few events
