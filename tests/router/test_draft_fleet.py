@@ -134,6 +134,7 @@ def test_a_process_that_cannot_use_its_flags_is_not_started_again(
 # The whole, with a model.
 
 
+@pytest.mark.deep
 @pytest.mark.engine
 @pytest.mark.slow
 def test_ray_starts_a_killed_draft_server_anew_and_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -615,7 +615,9 @@ def test_a_killed_replica_leaves_nothing(short: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("how", ["its parent dies", "it is killed"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("its parent dies", marks=pytest.mark.deep), "it is killed"]
+)
 def test_a_replica_that_starts_leaves_nothing_either(short: Path, how: str) -> None:
     with starting(short) as live:
         within(120, live.engine, live.alive)

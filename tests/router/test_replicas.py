@@ -178,7 +178,7 @@ def test_a_replicas_port_is_closed_without_its_token(live: LiveReplicas) -> None
     assert found == 2
 
 
-@pytest.mark.parametrize("part", ["engine", "front"])
+@pytest.mark.parametrize("part", [pytest.param("engine", marks=pytest.mark.deep), "front"])
 def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
     """20 streams take all seats, so that 20 more wait in the engines; then a part is killed.
 

@@ -29,7 +29,6 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import numpy as np
 import vllm
-from depth import DEPTH
 from feature_models import PIXELS, folder_of
 from PIL import Image
 from tree_engine import SPECULATION, grow_all
@@ -319,7 +318,7 @@ GROUPS: dict[str, dict[str, Engine]] = {
                 "enforce_eager": False,
                 "compilation_config": {"mode": 3, "backend": "eager"},
             },
-            modes=("ours", "trees") if DEPTH > 1 else ("ours",),
+            modes=("ours", "trees"),
         ),
     },
 }

@@ -25,7 +25,7 @@ Said = dict[str, Any]
 
 CHILD: Final = Path(__file__).with_name("tree_engine.py")
 LOGPROB_TOLERANCE: Final = 2e-3
-FEWER: Final = 7
+FEWER: Final = 4
 """Every so many of the requests, where a fraction of them shows it. All kinds are among them."""
 FEW: Final[Said] = {"every": FEWER}
 DRAWS: Final = {

@@ -32,6 +32,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from depth import DEPTH
 from made_prompts import made_prompts
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -39,8 +40,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_slo import SLO, tiny
 from vllm_slo.bench import traces
 
-PROMPTS = 208
-TWICE = 24
+PROMPTS = 104 if DEPTH == 1 else 208
+TWICE = PROMPTS * 3 // 26
 TOKENS = 28
 MAX_DEPTH = 5
 BLOCK = 32

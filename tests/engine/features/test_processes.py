@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from depth import DEPTH
 from features import Results, row, run_group
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.deep, pytest.mark.timeout(600)]
 
 Group = dict[str, Results]
 
@@ -38,8 +37,6 @@ def test_pipeline_parallel(group: Group) -> None:
     one = group["pipeline"]
     one.check_plain()
     one.check_served("pipeline_parallel")
-    if DEPTH == 1:
-        return
     assert "refused" in one.modes["trees"]
     line = "vllm-slo: error: --pipeline-parallel-size: does not work with a draft model; remove one"
     assert line in one.log

@@ -38,7 +38,15 @@ def told(how: str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("drafts", ["chains", "trees", "model chains", "draft servers"])
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        pytest.param("chains", marks=pytest.mark.deep),
+        "trees",
+        pytest.param("model chains", marks=pytest.mark.deep),
+        "draft servers",
+    ],
+)
 def test_an_engine_with_drafts_compiles_every_function_at_its_start(drafts: str) -> None:
     said = told(drafts)
     assert len(said["all"]) > 70

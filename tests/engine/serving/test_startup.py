@@ -89,6 +89,7 @@ def test_the_commands_of_vllm_refuse(tmp_path: Path) -> None:
     assert "slo_config: classes.chat.ttft_ms" in complaint(done)
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_profile_of_another_model_stops_the_server(tmp_path: Path) -> None:

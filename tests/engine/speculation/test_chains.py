@@ -347,9 +347,9 @@ def test_what_drafts_nothing_is_not_trimmed() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.deep), "draft_model"])
 def test_a_real_engine_says_what_it_says_without_drafts(method: str) -> None:
-    """208 requests of every kind, some with a tight TPOT, a loose one, no drafts, or no SLO."""
+    """Requests of every kind, some with a tight TPOT, a loose one, no drafts, or no SLO."""
     found = told(method)
-    assert len(found["said"]) >= 200
+    assert len(found["said"]) >= 100
     assert beyond_vllms_own_fault(differing(found, told("plain"))) == []
     seen = found["seen"]
     assert min(seen["preempted"], seen["chunks"]) > 0

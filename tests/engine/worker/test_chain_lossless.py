@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 def test_chains_of_two_and_three_models_say_what_the_target_says() -> None:
     """Two: a draft and the target. Three: a draft, a model between them and the target."""
     chained = told("two drafts")
-    assert len(chained["said"]) >= 200
+    assert len(chained["said"]) >= 100
     assert differing(chained, told("plain")) == []
     assert {"0", "1", "0-1", ""} == {*chained["chains"]}
-    assert min(chained["chains"].values()) > 20, "all took turns"
+    assert min(chained["chains"].values()) > 10, "all took turns"
     seen = chained["seen"]
     assert seen["tokens"] > 1.5 * seen["trees"], "guesses were accepted"
-    assert seen["branching"] > 100, "chains with alternatives beside them"
+    assert seen["branching"] > 50, "chains with alternatives beside them"
     assert seen["preempted"] > 0
     assert seen["cached"] > 0
     assert seen["chunks"] > 0
@@ -38,7 +38,7 @@ def test_each_level_says_what_it_would_say_by_itself() -> None:
     watched = told("three drafts", "watched")
     assert differing(watched, told("plain", "fewer")) == []
     assert {"0-1", "0-1-2", "1-2"} < {*watched["chains"]}
-    assert watched["seen"]["roots"] > 850
+    assert watched["seen"]["roots"] > 700
     assert watched["seen"]["wrong"] == 0
 
 

@@ -23,22 +23,22 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.versions
 def test_every_kind_of_request_says_what_it_says_without_trees() -> None:
-    assert len(told("trees")["said"]) >= 200
+    assert len(told("trees")["said"]) >= 100
     assert differing(told("trees"), told("plain")) == []
 
 
 @pytest.mark.real_data
 def test_public_problems_get_what_they_get_without_trees() -> None:
     with_trees = told("public trees")
-    assert len(with_trees["said"]) >= 200
+    assert len(with_trees["said"]) >= 100
     assert differing(with_trees, told("public plain")) == []
-    assert with_trees["seen"]["branching"] > 500
+    assert with_trees["seen"]["branching"] > 250
 
 
 @pytest.mark.versions
 def test_the_run_contained_what_it_is_to_show() -> None:
     seen = told("trees")["seen"]
-    assert seen["branching"] > 500, "trees, not chains"
+    assert seen["branching"] > 250, "trees, not chains"
     assert seen["tokens"] > 1.5 * seen["trees"], "nodes were accepted"
     assert seen["deepest"] == 5, "whole paths were accepted"
     assert seen["preempted"] > 0
