@@ -29,6 +29,7 @@ MAX_SEQS: Final = 64
 STEP_TOKENS: Final = 2048
 KV_BYTES: Final = 2 << 30
 START_TIMEOUT_S = 600.0
+"""Slow machines that are busy take minutes. A server that has ended is noticed at once."""
 STOP_TIMEOUT_S = 40.0
 SERVER_ARGS: Final = (
     "--host=127.0.0.1",

@@ -18,6 +18,7 @@ def enable_amx(_module: object = None) -> None:
     """Ask the kernel for AMX on CPUs that have it.
 
     Called when vLLM imports its CPU worker; ``_module`` is that module.
+
     vLLM's attention kernels use AMX tiles but leave asking to oneDNN, which a small model may not
     have called before its first attention: the process then dies of an illegal instruction.
     """

@@ -88,10 +88,15 @@ class TreeRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         check_backends(self._batch.attention_groups)
         self.drafter.bind(self._batch)
-        layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
+        served, drafts = self._served_layers(), self.drafter.layer_names
         self._layers = {
-            name: layers[name] for name in self._batch.layer_names if name not in drafts
+            name: served[name] for name in self._batch.layer_names if name not in drafts
         }
+
+    def _served_layers(self) -> dict[str, Any]:
+        """The layers that vLLM has registered, without those of drafts."""
+        layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
+        return {name: layer for name, layer in layers.items() if name not in drafts}
 
     @torch.inference_mode()  # as steps run: what is compiled depends on it
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
@@ -100,9 +105,7 @@ class TreeRunner(GPUModelRunner):
         super().profile_run(*args, **kwargs)
         nodes = messages.most_nodes(self.drafter.config, self.max_num_reqs)
         logits = profile_sampler(self, min(self.max_num_reqs + nodes, self.max_num_tokens))
-        layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
-        served = [layer for name, layer in layers.items() if name not in drafts]
-        kept = kv_buffer(served, nodes, logits)
+        kept = kv_buffer(list(self._served_layers().values()), nodes, logits)
         self.drafter.profile()
         self._sync_device()
         del logits, kept
@@ -141,8 +144,7 @@ class TreeRunner(GPUModelRunner):
 
     def _planned(self, plan: Callable[[], _Plan]) -> _Plan | None:
         """What a policy plans for the step's trees. If it fails, no node of them is accepted, and
-        so none needs to be right. All ranks plan the same step, and fail alike:
-        see `Reported`."""
+        so none needs to be right. All ranks plan the same step, and fail alike (`Reported`)."""
         with self._faults:
             return plan()
         self._unplanned = True
@@ -181,9 +183,7 @@ class TreeRunner(GPUModelRunner):
         """As vLLM's, but a connector loads what was sent: the served model's KV. Drafts compute
         theirs anew."""
         if has_kv_transfer_group():
-            layers, drafts = registered_layers(self.vllm_config), self.drafter.layer_names
-            served = {name: layer for name, layer in layers.items() if name not in drafts}
-            get_forward_context().no_compile_layers = served
+            get_forward_context().no_compile_layers = self._served_layers()
         return super().maybe_get_kv_connector_output(*args, **kwargs)
 
     def _attach_masks(self, metadata: dict[str, Any], common: CommonAttentionMetadata) -> None:
