@@ -33,7 +33,11 @@ from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.estimator import StepTimeEstimator
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
-from vllm_slo.engine.compat.scheduler_state import SchedulerState, reserve_lookahead
+from vllm_slo.engine.compat.scheduler_state import (
+    SchedulerState,
+    await_tokens,
+    reserve_lookahead,
+)
 from vllm_slo.engine.compat.seams import check_scheduling
 from vllm_slo.engine.composition import assemble
 from vllm_slo.engine.scheduling import request_facts
@@ -94,7 +98,6 @@ class Scheduler(AsyncScheduler):
     ) -> None:
         self._step: StepSchedule | None = None
         self._in_step = False
-        self._awaits_tokens = is_synchronous_pipeline(vllm_config)
         try:
             check_scheduling(Scheduler)
             check_model(vllm_config)
@@ -102,6 +105,8 @@ class Scheduler(AsyncScheduler):
             if trees is not None:
                 kv_cache_config = without_scratch(kv_cache_config, trees)
             super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+            if is_synchronous_pipeline(vllm_config):
+                await_tokens(self)
             if trees is not None:
                 # vLLM reserves nothing for proposers of others. Here the draft reads a step's last
                 # token, which the target will see in the next one.
@@ -241,10 +246,11 @@ class Scheduler(AsyncScheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        granted = self._granted(request, num_computed_tokens, num_new_tokens)
-        if not granted:
-            return 0
-        return super()._reserve_prefill_lookahead(request, num_computed_tokens, granted)
+        if self._step is not None:
+            num_new_tokens = self._granted(request, num_computed_tokens, num_new_tokens)
+            if not num_new_tokens:
+                return 0
+        return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def batch_shape(self, output: SchedulerOutput) -> BatchShape:
         """What a step runs, as far as its duration is concerned."""
@@ -260,24 +266,6 @@ class Scheduler(AsyncScheduler):
         with self._containment.single:
             return running, waiting + self._controller.answers_waiting
         return running, waiting + 1  # a step more than needed
-
-    # A pipeline without async scheduling takes steps while others run, and no request is in two of
-    # them: its next token is scheduled when the last is known.
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        if self._awaits_tokens:
-            super(AsyncScheduler, self)._update_after_schedule(scheduler_output)
-        else:
-            super()._update_after_schedule(scheduler_output)
-
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
-        if self._awaits_tokens:
-            update = super(AsyncScheduler, self)._update_request_with_output
-        else:
-            update = super()._update_request_with_output
-        return update(request, new_token_ids, *args, **kwargs)
 
     # What comes back.
 

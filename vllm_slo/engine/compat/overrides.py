@@ -14,8 +14,6 @@ OVERRIDDEN: Final[Mapping[tuple[str, str], Mapping[str, str]]] = {
         "_mamba_block_aligned_split": "ends a chunk where state is cached, after the plan cut it",
         "_try_schedule_encoder_inputs": "encodes inputs of the planned tokens only",
         "_reserve_prefill_lookahead": "limits a request's tokens in a step to what is planned",
-        "_update_after_schedule": "waits for a token before the next in a synchronous pipeline",
-        "_update_request_with_output": "takes such a token as vLLM's Scheduler does",
         "_free_request": "learns of a request's end, and adds the report to its last output",
     },
     (

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.config import LoRAConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -30,6 +31,16 @@ def reserve_lookahead(scheduler: Scheduler, tokens: int) -> None:
             for kind in scheduler.kv_cache_manager.coordinator.single_type_managers
             if not isinstance(kind.kv_cache_spec, MambaSpec)
         )
+
+
+def await_tokens(scheduler: AsyncScheduler) -> None:
+    """Have a request's next token scheduled when the last is known, as vLLM's `Scheduler` does.
+
+    A pipeline without async scheduling takes steps while others run, and no request is in two.
+    """
+    synchronous = super(AsyncScheduler, scheduler)
+    for name in ("_update_after_schedule", "_update_request_with_output"):
+        setattr(scheduler, name, getattr(synchronous, name))
 
 
 class SchedulerState:
