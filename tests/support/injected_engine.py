@@ -30,6 +30,7 @@ from vllm_slo.engine.speculation import messages
 
 PROMPTS = ["def read(path):\n", "class Stack:\n    def", "import os\n", "# A comment about"]
 PATIENCE_S = int(patience(20))
+MOST_PLAYS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 IN_FORM = SamplingParams(
     temperature=0, max_tokens=5, structured_outputs=StructuredOutputsParams(regex="(ab|cd){4}")
@@ -105,7 +106,10 @@ class InjectedEngine:
         signal.alarm(PATIENCE_S)  # an answer that never comes
         try:
             with Fault(call, first).injected() as fault:
-                self.play()
+                for _ in range(MOST_PLAYS):  # some calls are made every so many steps
+                    self.play()
+                    if fault.raised:
+                        break
         finally:
             signal.alarm(0)
         assert self.held.failures - before == fault.raised == 1

@@ -202,8 +202,9 @@ class WatchedEngine(CheckedEngine):
         self, request: Request, blocks: Sequence[KVCacheBlock] = ()
     ) -> dict[str, Any] | None:
         tracked = self.scheduler.parts.tracker.get(request.request_id)
-        self.ended_promised += tracked is not None and tracked.promised
-        return self._on_end(request, blocks)
+        report = self._on_end(request, blocks)
+        self.ended_promised += tracked is not None and tracked.promised  # not withdrawn at its end
+        return report
 
     # What the machine does.
 
