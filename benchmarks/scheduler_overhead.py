@@ -10,7 +10,7 @@ same requests, step by step in alternation in one process.
 - `no objective`: both loads, and no request has an objective with ours either.
 
 The second table is the floor: AsyncScheduler against a subclass that only calls super(), and one
-that also overrides the five methods that ours overrides, on `decode`.
+that also overrides five methods of a step or of a request, on `decode`.
 
 The third table: best effort alone, half of it decoding, half waiting for a place, by its order.
 
@@ -68,7 +68,7 @@ class SubclassOnly(AsyncScheduler):
 
 
 class HooksOnly(AsyncScheduler):
-    """The methods that our scheduler overrides, and nothing in them."""
+    """Overrides of methods that are called in each step or for each request; nothing is in them."""
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         return super().schedule(throttle_prefills)

@@ -88,10 +88,8 @@ class TreeRunner(GPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         check_backends(self._batch.attention_groups)
         self.drafter.bind(self._batch)
-        served, drafts = self._served_layers(), self.drafter.layer_names
-        self._layers = {
-            name: served[name] for name in self._batch.layer_names if name not in drafts
-        }
+        served = self._served_layers()
+        self._layers = {name: served[name] for name in self._batch.layer_names if name in served}
 
     def _served_layers(self) -> dict[str, Any]:
         """The layers that vLLM has registered, without those of drafts."""
