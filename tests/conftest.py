@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import fcntl
+import gc
 import json
 import os
 from collections.abc import Generator, Iterator
@@ -90,6 +91,7 @@ def fail_for_files_elsewhere() -> None:
 def pytest_collection_finish() -> None:
     if found := hermetic.opened_elsewhere():
         raise pytest.UsageError(f"collecting opened files outside the repository: {found}")
+    gc.freeze()  # collecting made a million objects that stay
 
 
 # --- one test at a time where it must be ----------------------------------------------------------

@@ -21,6 +21,7 @@ import docs_blocks
 import pytest
 import yaml
 from docs_blocks import ROOT, SHOWN, TRIED, Block, Command
+from hermetic import python_path
 from patience import patience
 
 import vllm_slo
@@ -240,7 +241,7 @@ def run_script(words: list[str], folder: Path, **environ: str) -> str:
         timeout=patience(280),
         check=False,
         cwd=folder,
-        env={**environment(), "PYTHONPATH": str(ROOT), **environ},
+        env={**environment(), "PYTHONPATH": python_path(ROOT), **environ},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

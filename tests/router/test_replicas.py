@@ -101,10 +101,10 @@ def test_the_live_page_is_that_of_both_replicas(live: LiveReplicas) -> None:
     assert httpx.get(f"{live.url}/slo", timeout=patience(30)).text.startswith("<!doctype html>")
     pages = httpx.get(f"{live.url}/metrics/targets", timeout=patience(30)).json()
     paths = [one["labels"]["__metrics_path__"] for one in pages]
-    wanted = [total(live, "vllm_slo:requests_finished_total", path) for path in paths]
-    assert len(wanted) == 2 and min(wanted) > 0
-    end_s, shown = time.monotonic() + patience(30), 0.0
-    while time.monotonic() < end_s and shown != sum(wanted):
+    end_s, shown, wanted = time.monotonic() + patience(30), 0.0, [0.0]
+    while time.monotonic() < end_s and shown != sum(wanted):  # both are written with a delay
+        time.sleep(0.5)
+        wanted = [total(live, "vllm_slo:requests_finished_total", path) for path in paths]
         data = httpx.get(f"{live.url}/slo/data", timeout=patience(30)).json()
         names = [name for name, *_ in data["series"]]
         shown = sum(
@@ -113,7 +113,7 @@ def test_the_live_page_is_that_of_both_replicas(live: LiveReplicas) -> None:
             for place, count in counts.items()
             if names[int(place)] == "vllm_slo:requests_finished_total"
         )
-        time.sleep(0.5)
+    assert len(wanted) == 2 and min(wanted) > 0
     assert shown == sum(wanted)
 
 

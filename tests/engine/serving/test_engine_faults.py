@@ -25,7 +25,15 @@ pytest.importorskip("psutil")
 import httpx
 import live_server
 import psutil
-from live_server import SMALL, LiveServer, ask_openai, command, environment, request_body
+from live_server import (
+    ONE_PROCESS,
+    SMALL,
+    LiveServer,
+    ask_openai,
+    command,
+    environment,
+    request_body,
+)
 from patience import patience
 
 pytestmark = pytest.mark.engine
@@ -46,7 +54,7 @@ def engine_of(script: str, *arguments: str, most_s: float = 280) -> Any:
         text=True,
         timeout=patience(most_s),
         check=False,
-        env={**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env=environment() | ONE_PROCESS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -34,7 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         *(command("vllm-slo"), "serve", "tiny", "--draft-model", "tiny"),
         *("--draft-model", "tiny-middle", "--slo-config", str(config), *SMALL),
     ]
-    with running(arguments, "tiny", folder) as live:
+    # What trees tell the worker is sent from process to process.
+    with running(arguments, "tiny", folder, worker_inside=False) as live:
         yield live
 
 
