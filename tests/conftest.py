@@ -68,6 +68,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # what is left at the end is taken down as ever
     if not is_worker(config):
         hermetic.clean_up()
 

@@ -101,7 +101,7 @@ def test_the_live_page_is_that_of_both_replicas(live: LiveReplicas) -> None:
     assert httpx.get(f"{live.url}/slo", timeout=patience(30)).text.startswith("<!doctype html>")
     pages = httpx.get(f"{live.url}/metrics/targets", timeout=patience(30)).json()
     paths = [one["labels"]["__metrics_path__"] for one in pages]
-    end_s, shown, wanted = time.monotonic() + patience(30), 0.0, [0.0]
+    end_s, shown, wanted = time.monotonic() + patience(30), -1.0, [0.0]
     while time.monotonic() < end_s and shown != sum(wanted):  # both are written with a delay
         time.sleep(0.5)
         wanted = [total(live, "vllm_slo:requests_finished_total", path) for path in paths]

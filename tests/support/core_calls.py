@@ -197,6 +197,7 @@ def wired(calls: Iterable[CoreCall]) -> Iterator[None]:
         path = str(module.__file__)
         tree = _Wire(numbers).visit(ast.parse(Path(path).read_text(encoding="utf-8")))
         codes |= _codes(compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True))
+    gc.unfreeze()  # or gc would not know the functions of modules that tests were collected from
     stock = {
         function: function.__code__
         for function in gc.get_objects()
