@@ -58,7 +58,7 @@ endif
 test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them, VLLM=0.31 or 0.33 takes that vLLM
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-quick: setup ## the fast tests, without an engine: two minutes
+test-quick: setup ## the fast tests, without an engine: about three minutes
 	$(PYTEST) -m "not engine and not slow and not alone" $(PYTEST_ARGS)
 
 test-deep: setup ## all tests; random ones with ten times as many cases: an hour and more
