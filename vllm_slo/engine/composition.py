@@ -182,7 +182,8 @@ def assemble(
     endings, groups = Endings(state), ChoiceGroups()
     promises = Promises(tracker, steps, admission, quotes, quotas, guard, groups, metrics, endings)
     recovery = Recovery(
-        *(state, tracker, promises, quotes, quotas, best_effort, sessions, guard, groups, endings)
+        *(state, intake, tracker, promises, quotes, quotas, best_effort, sessions, guard, groups),
+        endings,
     )
     controller = Controller(
         *(state, tracker, steps, intake, marks, workload, admission, planner, quotes, quotas),

@@ -45,6 +45,12 @@ def has_slo_key(extra: Mapping[str, Any] | None) -> bool:
     return extra is not None and any(is_slo_key(key) for key in extra)
 
 
+def asks_for_slo(extra: Mapping[str, Any] | None) -> bool:
+    """Whether a key of `extra` asks for an SLO; internal keys and those set to None do not."""
+    asked = slo_keys_of(extra)
+    return any(key not in INTERNAL_KEYS and value is not None for key, value in asked.items())
+
+
 def slo_keys_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """The keys of `extra` that belong to the SLO."""
     return {key: value for key, value in (extra or {}).items() if is_slo_key(key)}

@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fault_injection import Fault, InjectedError, Site
@@ -24,6 +25,7 @@ from vllm_slo.engine.scheduling.controller import Controller
 from vllm_slo.engine.scheduling.quotes import Quotes
 from vllm_slo.engine.telemetry import faults
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.slo.keys import EXEMPT_KEY, GROUP_KEY, INTERNAL_KEYS
 from vllm_slo.slo.verdicts import PLANNING_FAILED, Declined, Quoted, unpack
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.01), (0.0, 0.0, 0.0)), max_tokens=8192)
@@ -37,13 +39,14 @@ def engine(config_folder: Path) -> VirtualEngine:
     return make(config_folder, contains_faults=True)
 
 
-def make(folder: Path, **options: Any) -> VirtualEngine:
+def make(folder: Path, slo_config: dict[str, Any] | None = None, **options: Any) -> VirtualEngine:
     return VirtualEngine(
         Scheduler,
         folder,
         MODEL.predict_shape_s,
         EngineShape(200, 16, 16, 256, 1024),
         believed=MODEL,
+        slo_config=slo_config,
         options=options,
     )
 
@@ -92,6 +95,34 @@ def stand_aside(engine: VirtualEngine) -> None:
             assert not engine.scheduler.parts.containment.stands_aside, number
             engine.step()
     assert engine.scheduler.parts.containment.stands_aside
+
+
+@pytest.mark.parametrize(
+    ("keys", "default_class", "reported"),
+    [
+        ({}, None, False),
+        ({GROUP_KEY: "choices"}, None, False),
+        ({EXEMPT_KEY: 1}, "chat", False),
+        ({}, "chat", True),
+        ({"slo_ttft_ms": 60_000}, None, True),
+        ({"slo_ttft_ms": None}, None, False),
+    ],
+)
+def test_an_arrival_that_is_lost_is_reported_to_those_who_have_an_objective(
+    config_folder: Path, keys: dict[str, Any], default_class: str | None, reported: bool
+) -> None:
+    config = {"classes": {"chat": {"ttft_ms": 60_000}}, "default_class": default_class}
+    engine = make(config_folder, contains_faults=True, slo_config=config)
+    internal = any(key in INTERNAL_KEYS for key in keys)
+    flat = engine.seal.sealed(keys) if internal else keys
+    with Fault(Site(Controller, "on_arrival")).injected() as fault:
+        engine.add("one", 40, 8, cast(SLO, SimpleNamespace(to_extra_args=lambda: flat)))
+    assert fault.raised == 1
+    run(engine)
+    outcome = engine.outcomes["one"]
+    assert len(outcome.token_ids) == 8
+    assert (outcome.report is not None) == reported
+    assert outcome.report is None or outcome.report["reason"] == PLANNING_FAILED
 
 
 def test_a_fault_costs_a_step_its_plan(

@@ -11,7 +11,7 @@ from vllm_slo.engine.scheduling.stage_marks import StageMarks
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.access import Seal, check_internal
-from vllm_slo.slo.keys import has_slo_key
+from vllm_slo.slo.keys import asks_for_slo, has_slo_key
 from vllm_slo.slo.model import SLO
 
 
@@ -54,6 +54,14 @@ class Intake:
         if self._checks_access and self._seal is not None:
             self._seal.check(extra)
         check_internal(extra, self._seal)
+
+    def has_slo(self, request: Request) -> bool:
+        """Whether a request asks for an SLO or gets the default class. Whether what it asks for is
+        valid is not looked at."""
+        if request.sampling_params is None:
+            return False
+        default = self._default is not None and self._takes_default(request)
+        return default or asks_for_slo(request.sampling_params.extra_args)
 
     def read(self, request: Request) -> tuple[SLO | None, float]:
         """The SLO of a request that has just arrived, and when it arrived at the server, or at the

@@ -15,13 +15,13 @@ from vllm_slo.engine.scheduling.admission import Ruling
 from vllm_slo.engine.scheduling.best_effort import BestEffort
 from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
 from vllm_slo.engine.scheduling.endings import Endings
+from vllm_slo.engine.scheduling.intake import Intake
 from vllm_slo.engine.scheduling.promises import Promises
 from vllm_slo.engine.scheduling.quotas import Quotas
 from vllm_slo.engine.scheduling.quotes import Quotes, unanswered
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.slo_request import SLORequest, lost_report
-from vllm_slo.slo.keys import has_slo_key
 from vllm_slo.slo.verdicts import PLANNING_FAILED
 
 
@@ -31,6 +31,7 @@ class Recovery:
     def __init__(
         self,
         state: SchedulerState,
+        intake: Intake,
         tracker: RequestTracker,
         promises: Promises,
         quotes: Quotes,
@@ -42,6 +43,7 @@ class Recovery:
         endings: Endings,
     ) -> None:
         self._state = state
+        self._intake = intake
         self._tracker = tracker
         self._promises = promises
         self._quotes = quotes
@@ -106,13 +108,13 @@ class Recovery:
             self._endings.refuse(request, unanswered())
         elif (tracked := self._tracker.get(request.request_id)) is not None:
             self.stand_back(tracked)
-        elif (params := request.sampling_params) is not None and has_slo_key(params.extra_args):
+        elif self._intake.has_slo(request):
             self._lost.add(request.request_id)
         self.reconcile()
 
     def report_of_lost(self, request_id: str) -> dict[str, Any] | None:
         """The report of a request that could not be followed from its arrival on; None: it was, or
-        it carried no SLO."""
+        it has no SLO."""
         if request_id not in self._lost:
             return None
         self._lost.remove(request_id)
