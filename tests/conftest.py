@@ -56,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_worker(config):
         return
     for name in ("timeout", "session_timeout"):
-        seconds = getattr(config.option, name, None) or float(config.getini(name))
+        asked = getattr(config.option, name, None)  # 0: no limit
+        seconds = float(config.getini(name)) if asked is None else asked
         setattr(config.option, name, DEPTH * patience.patience(seconds))
 
 
