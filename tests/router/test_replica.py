@@ -29,7 +29,7 @@ pytest.importorskip("openai")
 
 import httpx
 import psutil
-from live_server import ONE_PROCESS, SMALL, environment
+from live_server import SMALL, UNIPROC, environment
 
 from vllm_slo import tiny
 from vllm_slo.core.routing.replica_state import ReplicaState
@@ -360,7 +360,7 @@ class Watcher:
 
 
 @contextmanager
-def starting(folder: Path, *ours: str, worker_inside: bool = True) -> Iterator[Live]:
+def starting(folder: Path, *ours: str, uniproc: bool = True) -> Iterator[Live]:
     (folder / "slo.yaml").write_text(CONFIG)
     log = folder / "replica.log"
     host = SMALL.index("--host")
@@ -371,7 +371,7 @@ def starting(folder: Path, *ours: str, worker_inside: bool = True) -> Iterator[L
     arguments += ["--middleware", "vllm_slo.engine.http.SLOMiddleware"]
     arguments += ["--additional-config", '{"slo_config": "slo.yaml"}']
     # Folders and sockets of the replica are looked for at the end.
-    env = environment() | {"TMPDIR": str(folder)} | (ONE_PROCESS if worker_inside else {})
+    env = environment() | {"TMPDIR": str(folder)} | (UNIPROC if uniproc else {})
     with log.open("wb") as err:
         process = subprocess.Popen(
             arguments,
@@ -398,8 +398,8 @@ def starting(folder: Path, *ours: str, worker_inside: bool = True) -> Iterator[L
 
 
 @contextmanager
-def running(folder: Path, *ours: str, worker_inside: bool = True) -> Iterator[Live]:
-    with starting(folder, *ours, worker_inside=worker_inside) as live:
+def running(folder: Path, *ours: str, uniproc: bool = True) -> Iterator[Live]:
+    with starting(folder, *ours, uniproc=uniproc) as live:
         assert live.process.stdout is not None
         line = live.process.stdout.readline()
         live.said.update(json.loads(line))
@@ -603,7 +603,7 @@ def test_sigterm_lets_what_runs_end(draining: Live) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_killed_replica_leaves_nothing(short: Path) -> None:
-    with running(short, worker_inside=False) as live:
+    with running(short, uniproc=False) as live:
         with suppress(httpx.HTTPError), live.stream({**EASY, **LONG}, ticket=1) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
@@ -619,7 +619,7 @@ def test_a_killed_replica_leaves_nothing(short: Path) -> None:
     "how", [pytest.param("its parent dies", marks=pytest.mark.deep), "it is killed"]
 )
 def test_a_replica_that_starts_leaves_nothing_either(short: Path, how: str) -> None:
-    with starting(short, worker_inside=False) as live:
+    with starting(short, uniproc=False) as live:
         within(120, live.engine, live.alive)
         time.sleep(0.5)  # vLLM's plugins come much later
         if how == "it is killed":

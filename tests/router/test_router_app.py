@@ -30,7 +30,7 @@ pytest.importorskip("ray")
 
 import httpx
 from live_replicas import LiveReplicas, eventually, nothing
-from live_server import ONE_PROCESS, environment
+from live_server import UNIPROC, environment
 
 from vllm_slo import tiny
 from vllm_slo.cli import main
@@ -508,7 +508,7 @@ def started(*words: str, port: int = 0) -> Iterator[LiveReplicas]:
             text=True,
             env={
                 **environment(),
-                **ONE_PROCESS,
+                **UNIPROC,
                 **ray_env,
                 **SLOW,
                 "PYTHONPATH": python_path(SUPPORT),

@@ -24,7 +24,7 @@ from patience import patience
 pytest.importorskip("vllm")
 
 from hermetic import python_path
-from live_server import environment
+from live_server import UNIPROC, environment
 from model_config import CONFIG
 from support_folder import SUPPORT
 from vllm.engine.arg_utils import EngineArgs
@@ -342,10 +342,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
         timeout=patience(280),
         check=False,
         env=environment()
+        | UNIPROC
         | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": python_path(SUPPORT),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         },
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -22,7 +22,7 @@ import httpx
 import openai
 import psutil
 from hermetic import ROOT_VARIABLE, python_path
-from live_server import ONE_PROCESS, environment
+from live_server import UNIPROC, environment
 from patience import patience
 
 from vllm_slo.wire.ports import free_port
@@ -150,7 +150,7 @@ def running(
     command = [sys.executable, "-m", "vllm_slo.cli", "serve", "tiny", "--port", str(port)]
     env = {
         **environment(),
-        **ONE_PROCESS,
+        **UNIPROC,
         "PYTHONPATH": python_path(TESTS),
         "RAY_TMPDIR": str(folder),
         "RAY_AUTH_MODE": "token",

@@ -24,9 +24,9 @@ from vllm_slo.wire.ports import free_port
 
 START_S = patience(240.0)
 STOP_S = patience(60.0)
-# With this the worker of a server is in the engine's process, as it is on CUDA with one GPU.
+# vLLM's UniProcExecutor: the worker is in the engine's process, as it is on CUDA with one GPU.
 # Otherwise vLLM on CPU gives it a process of its own, which takes a third of a server's start.
-ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+UNIPROC = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 # The share is of all memory, taken or not, and vLLM's default refuses a machine in use.
 SMALL = [
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16"),
@@ -91,12 +91,12 @@ class LiveServer:
 
 @contextmanager
 def running(
-    arguments: list[str], model: str, folder: Path, *, worker_inside: bool = True
+    arguments: list[str], model: str, folder: Path, *, uniproc: bool = True
 ) -> Iterator[LiveServer]:
     """Start a server, wait until it is healthy, stop it at the end; its log is shown on failure.
 
     Args:
-        worker_inside: whether the engine's process has the worker, or a further one.
+        uniproc: whether the engine's process has the worker, or a further one.
     """
     port, log = free_port(), folder / "server.log"
     with log.open("wb") as out:
@@ -105,7 +105,7 @@ def running(
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env=environment() | (ONE_PROCESS if worker_inside else {}),
+            env=environment() | (UNIPROC if uniproc else {}),
             process_group=0,
         )
     server = LiveServer(f"http://127.0.0.1:{port}", model, log, process)

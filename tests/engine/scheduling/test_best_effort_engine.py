@@ -13,7 +13,7 @@ from patience import patience
 
 pytest.importorskip("vllm")
 
-from live_server import ONE_PROCESS, environment
+from live_server import UNIPROC, environment
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,7 @@ def serve(slo_config: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
         text=True,
         timeout=patience(280),
         check=False,
-        env=environment() | ONE_PROCESS,
+        env=environment() | UNIPROC,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]

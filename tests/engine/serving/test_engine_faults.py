@@ -26,8 +26,8 @@ import httpx
 import live_server
 import psutil
 from live_server import (
-    ONE_PROCESS,
     SMALL,
+    UNIPROC,
     LiveServer,
     ask_openai,
     command,
@@ -54,7 +54,7 @@ def engine_of(script: str, *arguments: str, most_s: float = 280) -> Any:
         text=True,
         timeout=patience(most_s),
         check=False,
-        env=environment() | ONE_PROCESS,
+        env=environment() | UNIPROC,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import ONE_PROCESS, SMALL, command, environment
+from live_server import SMALL, UNIPROC, command, environment
 from patience import patience
 
 pytest.importorskip("vllm")
@@ -47,7 +47,7 @@ def test_a_batch_goes_on_after_lines_that_are_refused(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment() | ONE_PROCESS,
+        env=environment() | UNIPROC,
         timeout=patience(240),
         check=False,
     )
@@ -124,7 +124,7 @@ def test_an_embedded_engine(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment() | ONE_PROCESS,
+        env=environment() | UNIPROC,
         timeout=patience(240),
         check=False,
     )

@@ -15,7 +15,7 @@ from support_folder import SUPPORT
 
 pytest.importorskip("vllm")
 
-from live_server import ONE_PROCESS, environment
+from live_server import UNIPROC, environment
 from vllm import SamplingParams
 
 from vllm_slo import LLM, SLO, tiny
@@ -55,12 +55,12 @@ print("\\n" + json.dumps([
 
 
 def plain_vllm(
-    extra_args: list[dict[str, Any] | None], *, processes: bool, **options: Any
+    extra_args: list[dict[str, Any] | None], *, uniproc: bool, **options: Any
 ) -> list[list[Any]]:
     """[text, stop_reason, kv_transfer_params] of each of ``PROMPTS`` from ``vllm.LLM``.
 
     Args:
-        processes: whether the engine and its worker have processes of their own.
+        uniproc: whether the engine and its worker are in the process that asks.
     """
     said = {
         "model": str(tiny.path("target")),
@@ -74,7 +74,7 @@ def plain_vllm(
         text=True,
         timeout=patience(280),
         check=False,
-        env=environment() if processes else environment() | ONE_PROCESS,
+        env=environment() | (UNIPROC if uniproc else {}),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
@@ -103,7 +103,7 @@ def promised(outputs: list[Any]) -> list[bool | None]:
 
 def test_without_an_slo_it_says_what_stock_says(llm: LLM) -> None:
     outputs = generate(llm)
-    stock = plain_vllm([None] * len(PROMPTS), processes=False)
+    stock = plain_vllm([None] * len(PROMPTS), uniproc=True)
     assert [output.outputs[0].text for output in outputs] == [text for text, _, _ in stock]
     assert promised(outputs) == [None] * len(PROMPTS)
     with_slo = generate(llm, slo=EASY)
@@ -113,7 +113,7 @@ def test_without_an_slo_it_says_what_stock_says(llm: LLM) -> None:
 def test_plain_vllm_with_our_scheduler(llm: LLM) -> None:
     expected = [output.outputs[0].text for output in generate(llm)]
     extra = [EASY.to_extra_args(), None, IMPOSSIBLE.to_extra_args(), {"slo_ttft_ms": -1}]
-    outputs = plain_vllm(extra, processes=True, scheduler_cls="vllm_slo.Scheduler")
+    outputs = plain_vllm(extra, uniproc=False, scheduler_cls="vllm_slo.Scheduler")
     assert [text for text, _, _ in outputs[:3]] == expected[:3]
     carried = [carrier and carrier["vllm_slo"]["promised"] for _, _, carrier in outputs[:3]]
     assert carried == [True, None, False]

@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     model = str(tiny.path("target"))
     arguments = [command("vllm"), "serve", model, "--scheduler-cls", "vllm_slo.Scheduler", *SMALL]
     arguments += ["--additional-config", '{"slo_config": "slo.yaml"}']
-    with live_server.running(arguments, model, folder, worker_inside=False) as live:
+    with live_server.running(arguments, model, folder, uniproc=False) as live:
         yield live
 
 

@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         *("--draft-model", "tiny-middle", "--slo-config", str(config), *SMALL),
     ]
     # What trees tell the worker is sent from process to process.
-    with running(arguments, "tiny", folder, worker_inside=False) as live:
+    with running(arguments, "tiny", folder, uniproc=False) as live:
         yield live
 
 

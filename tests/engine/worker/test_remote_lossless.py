@@ -28,7 +28,7 @@ from support_folder import SUPPORT
 
 pytest.importorskip("vllm")
 
-from live_server import ONE_PROCESS, command, environment
+from live_server import UNIPROC, command, environment
 
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE
 from vllm_slo.wire.ports import free_port
@@ -121,7 +121,7 @@ class Kitchen:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self.environment | ONE_PROCESS,
+                env=self.environment | UNIPROC,
             )
 
     def _draft_server(self, name: str) -> subprocess.Popen[bytes]:
