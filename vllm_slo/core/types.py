@@ -99,7 +99,9 @@ class PrefillView(NamedTuple):
         deadline_s: when the first token is due; infinite where it can wait for ever.
         remaining_tokens: tokens still to compute until it samples.
         tpot_s: its decode objective once it has begun; infinite without one.
-        context_tokens: KV length already computed.
+        context_tokens: KV length that its next token attends to: computed, or found in the prefix
+            cache.
+        starts: whether it has no seat yet.
     """
 
     request_id: str
@@ -107,6 +109,7 @@ class PrefillView(NamedTuple):
     remaining_tokens: int
     tpot_s: float
     context_tokens: int = 0
+    starts: bool = False
 
 
 class BestEffortView(NamedTuple):
@@ -117,9 +120,10 @@ class BestEffortView(NamedTuple):
         waiting_since_s: when it arrived, or when it last received tokens, whichever is later.
         remaining_tokens: tokens it could use in this step (1 when it decodes).
         decoding: whether those tokens are a decode step, which cannot be split.
-        context_tokens: KV length it attends to.
+        context_tokens: KV length it attends to, as in `PrefillView`.
         needed_blocks: KV blocks that it must find free to start; 0 where it holds its own.
         begun: whether its client has tokens of it already.
+        starts: whether it has no seat yet.
     """
 
     request_id: str
@@ -129,6 +133,7 @@ class BestEffortView(NamedTuple):
     context_tokens: int = 0
     needed_blocks: int = 0
     begun: bool = False
+    starts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -399,14 +399,19 @@ def cases(draw: Callable[..., Any]) -> Case:
         decodes.append(DecodeView(f"d{i}", due, end, left, tpot, tokens, 1 + draw(context)))
     deadlines = draw(st.lists(st.one_of(second, st.just(INFINITY)), max_size=5))
     prefills = [
-        PrefillView(f"p{i}", due, draw(st.integers(1, 700)), draw(tpots), draw(context))
+        PrefillView(
+            f"p{i}", due, draw(st.integers(1, 700)), draw(tpots), draw(context), draw(st.booleans())
+        )
         for i, due in enumerate(sorted(deadlines))
     ]
     best_effort = []
     for i in range(draw(st.integers(0, 5))):
         whole = draw(st.booleans())
         wanted = draw(st.integers(1, 4)) if whole else draw(st.integers(1, 900))
-        best_effort.append(BestEffortView(f"b{i}", 0.0, wanted, whole, draw(context) + whole))
+        starts = not whole and draw(st.booleans())
+        best_effort.append(
+            BestEffortView(f"b{i}", 0.0, wanted, whole, draw(context) + whole, starts=starts)
+        )
     model = StepTimeModel(
         ((0.0, 0.0, draw(st.floats(0, 0.3))), (draw(st.floats(1e-5, 0.02)), 0.0, 0.01)),
         draw(st.sampled_from([0.0, 1e-5])),
@@ -471,7 +476,7 @@ def test_a_step_keeps_its_limit_unless_its_urgent_decodes_alone_break_it(case: C
 @given(cases())
 def test_seats_are_respected(case: Case) -> None:
     plan = case.plan()
-    starting = [v for v in case.flexible() if v.context_tokens == 0 and plan.tokens[v.request_id]]
+    starting = [v for v in case.flexible() if v.starts and plan.tokens[v.request_id]]
     assert len(starting) <= case.limits.seats
 
 
@@ -507,9 +512,7 @@ def test_what_could_use_tokens_gets_them_while_there_is_room(case: Case) -> None
     plan = case.plan()
     used, views = plan.token_budget, case.by_id()
     most = min(case.limits.max_step_tokens, case.model.max_tokens)
-    starting = sum(
-        views[i].context_tokens == 0 and n > 0 for i, n in plan.tokens.items() if i[0] != "d"
-    )
+    starting = sum(views[i].starts and n > 0 for i, n in plan.tokens.items() if i[0] != "d")
 
     def more_fits(name: str, tokens: int, limit_s: float) -> bool:
         after = {**plan.tokens, name: plan.tokens[name] + tokens}
@@ -520,7 +523,7 @@ def test_what_could_use_tokens_gets_them_while_there_is_room(case: Case) -> None
             assert not more_fits(decode.request_id, decode.tokens, plan.limit_s)
     for view in case.flexible():
         left = view.remaining_tokens - plan.tokens[view.request_id]
-        seated = view.context_tokens or plan.tokens[view.request_id]
+        seated = not view.starts or plan.tokens[view.request_id]
         if not left or (not seated and starting >= case.limits.seats):
             continue
         limit_s, chunk = plan.limit_s, 1
@@ -557,7 +560,7 @@ def test_a_prefill_that_may_not_start_early_keeps_exactly_its_last_token(case: C
 def test_best_effort_alone_always_makes_progress(case: Case) -> None:
     """However short its steps are to be: somebody who has or finds a seat gets tokens."""
     plan = case.plan(decodes=[], prefills=[])
-    able = [b for b in case.best_effort if b.context_tokens or b.decoding or case.limits.seats]
+    able = [b for b in case.best_effort if not b.starts or case.limits.seats]
     if not able:
         assert plan.token_budget == 0
         return
@@ -618,8 +621,11 @@ def test_may_start_is_asked_only_for_prefills_that_would_end_now() -> None:
 
 
 def test_promises_sit_down_first() -> None:
-    prefills = [PrefillView("p0", 50.0, 1, 1.0), PrefillView("p1", 60.0, 1, 1.0)]
-    others = [BestEffortView("b", 0.0, 1, False), BestEffortView("runs", 0.0, 1, True, 7)]
+    prefills = [PrefillView(f"p{i}", 50.0 + i, 1, 1.0, starts=True) for i in range(2)]
+    others = [
+        BestEffortView("b", 0.0, 1, False, starts=True),
+        BestEffortView("runs", 0.0, 1, True, 7),
+    ]
     plan = plan_step(0.0, [], prefills, others, SIX_A_UNIT, StepLimits(100, seats=2))
     assert plan.tokens == {"p0": 1, "p1": 1, "b": 0, "runs": 1}
     plan = plan_step(0.0, [], prefills, others, SIX_A_UNIT, StepLimits(100, seats=1))
@@ -656,7 +662,8 @@ def test_the_kept_share_is_one_for_all() -> None:
 def test_a_kept_share_that_finds_no_seat_goes_back_to_the_promises() -> None:
     limits = StepLimits(1000, best_effort_tokens=2, seats=0)
     decodes = [on_schedule("d", 0.0), DecodeView("loose", 2.0, 2.0, 1, 2.0)]
-    prefills, others = [PrefillView("p", 0.5, 99, 1.0, 5)], [BestEffortView("b", 0.0, 9, False)]
+    prefills = [PrefillView("p", 0.5, 99, 1.0, 5)]
+    others = [BestEffortView("b", 0.0, 9, False, starts=True)]
     plan = plan_step(0.0, decodes, prefills, others, SIX_A_UNIT, limits)
     assert plan.tokens["b"] == 0
     assert plan.token_budget == 6

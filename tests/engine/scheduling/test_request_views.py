@@ -234,8 +234,21 @@ def test_a_waiting_request_wants_its_prompt() -> None:
     waiting: dict[str, Any] = {"num_computed_tokens": 0, "num_tokens": 15, "num_output_tokens": 0}
     waiting["status"] = RequestStatus.WAITING
     view = request_views.best_effort_view(request(**waiting), 7.0)
-    assert view == ("r", 7.0, 15, False, 0, 0, False)
-    assert request_views.prefill_view(tracked(**waiting)) == ("r", 102.0, 15, 1.0, 0)
+    assert view == ("r", 7.0, 15, False, 0, 0, False, True)
+    assert request_views.prefill_view(tracked(**waiting)) == ("r", 102.0, 15, 1.0, 0, True)
+
+
+def test_what_the_prefix_cache_holds_is_context_and_not_computed_again() -> None:
+    waiting: dict[str, Any] = {"num_computed_tokens": 0, "num_tokens": 15, "num_output_tokens": 0}
+    waiting["status"] = RequestStatus.WAITING
+    one = tracked(**waiting)
+    one.cached_tokens = 12
+    assert request_views.prefill_view(one) == ("r", 102.0, 3, 1.0, 12, True)
+    view = request_views.best_effort_view(request(**waiting), 7.0, 1, 12)
+    assert (view.remaining_tokens, view.context_tokens, view.starts) == (3, 12, True)
+    begun = tracked(num_computed_tokens=14, num_tokens=15, num_output_tokens=0)
+    begun.cached_tokens = 12
+    assert request_views.prefill_view(begun) == ("r", 102.0, 1, 1.0, 14, False)
 
 
 def test_a_preempted_request_is_resumed_by_one_prefill() -> None:

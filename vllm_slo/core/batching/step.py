@@ -244,7 +244,7 @@ class _Batch:
         for prefill in prefills:
             already = self.tokens.get(prefill.request_id, 0)
             want = prefill.remaining_tokens - already
-            if prefill.context_tokens == 0 and not already and self.seats <= 0:
+            if prefill.starts and not already and self.seats <= 0:
                 self.add(prefill.request_id, 0, 0)
                 continue
             most = self.headroom(self.limit_s, prefill.context_tokens, already)
@@ -253,7 +253,7 @@ class _Batch:
             give = min(want, most)
             if give == want and give > 0 and self._ends_early(prefill, may_start, holding):
                 give -= 1
-            if give > 0 and not already and prefill.context_tokens == 0:
+            if give > 0 and not already and prefill.starts:
                 self.seats -= 1
             granted += give
             self.add(prefill.request_id, max(give, 0), prefill.context_tokens)
@@ -298,9 +298,10 @@ class _Batch:
         limits of best effort.
         """
         for request in requests:
-            starts = request.context_tokens == 0 and not request.decoding
-            give = 0 if starts and self.seats <= 0 else self._best_effort_share(request, kept)
-            if give and starts:
+            give = (
+                0 if request.starts and self.seats <= 0 else self._best_effort_share(request, kept)
+            )
+            if give and request.starts:
                 self.seats -= 1
             kept -= give
             self.add(request.request_id, give, request.context_tokens)

@@ -70,6 +70,10 @@ class KVBlocks:
         held = kv_cache.held_blocks(self._manager, request.request_id)
         return [block for kind in held for block in kind]
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request without blocks that the prefix cache holds now."""
+        return (kv_cache.cached_tokens(self._manager, request) or 0) if self.caches else 0
+
     def look_up_prefix(self, tracked: SLORequest) -> None:
         """Note how much of a prompt that has not started the prefix cache holds now, or a connector
         will load. A connector is asked until it knows, and no more: it may ask others."""

@@ -92,29 +92,43 @@ def decode_rows(
 
 def prefill_view(tracked: SLORequest) -> PrefillView:
     """A promised request before its next sampled token."""
+    request = tracked.request
+    starts = request.num_computed_tokens == 0
     deadline_s = tracked.deadline_s if tracked.first_token_s is None else tracked.arrival_s
     return PrefillView(
-        tracked.request.request_id,
+        request.request_id,
         deadline_s,
         tracked.remaining_tokens,
         tracked.reserved_tpot_s,
-        tracked.request.num_computed_tokens,
+        tracked.cached_tokens if starts else request.num_computed_tokens,
+        starts,
     )
 
 
-def best_effort_view(request: Request, since_s: float, needed_blocks: int = 0) -> BestEffortView:
-    """A request without a promise that was last served at ``since_s``."""
+def best_effort_view(
+    request: Request, since_s: float, needed_blocks: int = 0, cached_tokens: int = 0
+) -> BestEffortView:
+    """A request without a promise that was last served at ``since_s``.
+
+    ``cached_tokens``: its tokens in the prefix cache; they count until it starts.
+    """
+    starts = request.num_computed_tokens == 0
+    context = cached_tokens if starts else request.num_computed_tokens
     decoding = request.status == RequestStatus.RUNNING and is_decoding(request)
     speculated = request.num_tokens_with_spec - request.num_tokens
-    tokens = 1 + speculated if decoding else tokens_to_next_sample(request)
+    if decoding:
+        tokens = 1 + speculated
+    else:
+        tokens = tokens_to_next_sample(request) - (cached_tokens if starts else 0)
     return BestEffortView(
         request.request_id,
         since_s,
         max(tokens, 1),
         decoding,
-        request.num_computed_tokens,
+        context,
         needed_blocks,
         request.num_output_tokens > 0,
+        starts,
     )
 
 

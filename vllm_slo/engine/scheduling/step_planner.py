@@ -271,9 +271,7 @@ class StepPlanner:
         """Best effort in serving order, without those for whom there is no memory."""
         now_s, starved = self._clock.now_s, self._guard.starved
         found = (
-            request_views.best_effort_view(
-                r, self._guard.seen(r.request_id, now_s), self._needed_blocks(r)
-            )
+            self._best_effort_view(r, self._guard.seen(r.request_id, now_s), free_blocks)
             for r in others
         )
         if self._best_effort is None:
@@ -287,6 +285,15 @@ class StepPlanner:
             ageing_s=self._ageing_s,
             promises=self._promises(),
         )
+
+    def _best_effort_view(
+        self, request: Request, since_s: float, free_blocks: int
+    ) -> BestEffortView:
+        """The prefix cache is asked only for a request that could start now."""
+        needed, cached = self._needed_blocks(request), 0
+        if 0 < needed <= free_blocks:
+            cached = self._blocks.cached_tokens(request)
+        return request_views.best_effort_view(request, since_s, needed, cached)
 
     def _promises(self) -> bool:
         return bool(self.decodes or self.prefills)

@@ -167,7 +167,7 @@ class Workload:
         need = self._needs.get(name)
         if need is None or need.model is not model:
             self.blocks.look_up_prefix(tracked)
-            computed = tracked.request.num_computed_tokens
+            computed = tracked.request.num_computed_tokens or tracked.cached_tokens
             work = work_tokens(model, tracked.remaining_tokens, computed)
             delay_s = chunks_delay_s(
                 model, tracked.remaining_tokens, self._chunk_tokens, self.max_step_tokens
