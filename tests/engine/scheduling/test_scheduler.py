@@ -127,6 +127,21 @@ def poisson_mix(engine: VirtualEngine, rng: random.Random, rate: float, count: i
             engine.clock.advance(max(arrivals[0][0] - engine.clock.now_s, 0.0))
 
 
+def test_a_prompt_is_promised_by_the_cached_context_that_it_attends_to(engine: Any) -> None:
+    """160 new tokens after 1600 cached ones take 0.016 s, and 0.27 s for their attention."""
+    model = StepTimeModel(((0.0, 0.0, 0.01), (1e-4, 0.0, 0.0)), pair_s=1e-6, max_tokens=8192)
+    text = [3 + i % 997 for i in range(1760)]
+    for ttft_ms, promised in ((200, False), (400, True)):
+        one = engine(model=model, margin=1.01)
+        one.add("first", text[:1600], 2)
+        one.run()
+        one.add("second", text, 2, SLO(ttft_ms=ttft_ms))
+        one.run()
+        outcome = one.outcomes["second"]
+        assert outcome.report["promised"] is promised
+        assert kept(outcome) is promised
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("rate", [4.0, 12.0])
 def test_a_promise_made_is_kept_when_the_model_is_true(
