@@ -124,6 +124,8 @@ class BestEffortView(NamedTuple):
         needed_blocks: KV blocks that it must find free to start; 0 where it holds its own.
         begun: whether its client has tokens of it already.
         starts: whether it has no seat yet.
+        hold_blocks: KV blocks that it is expected to hold at most.
+        asked: whether it asked for a promise that it did not get.
     """
 
     request_id: str
@@ -134,6 +136,8 @@ class BestEffortView(NamedTuple):
     needed_blocks: int = 0
     begun: bool = False
     starts: bool = False
+    hold_blocks: int = 0
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

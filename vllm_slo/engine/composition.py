@@ -168,7 +168,7 @@ def assemble(
     )
     starts = OpportunisticStarts(state, tracker, workload, steps, speculation, guard)
     planner = StepPlanner(
-        *(state, tracker, workload, admission, starts, steps, guard, pressure, responsive),
+        *(state, tracker, workload, admission, starts, steps, guard, responsive),
         *(best_effort, config, speculation.draft_padding),
     )
     quotes = Quotes(

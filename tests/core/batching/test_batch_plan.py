@@ -683,19 +683,6 @@ def test_a_lone_best_effort_prefill_leaves_the_engine_responsive() -> None:
     assert plan_step(0.0, [], [], others, SIX_A_UNIT, limits).tokens == {"b": SMALLEST_CHUNK}
 
 
-def test_prompts_of_best_effort_stand_back_and_answers_go_on() -> None:
-    others = [BestEffortView("answers", 0.0, 1, True, 7), BestEffortView("b", 0.0, 9, False)]
-    decodes = [on_schedule("d", 0.0)]
-    for prompt_s, granted in ((INFINITY, 4), (0.5, 1), (0.0, 0)):
-        limits = StepLimits(1000, best_effort_prompt_s=prompt_s)
-        plan = plan_step(0.0, decodes, [], others, SIX_A_UNIT, limits)
-        assert plan.tokens == {"d": 1, "answers": 1, "b": granted}
-    kept = StepLimits(1000, best_effort_tokens=2, best_effort_prompt_s=0.0)
-    assert plan_step(0.0, decodes, [], others, SIX_A_UNIT, kept).tokens["b"] == 1
-    alone = plan_step(0.0, [], [], others[1:], SIX_A_UNIT, limits)
-    assert alone.tokens == {"b": 9}  # an empty step is nobody else's
-
-
 def test_a_deadline_is_met_by_a_step_without_the_decodes_that_can_wait() -> None:
     """Reading the KV of both decodes would take the step beyond the deadline."""
     model = StepTimeModel(((0.0, 0.0, 0.0), (0.01, 0.0, 0.0)), kv_s=0.001, max_tokens=1000)

@@ -23,13 +23,15 @@ def test_best_effort_that_has_begun_is_served_first_but_for_the_starved() -> Non
         waiting("lost its place", 95.0, 4)._replace(begun=True),
         waiting("just", 70.0, 4),
         waiting("aged", 69.9, 4),
+        waiting("refused", 98.0, 4)._replace(asked=True),
         waiting("starved", 98.0, 4),
         waiting("begun and aged", 10.0, 4)._replace(begun=True),
+        waiting("begun and refused", 95.0, 4)._replace(begun=True, asked=True),
     ]
     ranked = [r.request_id for r in rank_best_effort(requests, 100.0, 30.0, "starved")]
-    begun = ["begun and aged", "begun", "lost its place"]
-    assert ranked == ["starved", *begun, "aged", "new", "just"]
-    assert [r.request_id for r in rank_best_effort(requests, 100.0, 30.0)][:3] == begun
+    begun = ["begun and aged", "begun", "lost its place", "begun and refused"]
+    assert ranked == ["starved", *begun, "refused", "aged", "new", "just"]
+    assert [r.request_id for r in rank_best_effort(requests, 100.0, 30.0)][:4] == begun
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.lists(st.integers(0, 8), max_size=7))

@@ -234,7 +234,7 @@ def test_a_waiting_request_wants_its_prompt() -> None:
     waiting: dict[str, Any] = {"num_computed_tokens": 0, "num_tokens": 15, "num_output_tokens": 0}
     waiting["status"] = RequestStatus.WAITING
     view = request_views.best_effort_view(request(**waiting), 7.0)
-    assert view == ("r", 7.0, 15, False, 0, 0, False, True)
+    assert view == ("r", 7.0, 15, False, 0, 0, False, True, 0, False)
     assert request_views.prefill_view(tracked(**waiting)) == ("r", 102.0, 15, 1.0, 0, True)
 
 
@@ -244,7 +244,8 @@ def test_what_the_prefix_cache_holds_is_context_and_not_computed_again() -> None
     one = tracked(**waiting)
     one.cached_tokens = 12
     assert request_views.prefill_view(one) == ("r", 102.0, 3, 1.0, 12, True)
-    view = request_views.best_effort_view(request(**waiting), 7.0, 1, 12)
+    view = request_views.best_effort_view(request(**waiting), 7.0, 1)
+    view = request_views.with_cached(view, 12)
     assert (view.remaining_tokens, view.context_tokens, view.starts) == (3, 12, True)
     begun = tracked(num_computed_tokens=14, num_tokens=15, num_output_tokens=0)
     begun.cached_tokens = 12

@@ -98,5 +98,5 @@ def test_a_preemption_that_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatc
         self.reset_preempted_req_ids.discard(request.request_id)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", silent)
-    with pytest.raises(AssertionError, match=r"is resumed|No free indices"):
+    with pytest.raises(AssertionError, match=r"is resumed|No free indices|a shared block"):
         serve(Scheduler, 0, overlap=True)

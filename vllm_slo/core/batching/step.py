@@ -41,15 +41,12 @@ class StepLimits:
         best_effort_step_s: longest step that best effort alone may cause; see
             ``RecentObjectives``.
         seats: waiting requests that may start in this step.
-        best_effort_prompt_s: longest step that prompts of best effort may cause beyond the tokens
-            kept for them; 0 while they stand back (see ``Pressure``).
     """
 
     max_step_tokens: int
     best_effort_tokens: int = 0
     best_effort_step_s: float = INFINITY
     seats: int = 1 << 30
-    best_effort_prompt_s: float = INFINITY
 
 
 def plan_step(
@@ -314,7 +311,6 @@ class _Batch:
         if request.decoding:
             fits = self.fits_decode(longest if least > 0 else limit, wanted, context)
             return wanted if fits else 0
-        limit = min(limit, self.limits.best_effort_prompt_s)
         give = min(self.headroom(limit, context), wanted)
         if give < min(least, wanted):
             give = max(give, min(self.headroom(longest, context), least, wanted))

@@ -16,9 +16,10 @@ def rank_best_effort(
     1. The ``starved`` request (``StarvationGuard.starved``).
     2. Answers that have begun, also where they have lost their place: the fewer run at a time, the
        sooner each of them ends.
-    3. The others.
+    3. Those that asked for a promise: their clients wait.
+    4. The others.
 
-    Within 2 and 3, requests that have waited longer than ``ageing_s`` come first, then those that
+    Within 2 to 4, requests that have waited longer than ``ageing_s`` come first, then those that
     decode, then as given.
     """
     return sorted(
@@ -26,6 +27,7 @@ def rank_best_effort(
         key=lambda r: (
             r.request_id != starved,
             not r.begun,
+            not (r.begun or r.asked),
             now_s - r.waiting_since_s <= ageing_s,
             not r.decoding,
         ),

@@ -43,7 +43,7 @@ class AdmissionController:
     """Asks SLOs-Serve's program for the requests of one engine.
 
     Args:
-        pressure: what promises lacked of late; it is told of refusals here.
+        pressure: whether first tokens come too late; it is told of refusals here.
         quotas: how much each tenant may be promised; None: as much as there is.
         config: how often to rule, and over how many.
         obstacle: why nothing can be promised on this engine, or None; see `obstacles`.
@@ -209,12 +209,8 @@ class AdmissionController:
 
     def note_refusal(self, tracked: SLORequest, reason: str) -> None:
         """A request was refused for the first time."""
-        now_s = self._clock.now_s
-        if reason == "prefill":
-            self._pressure.refused(now_s, ttft=tracked.deadline_s < INFINITY)
-        elif reason == "memory":
-            blocks = self._workload.blocks.needed(tracked.request.num_tokens)
-            self._pressure.short_of(blocks, now_s)
+        if reason == "prefill" and tracked.deadline_s < INFINITY:
+            self._pressure.refused(self._clock.now_s)
 
     def may_start(self, starting: PrefillView, start_s: float, model: StepTimeModel) -> bool:
         """Whether a prefill may end before its deadline; see `program.can_start_early`."""

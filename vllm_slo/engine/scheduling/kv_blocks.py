@@ -51,10 +51,10 @@ class KVBlocks:
         blocks = sum(-(-tokens // size) for size in self.sizes)
         return min(blocks, self.total)
 
-    def needed_by_all(self, tokens: NDArray[np.int64]) -> int:
-        """`needed` of (n,) requests, together."""
+    def needed_by_each(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(n,) `needed` of requests."""
         blocks = sum(-(-tokens // size) for size in self.sizes)
-        return int(np.minimum(blocks, self.total).sum())
+        return np.minimum(blocks, self.total)
 
     def held(self, request: Request) -> int:
         """Blocks that a request holds."""

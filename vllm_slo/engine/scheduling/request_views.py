@@ -106,30 +106,35 @@ def prefill_view(tracked: SLORequest) -> PrefillView:
 
 
 def best_effort_view(
-    request: Request, since_s: float, needed_blocks: int = 0, cached_tokens: int = 0
+    request: Request,
+    since_s: float,
+    needed_blocks: int = 0,
+    hold_blocks: int = 0,
+    *,
+    asked: bool = False,
 ) -> BestEffortView:
-    """A request without a promise that was last served at ``since_s``.
-
-    ``cached_tokens``: its tokens in the prefix cache; they count until it starts.
-    """
-    starts = request.num_computed_tokens == 0
-    context = cached_tokens if starts else request.num_computed_tokens
+    """A request without a promise that was last served at ``since_s``; the rest as in the view."""
     decoding = request.status == RequestStatus.RUNNING and is_decoding(request)
     speculated = request.num_tokens_with_spec - request.num_tokens
-    if decoding:
-        tokens = 1 + speculated
-    else:
-        tokens = tokens_to_next_sample(request) - (cached_tokens if starts else 0)
+    tokens = 1 + speculated if decoding else tokens_to_next_sample(request)
     return BestEffortView(
         request.request_id,
         since_s,
         max(tokens, 1),
         decoding,
-        context,
+        request.num_computed_tokens,
         needed_blocks,
         request.num_output_tokens > 0,
-        starts,
+        request.num_computed_tokens == 0,
+        hold_blocks,
+        asked,
     )
+
+
+def with_cached(view: BestEffortView, tokens: int) -> BestEffortView:
+    """A request that has not started, with so many of its tokens in the prefix cache."""
+    left = max(view.remaining_tokens - tokens, 1)
+    return view._replace(remaining_tokens=left, context_tokens=tokens)
 
 
 def demand(

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.core.batching.pressure import Pressure
+from vllm_slo.core.batching.best_effort_memory import Memory, fitting
 from vllm_slo.core.batching.step import StepLimits, plan_step
 from vllm_slo.core.ordering.best_effort import preemptions, rank_best_effort
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
@@ -42,7 +43,6 @@ class StepPlanner:
 
     Args:
         starts: who may begin without a promise.
-        pressure: what promises lacked of late; it is told what they take from best effort here.
         responsive: how long a step may be that best effort alone causes.
         order: in which best effort is served; None: as it arrives.
         config: ages and windows.
@@ -58,7 +58,6 @@ class StepPlanner:
         starts: OpportunisticStarts,
         clock: StepClock,
         guard: StarvationGuard,
-        pressure: Pressure,
         responsive: ResponsiveSteps,
         order: BestEffort | None,
         config: SLOConfig,
@@ -72,7 +71,6 @@ class StepPlanner:
         self._starts = starts
         self._clock = clock
         self._guard = guard
-        self._pressure = pressure
         self._responsive = responsive
         self._best_effort = order
         self._ageing_s = config.ageing_s
@@ -116,9 +114,7 @@ class StepPlanner:
         preempt = self._preemptions([t for t in starting if t.promised])
         free = self._blocks.free
         if preempt:
-            freed = sum(self._blocks.held(r) for r in preempt)
-            self._pressure.short_of(freed, self._clock.now_s)
-            free += freed
+            free += sum(self._blocks.held(r) for r in preempt)
         # A request that starts in blocks that decodes need next would soon be preempted for them.
         spare = free - self._decode_blocks()
         if self._best_effort is not None:
@@ -150,6 +146,7 @@ class StepPlanner:
         """
         state, live = self._state, self._tracker.live
         starting: list[SLORequest] = []
+        refused: list[Request] = []
         others: list[Request] = []
         loras = self._loras(state.running)
         for request in (*state.waiting_with_blocks, *state.waiting):
@@ -169,10 +166,12 @@ class StepPlanner:
                 one.opportunistic = one.opportunistic or self._finds_headroom(one)
                 if one.opportunistic:
                     starting.append(one)
-            elif len(others) < WAITING_LOOKAHEAD or self._best_effort is not None:
+            elif self._best_effort is not None or len(others) < WAITING_LOOKAHEAD:
                 others.append(request)
+            elif len(refused) < WAITING_LOOKAHEAD and self._asked(request.request_id):
+                refused.append(request)
         starting.sort(key=_by_deadline)
-        return starting, others
+        return starting, others + refused
 
     def _order(
         self, preempt: list[Request], waiting: list[Request], places: int, free_blocks: int
@@ -250,10 +249,10 @@ class StepPlanner:
         return blocks - self._blocks.held(request)
 
     def _ranked(self, others: list[Request]) -> list[Request]:
-        """Best effort in serving order."""
+        """Best effort, those that are to keep their place longest first."""
         order = self._best_effort
         if order is None:
-            return others
+            return sorted(others, key=lambda r: r.arrival_time)
         by_id = {request.request_id: request for request in others}
         return [by_id[view.request_id] for view in order.rank(others)]
 
@@ -270,33 +269,43 @@ class StepPlanner:
     def _fitting(self, others: list[Request], free_blocks: int) -> list[BestEffortView]:
         """Best effort in serving order, without those for whom there is no memory."""
         now_s, starved = self._clock.now_s, self._guard.starved
+        if not others:
+            return []
+        by_id, holds = {r.request_id: r for r in others}, self._workload.holds(others)
         found = (
-            self._best_effort_view(r, self._guard.seen(r.request_id, now_s), free_blocks)
-            for r in others
+            request_views.best_effort_view(
+                r,
+                self._guard.seen(name, now_s),
+                self._needed_blocks(r),
+                holds[name],
+                asked=self._asked(name),
+            )
+            for name, r in by_id.items()
         )
         if self._best_effort is None:
             ranked = rank_best_effort(found, now_s, self._ageing_s, starved)
         else:
             ranked = sorted(found, key=lambda view: self._ranks[view.request_id])
-        return self._pressure.fits_in_memory(
-            ranked,
-            free_blocks,
-            now_s,
-            ageing_s=self._ageing_s,
-            promises=self._promises(),
+            aged = (r for r in ranked if now_s - r.waiting_since_s > self._ageing_s)
+            starved = next((r.request_id for r in aged), None)
+        load = self._workload.committed(self.start_s, self.model)
+        unpromised = [t.request for t in (*self.decodes, *self.prefills) if not t.promised]
+        planned = sum(self._workload.holds(unpromised).values())
+        memory = Memory(
+            self._blocks.total, free_blocks, load.blocks + planned, math.sqrt(load.squares)
         )
+        return [
+            # The prefix cache is asked only for requests that could start now.
+            request_views.with_cached(view, self._blocks.cached_tokens(by_id[view.request_id]))
+            if view.starts
+            else view
+            for view in fitting(ranked, memory, starved)
+        ]
 
-    def _best_effort_view(
-        self, request: Request, since_s: float, free_blocks: int
-    ) -> BestEffortView:
-        """The prefix cache is asked only for a request that could start now."""
-        needed, cached = self._needed_blocks(request), 0
-        if 0 < needed <= free_blocks:
-            cached = self._blocks.cached_tokens(request)
-        return request_views.best_effort_view(request, since_s, needed, cached)
-
-    def _promises(self) -> bool:
-        return bool(self.decodes or self.prefills)
+    def _asked(self, request_id: str) -> bool:
+        """Whether a request without a promise asked for one."""
+        tracked = self._tracker.get(request_id)
+        return tracked is not None and tracked.slo.effective_tier == "guaranteed"
 
     def _needed_blocks(self, request: Request) -> int:
         """KV blocks without which vLLM could not start a request; 0 where it holds its own."""
@@ -311,9 +320,6 @@ class StepPlanner:
             max_step_tokens=self._max_tokens(len(others)),
             best_effort_tokens=max(int(share * self._fullest_step()), 1) if share else 0,
             best_effort_step_s=self.responsive_s,
-            best_effort_prompt_s=self._pressure.prompt_step_s(
-                self._clock.now_s, self.model.predict_s(1), promises=self._promises()
-            ),
             seats=self._seats(preempt) - self.resuming,
         )
         return plan_step(

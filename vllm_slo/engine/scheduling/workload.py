@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.request import Request
 
 from vllm_slo.core.admission.program import PLAIN, Capacity, chunks_delay_s, work_tokens
 from vllm_slo.core.batching.decodes import Decodes
@@ -22,7 +24,7 @@ from vllm_slo.engine.scheduling.decode_model import DecodeModel, WayToDecode
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.request_facts import is_decoding
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
-from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 
 
@@ -34,12 +36,14 @@ class CommittedLoad(NamedTuple):
         decoding: TPOT -> promised requests that decode, by the TPOT that is reserved for them.
         context: KV tokens that those read.
         blocks: KV blocks that all of them hold or are to hold.
+        squares: sum of the squares of what each of them is to hold, see `best_effort_memory`.
     """
 
     pending: list[Demand]
     decoding: Mapping[float, int]
     context: int
     blocks: int
+    squares: int
 
     @property
     def requests(self) -> int:
@@ -52,13 +56,14 @@ class _DecodingLoad(NamedTuple):
 
     Attributes:
         resuming: promised requests that had a token and are to be computed again first.
-        tpots_s, context, blocks: as in `CommittedLoad`.
+        tpots_s, context, blocks, squares: as in `CommittedLoad`.
     """
 
     resuming: Sequence[SLORequest]
     tpots_s: Mapping[float, int]
     context: int
     blocks: int
+    squares: int
 
 
 class _Need(NamedTuple):
@@ -224,8 +229,14 @@ class Workload:
         decoding = self._decoding_load[1]
         pending = [*self._tracker.promised_before_first_token(), *decoding.resuming]
         demands = [self.demand(t, start_s, model, origin_s) for t in pending]
-        blocks = decoding.blocks + sum([demand.blocks for demand in demands])
-        return CommittedLoad(demands, decoding.tpots_s, decoding.context, blocks)
+        holds = [demand.blocks for demand in demands]
+        return CommittedLoad(
+            demands,
+            decoding.tpots_s,
+            decoding.context,
+            decoding.blocks + sum(holds),
+            decoding.squares + sum([blocks * blocks for blocks in holds]),
+        )
 
     def _load_of_decodes(self) -> _DecodingLoad:
         """The load of promised requests that decode."""
@@ -238,15 +249,15 @@ class Workload:
             resuming,
             Counter([t.reserved_tpot_s for t in decodes]),
             sum([t.request.num_computed_tokens for t in decodes]),
-            self._blocks_of_all(decodes),
+            *self._blocks_of_all(decodes),
         )
 
-    def _blocks_of_all(self, decodes: Sequence[SLORequest]) -> int:
-        """KV blocks to set aside for requests that decode."""
+    def _blocks_of_all(self, decodes: Sequence[SLORequest]) -> tuple[int, int]:
+        """KV blocks to set aside for requests that decode, and the sum of their squares."""
         by_class: defaultdict[str, list[SLORequest]] = defaultdict(list)
         for tracked in decodes:
             by_class[tracked.slo_class].append(tracked)
-        blocks = 0
+        blocks = squares = 0
         for name, members in by_class.items():
             columns = (
                 [t.request.num_prompt_tokens for t in members],
@@ -254,9 +265,42 @@ class Workload:
                 [t.slo.expected_output_tokens or 0 for t in members],
                 [t.recorded for t in members],
             )
-            tokens = self.lengths.expected_holds(name, np.array(columns, dtype=np.int64))
-            blocks += self.blocks.needed_by_all(tokens)
-        return blocks
+            holds = self._holds(name, columns)
+            blocks += int(holds.sum())
+            squares += int((holds * holds).sum())
+        return blocks, squares
+
+    def _holds(self, label: str, columns: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """(n,) KV blocks that requests of a label are expected to hold at most; ``columns`` as in
+        `OutputLengthPredictor.expected_holds`."""
+        tokens = self.lengths.expected_holds(label, np.array(columns, dtype=np.int64))
+        return self.blocks.needed_by_each(tokens)
+
+    def holds(self, requests: Iterable[Request]) -> dict[str, int]:
+        """KV blocks that requests are expected to hold at most, whether they carry an SLO or not;
+        at least what they need to go on."""
+        by_label: defaultdict[str, list[tuple[str, int, int, int, int, int]]] = defaultdict(list)
+        for request in requests:
+            tracked = self._tracker.get(request.request_id)
+            label, declared = UNLABELLED, 0
+            if tracked is not None:
+                label, declared = tracked.slo_class, tracked.slo.expected_output_tokens or 0
+            by_label[label].append(
+                (
+                    request.request_id,
+                    self.blocks.needed(request.num_tokens),
+                    request.num_prompt_tokens,
+                    request.max_tokens,
+                    declared,
+                    request.num_output_tokens,
+                )
+            )
+        holds: dict[str, int] = {}
+        for label, rows in by_label.items():
+            names, least, *columns = zip(*rows, strict=True)
+            most = np.maximum(self._holds(label, columns), least).tolist()
+            holds.update(zip(names, most, strict=True))
+        return holds
 
     def capacity(self, promised: int, blocks: int) -> Capacity:
         """What is left beside so many promises that hold so many KV blocks."""

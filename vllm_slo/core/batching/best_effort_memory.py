@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV memory that best effort may take beside promises.
+
+A promise that needs blocks takes them from best effort, whose prompts and answers are then computed
+again. If best effort fills all that is free, that happens with nearly every arrival. So best effort
+leaves as much free as promises are likely to need beyond what is set aside for them already.
+
+If requests come in a Poisson process, the number that are being served is Poisson distributed. What
+they hold together then has the standard deviation sqrt(sum of holds squared), which `spread` takes
+from the requests that are promised now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_slo.core.types import BestEffortView
+
+
+class Memory(NamedTuple):
+    """KV blocks of an engine.
+
+    Attributes:
+        total: all there are.
+        free: those that no request holds, and that promises do not need in this step.
+        promised: those set aside for promises.
+        spread: standard deviation of what promises hold.
+    """
+
+    total: int
+    free: int
+    promised: int
+    spread: float
+
+
+def fitting(
+    ranked: Sequence[BestEffortView], memory: Memory, starved: str | None = None
+) -> list[BestEffortView]:
+    """The requests of best effort for which there is memory, in the order given.
+
+    A request starts if all that best effort is expected to hold, its own blocks included, leaves
+    `spread` blocks beside what is set aside for promises. So a request that has begun is seldom
+    dropped. The ``starved`` request may take all that is free. Tokens planned for a request that
+    cannot start would be taken from those that hold the memory it waits for.
+    """
+    held = sum(r.hold_blocks for r in ranked if not r.needed_blocks)
+    room, free = memory.total - memory.promised - memory.spread - held, memory.free
+    fit = []
+    for request in ranked:
+        if request.needed_blocks:
+            first = request.request_id == starved
+            if request.needed_blocks > free or (request.hold_blocks > room and not first):
+                continue
+            room -= request.hold_blocks
+            free -= request.needed_blocks
+        fit.append(request)
+    return fit
