@@ -49,14 +49,17 @@ def decode_view(
 
 
 def decode_rows(
-    tracked: Sequence[SLORequest], start_s: float, strength: float, yields: TokenYields
+    tracked: Sequence[SLORequest],
+    start_s: float,
+    strengths: tuple[float, float],
+    yields: TokenYields,
 ) -> Decodes:
     """`decode_view` of promised requests that decode, all at once.
 
     Args:
         tracked: the requests; all have the same TPOT window.
         start_s: when the step begins.
-        strength: share of each TPOT to work towards.
+        strengths: share of each TPOT to work towards, and the share in an answer's first window.
         yields: what drafts are expected to yield.
     """
     if not tracked:
@@ -84,17 +87,20 @@ def decode_rows(
         (np.array([m.open_start_s for m in measures]), held),
         np.array([t.first_token_s is not None for t in tracked]),
         expected,
-        np.array([t.tpot_s for t in tracked]) * strength,
+        np.array([t.tpot_s * strengths[t.tpot.measure.worst_full_s is None] for t in tracked]),
         tracked[0].window,
         (tokens, context),
     )
 
 
-def prefill_view(tracked: SLORequest) -> PrefillView:
-    """A promised request before its next sampled token."""
+def prefill_view(tracked: SLORequest, guard_s: float = 0.0) -> PrefillView:
+    """A promised request before its next sampled token, which is to come ``guard_s`` before its
+    deadline."""
     request = tracked.request
     starts = request.num_computed_tokens == 0
-    deadline_s = tracked.deadline_s if tracked.first_token_s is None else tracked.arrival_s
+    deadline_s = tracked.arrival_s
+    if tracked.first_token_s is None:
+        deadline_s = tracked.deadline_s - guard_s
     return PrefillView(
         request.request_id,
         deadline_s,

@@ -24,6 +24,9 @@ TYPICAL_TOKENS = 64
 """Models are compared by a step of so many."""
 MEAN_STEPS = 32
 """`StepClock.mean_s` is an exponential mean with this many steps as its time constant."""
+MOST_STRENGTHENED = 0.1
+"""Of a TPOT: objectives are strengthened by no more. The value is a choice: where steps overrun by
+more, a promise may break, and a larger margin would leave capacity unused for it."""
 
 
 class _Step(NamedTuple):
@@ -53,7 +56,9 @@ class StepClock:
         verified_s: what the last step took, drafting left out.
         mean_s: mean of the last steps (`MEAN_STEPS`), drafting included; 0 before the first.
         fastest_model: the shortest of the plain promise models that came of enough steps, or None.
+        jitter: share of its time by which a single step may overrun the expected one.
         strength: share of a TPOT to work towards, at most 1 (see `request_views.decode_view`).
+        first_strength: the same in the first window of an answer.
     """
 
     def __init__(
@@ -159,8 +164,10 @@ class StepClock:
             known, now = self.fastest_model, self.plain_promise_model
             if known is None or now.predict_s(TYPICAL_TOKENS) < known.predict_s(TYPICAL_TOKENS):
                 self.fastest_model = now
-        jitter = self.estimator.correction.jitter(self._quantile)
-        self.strength = 1.0 - min(jitter / self._window, 0.1)
+        self.jitter = self.estimator.correction.jitter(self._quantile)
+        self.strength = 1.0 - min(self.jitter / self._window, MOST_STRENGTHENED)
+        # An answer that ends in its first window is judged by the few steps that it had.
+        self.first_strength = 1.0 - min(self.jitter, MOST_STRENGTHENED)
 
     def _add_drafting(self) -> None:
         self.promise_model = self.plain_promise_model

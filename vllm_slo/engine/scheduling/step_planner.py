@@ -316,6 +316,7 @@ class StepPlanner:
     def _plan(self, others: list[BestEffortView], preempt: list[Request]) -> StepPlan:
         workload = self._workload
         share = workload.reserved_share()
+        guard_s = workload.overrun_s(self.model.predict_s(workload.max_step_tokens))
         limits = StepLimits(
             max_step_tokens=self._max_tokens(len(others)),
             best_effort_tokens=max(int(share * self._fullest_step()), 1) if share else 0,
@@ -325,7 +326,7 @@ class StepPlanner:
         return plan_step(
             self.start_s,
             workload.decode_rows(self.decodes, self.start_s),
-            [request_views.prefill_view(t) for t in self.prefills],
+            [request_views.prefill_view(t, guard_s) for t in self.prefills],
             others,
             self.model,
             limits,

@@ -130,6 +130,7 @@ class Workload:
         self._ways = _Ways(-INFINITY, INFINITY, [])
         self._committed: tuple[tuple[object, ...], CommittedLoad] | None = None
         self._decoding_load: tuple[tuple[int, int], _DecodingLoad] | None = None
+        self._tightest_of, self._tightest_s = (-1, -1), INFINITY
         self._needs: dict[str, _Need] = {}
         self._needs_of = -1
 
@@ -160,8 +161,20 @@ class Workload:
             need.work_tokens,
             need.length,
             need.blocks,
-            origin_s + model.predict_s(0) + need.chunks_s,
+            origin_s + self.overrun_s(need.prefill_s) + need.chunks_s,
         )
+
+    def overrun_s(self, longest_s: float) -> float:
+        """Seconds by which the step may overrun that ends at a deadline. Margins cover runs of
+        steps, and noise evens out in a run, but not in its last step.
+
+        ``longest_s``: that step takes no longer.
+        """
+        asked = self._clock.ticks, self._tracker.changes
+        if self._tightest_of != asked:
+            self._tightest_of = asked
+            self._tightest_s = min((t.reserved_tpot_s for t in self._tracker), default=INFINITY)
+        return self._clock.jitter * min(longest_s, self._tightest_s)
 
     def _need(self, tracked: SLORequest, model: StepTimeModel) -> _Need:
         """What a request needs; worked out once while nothing happens to it."""
@@ -208,8 +221,8 @@ class Workload:
 
     def decode_rows(self, tracked: Sequence[SLORequest], start_s: float) -> Decodes:
         """Promised decoding requests before a step that begins at ``start_s``."""
-        strength, yields = self._clock.strength, self._decoding.yields
-        return request_views.decode_rows(tracked, start_s, strength, yields)
+        strengths = self._clock.strength, self._clock.first_strength
+        return request_views.decode_rows(tracked, start_s, strengths, self._decoding.yields)
 
     # What all of them ask, and what is left.
 
