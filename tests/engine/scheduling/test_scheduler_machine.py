@@ -333,7 +333,8 @@ class WatchedEngine(CheckedEngine):
         assert parts.tracker.unpromised == len(tracked) - len(promised)
         assert not promised & set(parts.guard.since_s), "a promise among those who wait"
         made = self.counted("admissions", outcome="promised")
-        made += self.counted("admissions", outcome="late")
+        made += self.counted("admissions", outcome="promised_later")
+        made -= self.counted("admissions", outcome="moved")
         broken = self.counted("promises_broken")
         dropped = made - broken - self.ended_promised - len(promised)
         assert abs(dropped) <= self.faults, "a promise was dropped"

@@ -4,8 +4,9 @@ nothing itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission import program
@@ -20,6 +21,10 @@ from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.workload import CommittedLoad, Workload
 
+MOVE_GAIN = 0.1
+"""A promise gives way only to requests that are worth more than 1 + this many times as much. The
+value is a choice: above 0, so that equals do not take turns, and below 1, so that one long prompt
+gives way to two short ones."""
 MIN_REPLAN_S = 0.02
 """Seconds between two rulings where nothing arrived: what changes in less is hardly a step."""
 
@@ -32,11 +37,13 @@ class Ruling:
         admitted: request id -> when its prefill is to end; its objectives are promised.
         refused: request id -> what stood in the way.
         retry_after_s: for each refused one, when the same request might be promised.
+        moved: promised request id -> what stands in its way, now that others have its place.
     """
 
     admitted: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     retry_after_s: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
 
 
 class AdmissionController:
@@ -144,7 +151,13 @@ class AdmissionController:
         self, asking: Sequence[SLORequest], start_s: float, model: StepTimeModel
     ) -> Ruling:
         plan, demands = self.best_plan(asking, start_s, model)
-        admitted, refused = plan.admitted, plan.refused
+        if plan.refused and (movable := self._movable(len(asking))):
+            plan, demands = self._moving_plan(asking, movable, start_s, model)
+            moved = {name: plan.refused[name] for name in movable if name in plan.refused}
+        else:
+            movable, moved = {}, {}
+        admitted = tuple(name for name in plan.admitted if name not in movable)
+        refused = {name: reason for name, reason in plan.refused.items() if name not in movable}
         if admitted:
             self._idle_probe.promised()
         elif probe := self.probe(plan, asking, start_s):
@@ -153,7 +166,37 @@ class AdmissionController:
             admitted = (probe,)
             refused = {name: reason for name, reason in refused.items() if name != probe}
         due_s = {demand.request_id: demand.deadline_s for demand in demands}
-        return Ruling({name: due_s[name] for name in admitted}, refused, plan.retry_after_s)
+        return Ruling({name: due_s[name] for name in admitted}, refused, plan.retry_after_s, moved)
+
+    def _movable(self, asking: int) -> dict[str, SLORequest]:
+        """Promises that may still be given to others: those that nobody was told of and of which
+        nothing is computed. As many as the program considers beside those that ask, the latest
+        deadlines first."""
+        found = [
+            t
+            for t in self._tracker.promised_before_first_token()
+            if t.deadline_s < INFINITY
+            and not (t.ticket or t.request.num_computed_tokens)
+            and t.slo.on_unattainable != "decline"
+        ]
+        found.sort(key=lambda t: t.deadline_s, reverse=True)
+        return {t.request.request_id: t for t in found[: self._max_new - asking]}
+
+    def _moving_plan(
+        self,
+        asking: Sequence[SLORequest],
+        movable: Mapping[str, SLORequest],
+        start_s: float,
+        model: StepTimeModel,
+    ) -> tuple[AdmissionPlan, list[Demand]]:
+        """`best_plan`, in which some promises count as requests that ask. A promise counts for a
+        little more than it did, see `MOVE_GAIN`."""
+        load = self._workload.committed(start_s, model)
+        pending = [d for d in load.pending if d.request_id not in movable]
+        blocks = load.blocks - sum(d.blocks for d in load.pending if d.request_id in movable)
+        kept = load._replace(pending=pending, blocks=blocks)
+        worth = dict.fromkeys(movable, 1.0 + MOVE_GAIN)
+        return self.best_plan([*asking, *movable.values()], start_s, model, kept, worth)
 
     def best_plan(
         self,
@@ -161,6 +204,7 @@ class AdmissionController:
         start_s: float,
         model: StepTimeModel,
         committed: CommittedLoad | None = None,
+        worth: Mapping[str, float] = MappingProxyType({}),
     ) -> tuple[AdmissionPlan, list[Demand]]:
         """The program's plan by the best way to decode, and what each request asks of the engine.
         Nothing is promised by it.
@@ -170,10 +214,13 @@ class AdmissionController:
             start_s: when the next step begins.
             model: step times to promise by.
             committed: what is promised, where that is known already.
+            worth: request id -> how many times its value it counts for, where that is not 1.
         """
         demands = [self._workload.demand(t, start_s, model) for t in asking]
         if self._quotas is not None:
             demands = self._quotas.normalised(asking, demands)
+        if worth:
+            demands = [replace(d, value=d.value * worth.get(d.request_id, 1.0)) for d in demands]
         load = committed or self._workload.committed(start_s, model)
         capacity = self._workload.capacity(load.requests, load.blocks)
         tightest_s = min((t.reserved_tpot_s for t in asking), default=INFINITY)
@@ -190,8 +237,8 @@ class AdmissionController:
             )
             for believed, speculated in self._workload.ways_to_decode(tightest_s)
         ]
-        worth = {demand.request_id: demand.value for demand in demands}
-        return max(plans, key=lambda plan: sum(worth[name] for name in plan.admitted)), demands
+        values = {demand.request_id: demand.value for demand in demands}
+        return max(plans, key=lambda plan: sum(values[name] for name in plan.admitted)), demands
 
     def probe(
         self, plan: AdmissionPlan, asking: Sequence[SLORequest], start_s: float

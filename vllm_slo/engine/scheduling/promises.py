@@ -48,7 +48,9 @@ class Promises:
         self._endings = endings
 
     def carry_out(self, ruling: Ruling) -> None:
-        """Promise and refuse; a choice is refused with the one beside it that is declined."""
+        """Promise, move and refuse; a choice is refused with the one beside it that is declined."""
+        for request_id, reason in ruling.moved.items():
+            self._move(self._tracker.live[request_id], reason)
         beside = self._groups.refused_with(ruling.refused, self._tracker.live)
         for request_id, due_s in ruling.admitted.items():
             if request_id not in beside:
@@ -63,7 +65,7 @@ class Promises:
             )
 
     def _promise(self, tracked: SLORequest, due_s: float) -> None:
-        outcome = "late" if tracked.planned else "promised"
+        outcome = "promised_later" if tracked.planned else "promised"
         tracked.planned = True
         self._guard.remove(tracked.request.request_id)
         self._tracker.promise(tracked, due_s)
@@ -71,6 +73,16 @@ class Promises:
         if self._quotas is not None:
             self._quotas.promised(tracked, self._clock.now_s)
         self._metrics.admission(tracked.slo_class, outcome)
+
+    def _move(self, tracked: SLORequest, reason: str) -> None:
+        """Others have the place of a promise of which nothing was computed and nobody told: it is
+        as if the request had been refused. It may ask again."""
+        self._tracker.withdraw(tracked)
+        tracked.was_promised = False
+        tracked.reason = reason
+        if self._quotas is not None:
+            self._quotas.ended(tracked, self._clock.now_s, refunded=True)
+        self._metrics.admission(tracked.slo_class, "moved", reason)
 
     def withdraw(self, tracked: SLORequest, objective: str) -> None:
         """A promise that can no longer be kept is withdrawn: the request goes on best effort.

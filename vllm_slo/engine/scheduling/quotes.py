@@ -177,7 +177,7 @@ class Quotes:
         beside = [demand for demand in asked if demand.request_id in others]
         demand = self._workload.demand(one, start_s, model)
         beside_others = replace(demand, prefill_tokens=demand.prefill_tokens + round(ahead))
-        guard_s = model.predict_s(0)
+        guard_s = self._workload.overrun_s(model.predict_s(demand.prefill_tokens))
         outlooks = self._outlooks(committed, beside, one.reserved_tpot_s)
         asked_s = one.deadline_s - arrival_s, one.asked_tpot_s
         decodes = not yields_one_token(request)

@@ -56,8 +56,8 @@ class SchedulerMetrics:
         self._next_s = 0.0
         self._admissions = make.counter(
             "vllm_slo:admissions",
-            "Requests by admission outcome (promised, late, best_effort, best_effort_asked, "
-            "declined) and the resource, or quota, that stood in the way.",
+            "Requests by admission outcome (promised, promised_later, moved, best_effort, "
+            "best_effort_asked, declined) and the resource, or quota, that stood in the way.",
             *("slo_class", "outcome", "reason"),
         )
         self._quotes = make.counter(
