@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.core.batching.decodes import limit_of
+from vllm_slo.core.batching.prompt_pace import SMALLEST_CHUNK, PromptPace, prompt_pace
 from vllm_slo.core.batching.step import (
-    SMALLEST_CHUNK,
     StepLimits,
     plan_step,
 )
-from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel, chunk_pairs
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
 
 SIX_A_UNIT = StepTimeModel(((0.0, 0.0, 0.0), (1 / 6, 0.0, 0.0)), max_tokens=1000)
@@ -368,6 +368,18 @@ class Case:
             may_start=lambda p: p.request_id in one.early,
         )
 
+    def pace(self) -> PromptPace:
+        answers = [b for b in self.best_effort if b.decoding]
+        shape = BatchShape.of(
+            [
+                *((d.tokens, d.context_tokens) for d in self.decodes),
+                *((b.remaining_tokens, b.context_tokens) for b in answers),
+            ]
+        )
+        prompts = [b for b in self.best_effort if not b.decoding]
+        load = shape.tokens, shape.context_tokens, shape.pairs
+        return prompt_pace(0.0, load, self.prefills, prompts, self.model)
+
     def by_id(self) -> dict[str, Any]:
         return {v.request_id: v for v in (*self.decodes, *self.flexible())}
 
@@ -487,6 +499,8 @@ def test_best_effort_takes_nothing_from_promises_but_the_kept_share(case: Case) 
     held = {p.request_id for p in case.prefills if ends_later(case, without, p)}
     if {name for name, tokens in without.tokens.items() if tokens} <= held:
         return  # who is held back begins only where the step would be empty otherwise
+    if case.pace().promised < sum(p.remaining_tokens for p in case.prefills):
+        return  # they are spread over the steps that there are, and others make these longer
     free = case.plan(limits=replace(case.limits, best_effort_tokens=0))
     promised = [v.request_id for v in case.promised()]
     assert free.limit_s == without.limit_s
@@ -525,6 +539,12 @@ def test_what_could_use_tokens_gets_them_while_there_is_room(case: Case) -> None
         left = view.remaining_tokens - plan.tokens[view.request_id]
         seated = not view.starts or plan.tokens[view.request_id]
         if not left or (not seated and starting >= case.limits.seats):
+            continue
+        pace, prompts = case.pace(), case.prefills
+        paced = pace.promised
+        if isinstance(view, BestEffortView):
+            paced, prompts = pace.best_effort, [b for b in case.best_effort if not b.decoding]
+        if view in prompts and sum(plan.tokens[v.request_id] for v in prompts) >= paced:
             continue
         limit_s, chunk = plan.limit_s, 1
         if isinstance(view, BestEffortView):
@@ -702,4 +722,6 @@ def test_without_objectives_nothing_limits_the_step() -> None:
     others = [BestEffortView("b", 0.0, 900, False)]
     plan = plan_step(0.0, decodes, prefills, others, SIX_A_UNIT, WIDE)
     assert plan.limit_s == INFINITY
-    assert plan.tokens == {"d": 1, "p": 500, "b": 499}
+    assert plan.tokens == {"d": 1, "p": 500, "b": SMALLEST_CHUNK}
+    alone = plan_step(0.0, [], prefills, others, SIX_A_UNIT, WIDE)
+    assert alone.tokens == {"p": 500, "b": 500}

@@ -18,17 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from vllm_slo.core.batching.decodes import EPS_S, Decodes, Part
+from vllm_slo.core.batching.prompt_pace import SMALLEST_CHUNK, UNPACED, PromptPace, prompt_pace
 from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.core.types import INFINITY, BestEffortView, DecodeView, PrefillView, StepPlan
-
-SMALLEST_CHUNK: Final = 64
-"""Tokens that a prompt of best effort gets at the least in a step that no promise uses, however
-short steps are to be. The value is a choice: so few tokens hardly make a step longer than one token
-does, as long as reading the weights takes most of its time. A larger one computes such a prompt in
-fewer steps, and an arrival waits longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +79,7 @@ def plan_step(
     kept = batch.reserve(
         min(limits.best_effort_tokens, sum(b.remaining_tokens for b in best_effort))
     )
+    batch.pace = _prompt_pace(batch, decodes, prefills, best_effort)
     held = batch.grant_prefills(prefills, may_start, patient.tokens)
     batch.grant_decodes(patient, forced=False)
     batch.grant_prefills(prefills, may_start, 0, held)
@@ -96,6 +91,26 @@ def plan_step(
     if held and not batch.used:  # an empty step would gain nothing by holding back
         batch.grant_prefills(prefills, lambda _: True, 0)
     return batch.plan()
+
+
+def _prompt_pace(
+    batch: _Batch,
+    decodes: Decodes,
+    prefills: Sequence[PrefillView],
+    best_effort: Sequence[BestEffortView],
+) -> PromptPace:
+    """`prompt_pace` beside all that may decode in this step."""
+    tokens, context, pairs = decodes.load()
+    prompts = []
+    for request in best_effort:
+        if request.decoding:
+            tokens += request.remaining_tokens
+            context += request.context_tokens
+            pairs += chunk_pairs(request.remaining_tokens, request.context_tokens)
+        else:
+            prompts.append(request)
+    load = tokens, context, pairs
+    return prompt_pace(batch.start_s, load, prefills, prompts, batch.model)
 
 
 def _meet_next_deadline(
@@ -140,6 +155,7 @@ class _Batch:
         self.limits = limits
         self.limit_s = INFINITY
         self.deadline_s = INFINITY
+        self.pace = UNPACED
         self.longest_s = model.predict_s(min(limits.max_step_tokens, model.max_tokens))
         self.tokens: dict[str, int] = {}
         self.used = 0
@@ -247,12 +263,13 @@ class _Batch:
             most = self.headroom(self.limit_s, prefill.context_tokens, already)
             if urgent_only:
                 most = min(most, max(most - spared, demanded - granted))
-            give = min(want, most)
+            give = min(want, most, self.pace.promised)
             if give == want and give > 0 and self._ends_early(prefill, may_start, holding):
                 give -= 1
             if give > 0 and not already and prefill.starts:
                 self.seats -= 1
             granted += give
+            self.pace = self.pace._replace(promised=self.pace.promised - max(give, 0))
             self.add(prefill.request_id, max(give, 0), prefill.context_tokens)
         return frozenset(holding)
 
@@ -311,9 +328,10 @@ class _Batch:
         if request.decoding:
             fits = self.fits_decode(longest if least > 0 else limit, wanted, context)
             return wanted if fits else 0
-        give = min(self.headroom(limit, context), wanted)
+        give = min(self.headroom(limit, context), wanted, self.pace.best_effort)
         if give < min(least, wanted):
             give = max(give, min(self.headroom(longest, context), least, wanted))
+        self.pace = self.pace._replace(best_effort=max(self.pace.best_effort - give, 0))
         return give
 
     def plan(self) -> StepPlan:
