@@ -563,7 +563,7 @@ class LearnsNothing(LightSLOScheduler):
         ("fcfs", "chatbot", ForgetsPairs, "shape"),
         ("priority", "mixed", IgnoresPriorityInLine, "tokens"),
         ("slo", "mixed", IgnoresThePlan, "tokens"),
-        ("slo", "mixed", LearnsNothing, "tokens|done_s|steps|result"),
+        ("slo", "toolllm", LearnsNothing, "tokens|done_s|steps|result"),
     ],
 )
 def test_a_broken_twin_is_found_out(

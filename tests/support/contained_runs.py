@@ -300,7 +300,7 @@ class Tight(Run):
         if step == 6:
             self.arrive_later()
         if step in (12, 20, 24):
-            self.engine.clock.advance(0.02)
+            self.engine.clock.advance(0.04)
 
 
 class Refitted(Tight):
@@ -382,6 +382,8 @@ class Recovering(Run):
 
     def happen(self, step: int) -> None:
         super().happen(step)
+        if step == 0:
+            self.add("long", 40, 120, SLO(tpot_ms=2_000))
         if step == 40:
             self.add("quote aside", 40, 5, EASY, quote=True)
             self.add("aside", 40, 5, EASY)

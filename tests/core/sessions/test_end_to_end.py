@@ -98,7 +98,10 @@ def test_what_is_promised_is_kept(config_folder: Path, asked: list[tuple[float, 
 
 
 def test_a_late_promise_makes_up_for_what_is_lost(config_folder: Path) -> None:
-    kept(config_folder, [(200.0, 5, 2), (721.0, 13, 18)], growth=1.0)
+    asked = [(1066.0, 71, 18), (1089.0, 110, 19), (485.0, 251, 3), (1100.0, 288, 20)]
+    kept(config_folder, asked, growth=1.0)
+    asked = [(1215.0, 253, 15), (707.0, 182, 15), (1156.0, 174, 19), (272.0, 122, 2)]
+    kept(config_folder, asked, growth=1.0)
 
 
 def test_a_lone_request_is_promised_what_an_idle_engine_can_do(config_folder: Path) -> None:
