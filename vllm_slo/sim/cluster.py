@@ -36,6 +36,7 @@ class Run:
         results: one for each job, in the order of the jobs; only jobs that ended if ``aborted``.
         end_s: virtual time at which the last job ended.
         gpus: GPUs of the whole system.
+        computed_tokens: tokens of all steps, those that are computed again included.
         scheduler_s: wall-clock seconds spent in schedulers.
         wall_s: wall-clock seconds of the simulation.
         aborted: whether ``watch`` stopped it.
@@ -45,6 +46,7 @@ class Run:
     end_s: float
     steps: int
     gpus: int
+    computed_tokens: int
     scheduler_s: float
     wall_s: float
     aborted: bool
@@ -194,6 +196,7 @@ def simulate(
         max(replica.now_s for replica in simulation.replicas),
         sum(replica.steps for replica in simulation.replicas),
         conditions.replicas * system.engines * hardware.gpus,
+        sum(replica.computed_tokens for replica in simulation.replicas),
         sum(replica.scheduler_s for replica in simulation.replicas),
         time.perf_counter() - began_s,
         simulation.aborted,

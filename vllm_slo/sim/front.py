@@ -28,6 +28,10 @@ class Replica(Protocol):
     steps: int
 
     @property
+    def computed_tokens(self) -> int:
+        """Tokens of all steps so far."""
+
+    @property
     def scheduler_s(self) -> float:
         """Wall-clock seconds that its schedulers have taken so far."""
 

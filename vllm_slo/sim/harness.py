@@ -183,6 +183,8 @@ class VirtualEngine:
         self.history: list[SchedulerOutput] = []
         self.scheduler_s = 0.0
         """Wall-clock seconds spent in the scheduler so far."""
+        self.computed_tokens = 0
+        """Tokens of all steps so far."""
         self._flight: deque[tuple[SchedulerOutput, list[str], float]] = deque()
         self._free_s = 0.0
         self.seal = Seal.from_environment() or Seal("virtual")
@@ -306,7 +308,9 @@ class VirtualEngine:
         if output.num_scheduled_tokens:
             if callable(self._overhead):
                 self.clock.advance(self._overhead(len(output.num_scheduled_tokens)))
-            took_s = self.step_time(self._shape(output))
+            shape = self._shape(output)
+            self.computed_tokens += shape.tokens
+            took_s = self.step_time(shape)
         sampling = [] if self._light else self._sampling(output)
         self._free_s = max(self._free_s, self.clock.now_s) + took_s
         self._flight.append((output, sampling, self._free_s))

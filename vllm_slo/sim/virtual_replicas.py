@@ -139,6 +139,10 @@ class Colocated:
         return self.engine.clock.now_s
 
     @property
+    def computed_tokens(self) -> int:
+        return self.engine.computed_tokens
+
+    @property
     def scheduler_s(self) -> float:
         return self.engine.scheduler_s
 
@@ -236,6 +240,10 @@ class Disaggregated:
         ready = [engine.now_s for engine in self._engines if engine.busy]
         ready += [self._handed[0][0]] if self._handed else []
         return min(ready, default=max(engine.now_s for engine in self._engines))
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(engine.computed_tokens for engine in self._engines)
 
     @property
     def scheduler_s(self) -> float:

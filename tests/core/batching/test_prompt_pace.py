@@ -66,6 +66,8 @@ def test_the_more_prompts_of_best_effort_wait_the_faster_they_are_computed() -> 
         for count in range(6):
             pace = prompt_pace(0.0, (decodes, 0, 0), [], views[:count], ROOFLINE)
             assert pace.best_effort == chunk * count
+    long = BestEffortView("long", 0.0, 16_000, False)
+    assert prompt_pace(0.0, (10, 0, 0), [], [long], ROOFLINE).best_effort == 1000
 
 
 def test_best_effort_makes_the_steps_fewer_that_a_deadline_leaves() -> None:

@@ -227,6 +227,16 @@ def test_speculated_tokens_are_part_of_a_decode_step() -> None:
     )
 
 
+def test_a_first_window_has_a_strength_of_its_own() -> None:
+    """An answer that ends in it is judged by the few steps that it had."""
+    young = tracked(times=[101.0, 102.0])
+    old = tracked(times=[101.0 + i for i in range(12)])
+    for one, due_s in ((young, 0.8), (old, 0.95)):
+        start_s = one.last_token_s
+        (view_s,) = request_views.decode_rows([one], start_s, (0.95, 0.8), TokenYields()).tpot_s
+        assert view_s == pytest.approx(due_s)
+
+
 # --- the other views -----------------------------------------------------------------------------
 
 
@@ -236,6 +246,12 @@ def test_a_waiting_request_wants_its_prompt() -> None:
     view = request_views.best_effort_view(request(**waiting), 7.0)
     assert view == ("r", 7.0, 15, False, 0, 0, False, True, 0, False)
     assert request_views.prefill_view(tracked(**waiting)) == ("r", 102.0, 15, 1.0, 0, True)
+
+
+def test_a_first_token_is_to_come_before_what_its_last_step_may_overrun() -> None:
+    assert request_views.prefill_view(tracked(), 0.25).deadline_s == 101.75
+    resumed = tracked(times=[101.0], num_computed_tokens=0)
+    assert request_views.prefill_view(resumed, 0.25).deadline_s == 100.0
 
 
 def test_what_the_prefix_cache_holds_is_context_and_not_computed_again() -> None:

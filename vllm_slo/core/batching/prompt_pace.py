@@ -22,7 +22,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import BestEffortView, PrefillView
 
 MOST_STEPS: Final = 16
-"""Steps over which a prompt is spread at the most, however far its deadline is. The value is a
+"""Steps over which a prompt is spread, more or less, however far its deadline is. The value is a
 choice: with more, prompts cost a little less, and first tokens come later."""
 SPARED_STEPS: Final = 2
 """Steps before a deadline on which a prompt does not count: the one that is cut to end there, and
@@ -70,16 +70,19 @@ def prompt_pace(
         decodes: (tokens, context tokens, query-key pairs) of all that decode in it. Without any,
             nothing is gained by waiting.
         prefills: promised prompts, by deadline.
-        best_effort: prompts without a promise for which there is memory. Each gets a chunk. So the
-            more of them wait, the faster they are computed.
+        best_effort: prompts without a promise for which there is memory. Each adds a chunk. So the
+            more of them wait, and the longer they are, the faster they are computed.
         model: step times with the margin that promises are to keep.
     """
     tokens, context, pairs = decodes
     if not tokens:
         return UNPACED
     free = max(free_tokens(model) - tokens, 0.0)
-    chunks = max(free, SMALLEST_CHUNK) * len(best_effort)
-    others = min(chunks, sum(request.remaining_tokens for request in best_effort))
+    chunks = others = 0.0
+    for request in best_effort:
+        chunk = max(free, SMALLEST_CHUNK, request.remaining_tokens / MOST_STEPS)
+        chunks += chunk
+        others += min(chunk, request.remaining_tokens)
     total, now = 0, 0.0
     for prefill in prefills:
         total += prefill.remaining_tokens
