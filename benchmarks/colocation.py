@@ -235,8 +235,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small window; writes nothing")
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
     options = parser.parse_args()
-    rows, watch = (*NEAR, *BESIDE, *TWICE), Stopwatch()
-    seeds = SEEDS
+    watch = Stopwatch()
+    rows: Sequence[Row] = (*NEAR, *BESIDE, *TWICE)
+    seeds: Sequence[int] = SEEDS
     if options.quick:
         rows, seeds = (Row("chatbot", 1.4, 40, 40),), SEEDS[:1]
     noisy = Conditions(bias=1.05, noise=0.10)

@@ -171,7 +171,9 @@ class Server:
             total(found, ended, promised="true"),
             total(found, ended, promised="true", attained="true"),
             total(found, outcomes, outcome="declined"),
-            total(found, outcomes, outcome="promised") + total(found, outcomes, outcome="promised_later"),
+            total(found, outcomes, outcome="promised")
+            + total(found, outcomes, outcome="promised_later")
+            - total(found, outcomes, outcome="moved"),
             total(found, "vllm_slo:promises_broken_total"),
         )  # fmt: skip
 

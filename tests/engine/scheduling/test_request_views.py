@@ -18,6 +18,7 @@ from vllm_slo.core.attainment import WindowTPOT
 from vllm_slo.core.lengths.output_length import LengthPrediction
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduling import request_facts, request_views
+from vllm_slo.engine.scheduling.decode_model import TokenYields
 from vllm_slo.engine.scheduling.slo_request import UNCLASSED, SLORequest
 from vllm_slo.slo.model import SLO
 
@@ -229,8 +230,8 @@ def test_speculated_tokens_are_part_of_a_decode_step() -> None:
 
 def test_a_first_window_has_a_strength_of_its_own() -> None:
     """An answer that ends in it is judged by the few steps that it had."""
-    young = tracked(times=[101.0, 102.0])
-    old = tracked(times=[101.0 + i for i in range(12)])
+    young = tracked(times=[101.0, 102.0], spec_token_ids=[])
+    old = tracked(times=[101.0 + i for i in range(12)], spec_token_ids=[])
     for one, due_s in ((young, 0.8), (old, 0.95)):
         start_s = one.last_token_s
         (view_s,) = request_views.decode_rows([one], start_s, (0.95, 0.8), TokenYields()).tpot_s
