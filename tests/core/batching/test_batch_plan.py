@@ -716,6 +716,19 @@ def test_a_deadline_is_met_by_a_step_without_the_decodes_that_can_wait() -> None
     assert plan.predicted_s <= 0.5
 
 
+@pytest.mark.parametrize("drafted", [1, 4])
+def test_a_step_ends_at_a_deadline_by_the_exact_attention_of_what_is_due(drafted: int) -> None:
+    """The due prompt's 515 pairs and those of the decode take the step to just before it."""
+    model = StepTimeModel(((0.0, 0.0, 0.0), (0.01, 0.0, 0.0)), pair_s=0.001, max_tokens=1000)
+    decode = DecodeView("d", 1.0, 10.0, 10, 1.0, tokens=drafted, context_tokens=10)
+    prompts = [PrefillView("due", 0.0, 5, 1.0, 100), PrefillView("later", 50.0, 900, 1.0)]
+    took_s = step_s(model, [(drafted, 10), (5, 100)])
+    for spare_s, ends in ((1e-3, True), (-1e-3, False)):
+        prompts[0] = prompts[0]._replace(deadline_s=took_s + spare_s)
+        plan = plan_step(0.0, [decode], prompts, [], model, WIDE)
+        assert (plan.predicted_s <= took_s + spare_s and plan.tokens["due"] == 5) == ends
+
+
 def test_without_objectives_nothing_limits_the_step() -> None:
     decodes = [DecodeView("d", INFINITY, INFINITY, 1, INFINITY)]
     prefills = [PrefillView("p", INFINITY, 500, INFINITY)]

@@ -125,7 +125,7 @@ def _meet_next_deadline(
     still due. A deadline that cannot be met at all shortens no step.
     """
     model = batch.model
-    decoding, context, _ = decodes.load()
+    decoding, context, decode_pairs = decodes.load()
     due = ahead = pairs = 0
     for prefill in prefills:
         due += prefill.remaining_tokens
@@ -135,10 +135,10 @@ def _meet_next_deadline(
         full = min(limit, model.predict_s(batch.limits.max_step_tokens, ahead + context))
         if left >= 2 * full:
             break
-        needed = model.predict_s(due + decoding, ahead + context, pairs=pairs + ahead + context)
+        needed = model.predict_s(due + decoding, ahead + context, pairs=pairs + decode_pairs)
         if needed > left + EPS_S:  # with the decodes that cannot wait for the step after
             tokens, held, more = decodes.load_before(prefill.deadline_s + full)
-            needed = model.predict_s(due + tokens, ahead + held, pairs=pairs + ahead + more)
+            needed = model.predict_s(due + tokens, ahead + held, pairs=pairs + more)
         # Ends in this step only if the next one would come too late for it.
         following = model.predict_s(decoding + 1, ahead + context)
         if needed <= left + EPS_S and left < full + following:
