@@ -566,6 +566,22 @@ def test_structured_output_with_an_slo_alone_on_the_engine(make: Make) -> None:
     assert engine.outcomes["grammar"].report["promised"]
 
 
+def test_a_promise_that_waits_for_its_grammar_leaves_no_engine_idle(make: Make) -> None:
+    """It may need nearly all the memory that there is."""
+    engine = make(shape=EngineShape(num_blocks=25, block_size=16, max_num_seqs=1))
+    slo = SLO(ttft_ms=3000, tpot_ms=100)
+    engine.send("grammar", 330, 10, slo.to_extra_args(), structured=True)
+    engine.add("plain", 40, 5, None)
+    for _ in range(6):
+        engine.turn()
+    assert engine.scheduler.parts.tracker.live["grammar"].promised
+    assert engine.outcomes["plain"].finish_reason == "stop"
+    engine.compile_all()
+    engine.run_all(limit_s=5.0)
+    engine.check_outcomes()
+    assert engine.outcomes["grammar"].report["attained"]
+
+
 def test_a_broken_grammar_ends_its_request_while_slo_traffic_runs(make: Make) -> None:
     engine = make()
     engine.send("grammar", 50, 10, None, structured=True)

@@ -288,6 +288,9 @@ class StepPlanner:
             ranked = sorted(found, key=lambda view: self._ranks[view.request_id])
             aged = (r for r in ranked if now_s - r.waiting_since_s > self._ageing_s)
             starved = next((r.request_id for r in aged), None)
+        if not (self.decodes or self.prefills or self.others):
+            # Promises that cannot start yet, as their grammar compiles, leave no engine idle.
+            starved = starved or ranked[0].request_id
         load = self._workload.committed(self.start_s, self.model)
         unpromised = [t.request for t in (*self.decodes, *self.prefills) if not t.promised]
         planned = sum(self._workload.holds(unpromised).values())
