@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_slo.core.batching.prompt_pace import (
@@ -45,9 +45,15 @@ def test_what_the_steps_until_the_deadline_have_free_is_not_paid_for() -> None:
     """60 free tokens in each of (10 - 2) steps of 20 ms."""
     assert promised(prompt(480, 0.201)) == 60
     assert promised(prompt(481, 0.201)) == 61
-    assert promised(prompt(1000, 0.201)) == 1000 - 480 + 60
+    assert promised(prompt(600, 0.201)) == 600 - 480 + 60
     assert promised(prompt(1000, 0.041)) == 1000 + 60  # no step is left: all of it, and more
     assert promised(prompt(1000, -1.0)) == 1000 + 60
+
+
+def test_a_prompt_is_spread_over_as_many_steps_as_its_work_leaves_time_for() -> None:
+    """At once, 1,000 tokens take 114 ms beside 40 decodes. Each step that 60 of them wait for takes
+    20 ms and makes the first one 6 ms shorter: 87 ms are enough for six."""
+    assert promised(prompt(1000, 0.201)) == 1000 - 6 * 60 + 60
 
 
 def test_no_prompt_is_spread_over_more_than_so_many_steps() -> None:
@@ -75,9 +81,9 @@ def test_best_effort_makes_the_steps_fewer_that_a_deadline_leaves() -> None:
     others = [BestEffortView(f"b{i}", 0.0, 900, False) for i in range(2)]
     chunk = max(60, SMALLEST_CHUNK)
     step_s = 0.010 + 1e-4 * (40 + 2 * chunk + 60)
-    pace = prompt_pace(0.0, (40, 0, 0), [prompt(1000, 0.201)], others, ROOFLINE)
+    pace = prompt_pace(0.0, (40, 0, 0), [prompt(600, 0.201)], others, ROOFLINE)
     steps = int(0.201 / step_s) - SPARED_STEPS
-    assert pace.promised == 1000 - 60 * steps + 60
+    assert pace.promised == 600 - 60 * steps + 60
 
 
 models = st.builds(
@@ -110,6 +116,11 @@ def lateness(
     raise AssertionError
 
 
+@example(
+    [(1113, 0.5)],
+    30,
+    StepTimeModel(((0.0, 0.0, 0.03125), (0.0004055598715573259, 0.0, 0.0))),
+)
 @given(
     st.lists(st.tuples(st.integers(1, 3000), st.floats(0.02, 5.0)), min_size=1, max_size=5),
     st.integers(1, 300),
@@ -118,12 +129,12 @@ def lateness(
 def test_a_prompt_that_would_be_in_time_at_once_is_in_time_at_its_pace(
     prefills: list[tuple[int, float]], decodes: int, model: StepTimeModel
 ) -> None:
-    """Where each prompt is in time if all before it are computed in one step now, it is in time
-    when they are spread."""
+    """Where each prompt is in time if they are computed one after the other, each in one step, it
+    is in time when they are spread."""
     ranked = sorted(prefills, key=lambda p: p[1])
-    total = 0
+    done_s = 0.0
     for tokens, deadline_s in ranked:
-        total += tokens
-        if model.predict_s(total + decodes) > deadline_s:
+        done_s += model.predict_s(tokens + decodes)
+        if done_s > deadline_s:
             return
     assert max(lateness(ranked, decodes, model)) <= 1e-9

@@ -83,6 +83,7 @@ def prompt_pace(
         chunk = max(free, SMALLEST_CHUNK, request.remaining_tokens / MOST_STEPS)
         chunks += chunk
         others += min(chunk, request.remaining_tokens)
+    token_s = max(term[0] for term in model.terms)
     total, now = 0, 0.0
     for prefill in prefills:
         total += prefill.remaining_tokens
@@ -90,6 +91,14 @@ def prompt_pace(
         step_s = model.predict_s(
             tokens + others + free, context + attended, pairs=pairs + free * attended
         )
-        steps = min((prefill.deadline_s - start_s) / step_s - SPARED_STEPS, MOST_STEPS)
+        left_s = prefill.deadline_s - start_s
+        steps = min(left_s / step_s - SPARED_STEPS, MOST_STEPS)
+        # Each further step costs what it takes beyond the tokens that it spares the first one.
+        at_once_s = model.predict_s(
+            tokens + others + total, context + attended, pairs=pairs + total * attended
+        )
+        each_s = step_s - token_s * free - model.pair_s * free * attended
+        if each_s > 0.0:
+            steps = min(steps, (left_s - at_once_s) / each_s)
         now = max(now, total - free * max(math.floor(steps), 0))
     return PromptPace(math.ceil(now + free), math.ceil(chunks))
