@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.core.types import BestEffortView, PrefillView
 
 MOST_STEPS: Final = 16
@@ -84,7 +84,8 @@ def prompt_pace(
         chunks += chunk
         others += min(chunk, request.remaining_tokens)
     token_s = max(term[0] for term in model.terms)
-    total, now = 0, 0.0
+    total = cached = own = 0
+    now = 0.0
     for prefill in prefills:
         total += prefill.remaining_tokens
         attended = prefill.context_tokens + prefill.remaining_tokens
@@ -94,9 +95,9 @@ def prompt_pace(
         left_s = prefill.deadline_s - start_s
         steps = min(left_s / step_s - SPARED_STEPS, MOST_STEPS)
         # Each further step costs what it takes beyond the tokens that it spares the first one.
-        at_once_s = model.predict_s(
-            tokens + others + total, context + attended, pairs=pairs + total * attended
-        )
+        cached += prefill.context_tokens
+        own += chunk_pairs(prefill.remaining_tokens, prefill.context_tokens)
+        at_once_s = model.predict_s(tokens + total, context + cached, pairs=pairs + own)
         each_s = step_s - token_s * free - model.pair_s * free * attended
         if each_s > 0.0:
             steps = min(steps, (left_s - at_once_s) / each_s)
