@@ -76,6 +76,7 @@ class Measure:
         batch: answer tokens/s of the backlog while jobs arrive.
         twice: tokens that were computed beyond those that had to be, as a share of these.
         broken: jobs with a promise that was not kept.
+        late, late_broken: the same of late promises: all, and those not kept.
     """
 
     attained: float
@@ -85,6 +86,8 @@ class Measure:
     batch: float
     twice: float
     broken: float
+    late: float
+    late_broken: float
 
 
 def hardware_of(row: Row) -> Hardware:
@@ -125,6 +128,8 @@ def measure(row: Row, system: System, seed: int, conditions: Conditions) -> Meas
         sum(_tokens_by(result, last_s) for result in run.results if result not in own) / last_s,
         run.computed_tokens / needed - 1.0,
         summary.promised_missed,
+        summary.late,
+        summary.late_missed,
     )
 
 
@@ -133,12 +138,13 @@ def _tokens_by(result: JobResult, time_s: float) -> int:
 
 
 def mean(windows: Sequence[Measure]) -> Measure:
-    """The mean of several windows; broken promises are added up."""
+    """The mean of several windows; promises are added up."""
     values = {
         name: statistics.fmean(getattr(one, name) for one in windows)
         for name in Measure.__dataclass_fields__
     }
-    return Measure(**{**values, "broken": sum(one.broken for one in windows)})
+    sums = ("broken", "late", "late_broken")
+    return Measure(**values | {name: sum(getattr(m, name) for m in windows) for name in sums})
 
 
 class Study:
@@ -175,11 +181,13 @@ class Study:
                      f"{one.latency_s:.1f}", f"{one.end_s:.1f}",
                      f"{one.end_s / ends[1].end_s:.2f}x",
                      f"{one.batch:.0f}" if row.batch else "-", f"{one.twice:.1%}",
-                     f"{one.broken:.0f}" if name == OURS.name else "-"]
+                     f"{one.broken:.0f}" if name == OURS.name else "-",
+                     f"{one.late_broken:.0f} of {one.late:.0f}" if name == OURS.name else "-"]
                 )  # fmt: skip
         return markdown(
             ["jobs/s per GPU", "system", "attained", "TTFT p99, s", "latency p99, s", "end, s",
-             "end against the first to end", "batch tokens/s", "computed twice", "broken"],
+             "end against the first to end", "batch tokens/s", "computed twice", "broken",
+             "late ones broken"],
             lines,
         )  # fmt: skip
 
@@ -199,6 +207,10 @@ class Study:
         batch_end = ours[batch].end_s / self.best(batch, lambda m: m.end_s)[1].end_s
         broken = sum(one.broken for (_, name), one in self.found.items() if name == OURS.name)
 
+        mine = [one for (_, name), one in self.found.items() if name == OURS.name]
+        late_broken, all_late = sum(m.late_broken for m in mine), sum(m.late for m in mine)
+        late = f"{late_broken:.0f} of {all_late:.0f}"
+
         def near(row: Row) -> str:
             one = ours[row]
             return f"{one.attained:.1%}, {one.ttft_s:.1f} s, {against(row):.2f}x"
@@ -216,6 +228,7 @@ class Study:
              f"{beside.attained:.1%}, {beside.batch:.0f}, {batch_end:.2f}x"],
             ["tokens computed twice, the same run", "11%", "<= 4%", f"{beside.twice:.1%}"],
             ["promises broken, all rows", "-", "0", f"{broken:.0f}"],
+            ["late promises broken, all rows", "-", "<= 1%", late],
         ]  # fmt: skip
         return markdown(["", "before (45d4d77, one window)", "target", "here"], rows)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm.v1.request import Request
 
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.engine.scheduling.admission import Ruling
+from vllm_slo.engine.scheduling.ruling import Ruling
 
 FORCED = "forced"
 """The tenant."""

@@ -12,6 +12,7 @@ AT_START = (
     "scheduler:Scheduler.__init__",
     "scheduling.admission:AdmissionController.__init__",
     "scheduling.best_effort:BestEffort.__init__",
+    "scheduling.late_promises:LatePromises.__init__",
     "scheduling.quotas:Quotas.__init__",
     "scheduling.quotes:Quotes.__init__",
     "scheduling.sessions:SessionRounds.__init__",

@@ -294,7 +294,8 @@ class Tight(Run):
             for number, tpot_ms in enumerate((19, 21, 25, 40)):
                 self.add(f"r{number}", 30, 60, SLO(ttft_ms=9000, tpot_ms=tpot_ms, tenant="one"))
             self.add("plain", 30, 40, None)
-            self.add("asked", 30, 20, SLO(tpot_ms=30, tier="best_effort"))
+            brief = SLO(tpot_ms=30, tier="best_effort", expected_output_tokens=3)
+            self.add("asked", 30, 20, brief)
         if step == 3:
             self.add_raw("form", EASY.to_extra_args(), structured=True)
         if step == 6:

@@ -120,7 +120,7 @@ class _Stream:
         self.service_tier = getattr(chunk, "service_tier", None) or self.service_tier
         report = getattr(chunk, "slo", None)
         if isinstance(report, Mapping) and isinstance(report.get("promised"), bool):
-            self.promised = report["promised"]
+            self.promised = report["promised"] and not report.get("late")
         known = 0
         for choice in chunk.choices or ():
             ids = getattr(choice, "token_ids", None)

@@ -80,6 +80,19 @@ class ClassConfig(Section):
         description="What happens when no promise can be made: best_effort serves the request "
         "late, decline answers 429 at once.",
     )
+    max_wait_ms: float | None = Field(
+        default=None,
+        description="How long a request waits for its first token at most, milliseconds from "
+        "arrival, 0.001 to 86400000 and not below ttft_ms; unset: it waits. Scope: every request "
+        "of the class. If its turn comes later it gets a 429, as soon as that is known. Too low: "
+        "requests are turned away that would have been served.",
+    )
+    max_waiting: int | None = Field(
+        default=None,
+        description="How many requests of the class may wait for their first token without a "
+        "promise, 1 to 1000000; unset: no bound. Scope: each engine. A request beyond them gets a "
+        "429 at once. Too low: bursts are turned away that would soon have been served.",
+    )
     speculation: Speculate | None = Field(
         default=None,
         description="off: no tokens are drafted for requests of the class; auto or unset: as it "

@@ -26,6 +26,7 @@ from vllm_slo.engine.scheduling.controller import Controller
 from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.scheduling.intake import Intake
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
+from vllm_slo.engine.scheduling.late_promises import LatePromises
 from vllm_slo.engine.scheduling.obstacles import obstacle_of, warn_of
 from vllm_slo.engine.scheduling.opportunistic import OpportunisticStarts
 from vllm_slo.engine.scheduling.outcomes import Outcomes
@@ -166,6 +167,7 @@ def assemble(
     admission = AdmissionController(
         *(state, tracker, workload, steps, pressure, quotas, config), obstacle=obstacle
     )
+    late = LatePromises(tracker, workload, steps, quotas, can_promise=can_promise)
     starts = OpportunisticStarts(state, tracker, workload, steps, speculation, guard)
     planner = StepPlanner(
         *(state, tracker, workload, admission, starts, steps, guard, responsive),
@@ -186,7 +188,7 @@ def assemble(
         endings,
     )
     controller = Controller(
-        *(state, tracker, steps, intake, marks, workload, admission, planner, quotes, quotas),
+        *(state, tracker, steps, intake, marks, workload, admission, late, planner, quotes, quotas),
         *(best_effort, sessions, guard, groups, promises, recovery, recent, outcomes, reports),
         *(metrics, endings, containment),
         tpot_window=config.tpot_window_tokens,

@@ -29,6 +29,7 @@ MOST_SERIES: Final = 1_024
 KEPT: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm_slo:admissions_total": ("slo_class", "outcome", "reason"),
     "vllm_slo:requests_finished_total": ("slo_class", "promised", "attained"),
+    "vllm_slo:late_promises_finished_total": ("slo_class", "kept"),
     "vllm_slo:promises_broken_total": ("slo_class", "objective"),
     "vllm_slo:stages_finished_total": ("slo_class", "stage", "attained"),
     "vllm_slo:sessions_finished_total": ("slo_class", "attained"),

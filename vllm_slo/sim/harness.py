@@ -63,6 +63,12 @@ class Outcome:
     acceptance: float = 0.0
     """Probability that the next drafted token is accepted."""
 
+    @property
+    def promised_in_time(self) -> bool:
+        """Whether it was promised what it asked for, not a later time."""
+        report = self.report
+        return report is not None and report["promised"] and not report["late"]
+
 
 class KnownEnds:
     """The ends of stages, which a simulation knows beforehand.

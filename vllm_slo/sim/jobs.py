@@ -97,6 +97,7 @@ class RoundResult:
     Attributes:
         token_times_s: when each token came, never decreasing.
         promised: whether the scheduler promised its objectives; None if it promises nothing.
+        late_kept: whether its late promise was kept; None: it has none.
         reason: why no promise was made when it was first asked for, or None.
     """
 
@@ -106,6 +107,7 @@ class RoundResult:
     promised: bool | None = None
     replica: int = 0
     reason: str | None = None
+    late_kept: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class JobMeasure:
         tokens: prompt and answer tokens that it has to compute.
         promised: whether any round was promised; None if the system promises nothing.
         broken: whether a promised round missed its objectives.
+        late_kept: whether every late promise of its rounds was kept; None: it has none.
         reason: why the first round that missed was not promised, or None.
         latency_s: arrival to last token, tools included; None if unfinished.
         ttfts_s: of each round that got a first token.
@@ -47,6 +48,7 @@ class JobMeasure:
     finished: bool
     promised: bool | None
     broken: bool
+    late_kept: bool | None
     reason: str | None
     latency_s: float | None
     ttfts_s: tuple[float, ...]
@@ -101,6 +103,7 @@ def measure_job(result: JobResult) -> JobMeasure:
     kept = [round_kept(asked, got) for asked, got in pairs]
     finished = job_finished(result)
     promises = [got.promised for _, got in pairs if got.promised is not None]
+    late = [got.late_kept for _, got in pairs if got.late_kept is not None]
     tpots = (tpot for asked, got in pairs for tpot in stage_tpots_s(asked, got.token_times_s))
     return JobMeasure(
         application=job.application,
@@ -112,6 +115,7 @@ def measure_job(result: JobResult) -> JobMeasure:
         broken=any(
             got.promised is True and not ok for (_, got), ok in zip(pairs, kept, strict=True)
         ),
+        late_kept=all(late) if late else None,
         reason=next((got.reason for (_, got), ok in zip(pairs, kept, strict=True) if not ok), None),
         latency_s=pairs[-1][1].token_times_s[-1] - job.arrival_s if finished else None,
         ttfts_s=tuple(got.token_times_s[0] - got.sent_s for _, got in pairs if got.token_times_s),
@@ -151,6 +155,8 @@ class Summary:
         missed_latency_p99_s: arrival to last token of finished jobs that missed; None without one.
         promised: jobs with a promised round; None if the system promises nothing.
         promised_missed: jobs in which a promised round missed.
+        late: jobs with a late promise.
+        late_missed: jobs in which a late promise was not kept.
         reasons: why no promise was made -> number of jobs that missed, most frequent first.
         unfinished: jobs that did not end; only systems that drop requests have them.
         goodput_jobs_per_s: attaining jobs over ``window_s``.
@@ -168,6 +174,8 @@ class Summary:
     missed_latency_p99_s: float | None
     promised: int | None
     promised_missed: int
+    late: int
+    late_missed: int
     reasons: dict[str, int]
     unfinished: int
     goodput_jobs_per_s: float
@@ -218,6 +226,8 @@ def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
         missed_latency_p99_s=_percentile(late, 99),
         promised=sum(promises) if promises else None,
         promised_missed=sum(m.broken for m in measures),
+        late=sum(m.late_kept is not None for m in measures),
+        late_missed=sum(m.late_kept is False for m in measures),
         reasons=dict(Counter(m.reason for m in measures if m.reason is not None).most_common()),
         unfinished=sum(not m.finished for m in measures),
         goodput_jobs_per_s=len(good) / window_s,

@@ -188,6 +188,7 @@ def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType
             "TPOT ms\np50 / p99",
             "missed jobs\np99 s",
             "promises\nbroken",
+            "late ones\nbroken",
             "un-\nfinished",
             "goodput\njobs/s/GPU",
         ),
@@ -206,6 +207,7 @@ def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType
             f"{milliseconds(summary.tpot_p50_s)} / {milliseconds(summary.tpot_p99_s)}",
             "-" if late is None else f"{late:.1f}",
             "-" if summary.promised is None else f"{summary.promised_missed} of {summary.promised}",
+            "-" if summary.promised is None else f"{summary.late_missed} of {summary.late}",
             str(summary.unfinished),
             f"{point.rate * summary.attainment:.3g}",
         )

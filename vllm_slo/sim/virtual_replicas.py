@@ -197,13 +197,15 @@ class Colocated:
         prompt = self._prompts.pop(name)
         finished = seen.finish_reason == "stop"
         report = seen.report or {}
+        late = report.get("late_promise")
         result = RoundResult(
             seen.arrival_s,
             tuple(seen.token_times_s),
             finished,
-            report.get("promised"),
+            report.get("promised") if late is None else False,
             self.number,
             report.get("reason"),
+            None if late is None else late["kept"],
         )
         return result, [*prompt, *answer_text(len(seen.token_times_s))] if finished else []
 

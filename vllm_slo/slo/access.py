@@ -30,6 +30,8 @@ _NO_OBJECTIVES: Final = frozenset(
         "value",
         "tier",
         "on_unattainable",
+        "max_wait_ms",
+        "max_waiting",
         "expected_output_tokens",
         "tenant",
         "speculation",

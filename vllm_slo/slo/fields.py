@@ -19,6 +19,7 @@ MAX_TPOT_MS: Final = 3_600_000
 MIN_VALUE: Final = 1e-6
 MAX_VALUE: Final = 1_000_000
 MAX_OUTPUT_TOKENS: Final = 10_000_000
+MAX_WAITING: Final = 1_000_000
 MAX_SESSION_ROUNDS: Final = 10_000
 MAX_STAGES: Final = 8
 MAX_MARK_CHARS: Final = 64
@@ -167,6 +168,8 @@ VALIDATORS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "value": lambda n, v: number_of(n, v, MIN_VALUE, MAX_VALUE, "a weight", "1"),
     "tier": lambda n, v: choice_of(n, v, ("guaranteed", "best_effort")),
     "on_unattainable": lambda n, v: choice_of(n, v, ("best_effort", "decline")),
+    "max_wait_ms": lambda n, v: _ms_of(n, v, MAX_TTFT_MS, "10000"),
+    "max_waiting": lambda n, v: whole_of(n, v, MAX_WAITING),
     "expected_output_tokens": lambda n, v: whole_of(n, v, MAX_OUTPUT_TOKENS),
     "tenant": name_of,
     "speculation": lambda n, v: choice_of(n, v, ("auto", "off")),

@@ -45,6 +45,11 @@ class SLO:
         tier: None means `guaranteed` when an objective is set, else `best_effort`.
         on_unattainable: what happens when no promise can be made: served `best_effort`, or
             `decline` (HTTP 429; in Python an output whose stop_reason says so).
+        max_wait_ms: how long the request waits for its first token at most, milliseconds from
+            arrival; 0.001 <= max_wait_ms <= 86,400,000 and not below `ttft_ms`. If its turn comes
+            later it is declined, as soon as that is known. None: it waits.
+        max_waiting: it is declined if as many requests of its class wait already, 1 to 1,000,000.
+            None: there is no bound.
         expected_output_tokens: how long the client expects the output to be, 1 to 10,000,000.
         tenant: the customer or team that asks; 1 to 64 characters of ``[A-Za-z0-9_.:@/-]``.
         speculation: ``off``: no tokens are drafted for the request. None, or ``auto``: as it pays.
@@ -52,9 +57,9 @@ class SLO:
             object leaves at their defaults are taken from the class where the class is known.
 
     Raises:
-        InvalidSLOError: a field is out of its range, `tier` is ``guaranteed`` with neither an
-            objective nor a class, `stages` stand beside another TPOT, or a field of a session is
-            set without a session id.
+        InvalidSLOError: a field is out of its range, `max_wait_ms` is below `ttft_ms`, `tier` is
+            ``guaranteed`` with neither an objective nor a class, `stages` stand beside another
+            TPOT, or a field of a session is set without a session id.
     """
 
     ttft_ms: float | None = None
@@ -65,6 +70,8 @@ class SLO:
     value: float = 1.0
     tier: Tier | None = None
     on_unattainable: OnUnattainable = "best_effort"
+    max_wait_ms: float | None = None
+    max_waiting: int | None = None
     expected_output_tokens: int | None = None
     tenant: str | None = None
     speculation: Speculate | None = None
@@ -80,9 +87,16 @@ class SLO:
             if given is not None or name in ("value", "on_unattainable"):
                 object.__setattr__(self, name, validate(name, given))
         _check_stages(self)
+        _check_wait(self)
         _check_session(self)
         if self.slo_class is None:
             _check_guarantee(self)
+
+    @property
+    def may_be_declined(self) -> bool:
+        """Whether it prefers a refusal over being served late."""
+        bounds = (self.max_wait_ms, self.max_waiting)
+        return self.on_unattainable == "decline" or any(bound is not None for bound in bounds)
 
     @property
     def has_objective(self) -> bool:
@@ -165,6 +179,16 @@ def _check_stages(slo: SLO) -> None:
         if getattr(slo, name) is not None:
             fix = "give the stages their own tpot_ms, or leave stages out"
             raise InvalidSLOError("stages", f"stand beside {name}", fix)
+
+
+def _check_wait(slo: SLO) -> None:
+    if slo.max_wait_ms is None or slo.ttft_ms is None or slo.max_wait_ms >= slo.ttft_ms:
+        return
+    raise InvalidSLOError(
+        "max_wait_ms",
+        f"{slo.max_wait_ms:g} is less than ttft_ms",
+        "give at least ttft_ms, or use on_unattainable decline",
+    )
 
 
 def _check_session(slo: SLO) -> None:

@@ -79,7 +79,7 @@ def kept(config_folder: Path, asked: list[tuple[float, int, int]], growth: float
         took_ms = (outcome.token_times_s[-1] - outcome.arrival_s) * 1e3
         assert report["e2e_ms"] == pytest.approx(took_ms, abs=1e-2)
         assert report["attained"] == (took_ms <= e2e_ms + 1e-6)
-        assert took_ms <= growth * e2e_ms or not report["promised"]
+        assert took_ms <= growth * e2e_ms or not report["promised"] or report["late"]
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_what_is_promised_is_kept(config_folder: Path, asked: list[tuple[float, 
     kept(config_folder, asked, growth=1.02)
 
 
-def test_a_late_promise_makes_up_for_what_is_lost(config_folder: Path) -> None:
+def test_a_promise_after_the_start_makes_up_for_what_is_lost(config_folder: Path) -> None:
     asked = [(1066.0, 71, 18), (1089.0, 110, 19), (485.0, 251, 3), (1100.0, 288, 20)]
     kept(config_folder, asked, growth=1.0)
     asked = [(1215.0, 253, 15), (707.0, 182, 15), (1156.0, 174, 19), (272.0, 122, 2)]
@@ -115,7 +115,7 @@ def test_a_lone_request_is_promised_what_an_idle_engine_can_do(config_folder: Pa
         one.add("r", 100, 40, slo, max_tokens=40)
         one.run()
         report = one.outcomes["r"].report
-        assert (report["promised"], report["attained"]) == (promised, promised)
+        assert (not report["late"], report["attained"]) == (promised, promised)
 
 
 def test_it_stands_beside_a_first_token(config_folder: Path) -> None:

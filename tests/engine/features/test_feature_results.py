@@ -10,10 +10,10 @@ import pytest
 from features import Results
 
 REPORTS: list[Any] = [
-    {"promised": True, "reason": None, "attained": True},
-    {"promised": False, "reason": "expired", "attained": False},
+    {"promised": True, "late": False, "reason": None, "attained": True},
+    {"promised": True, "late": True, "reason": "expired", "attained": False},
     None,
-    {"promised": True, "reason": None, "attained": True},
+    {"promised": True, "late": False, "reason": None, "attained": True},
 ]
 PLAIN = [{"tokens": [[n, n + 1]], "report": None, "vector": [0.5]} for n in range(4)]
 ASKING = [{**one, "report": report} for one, report in zip(PLAIN, REPORTS, strict=True)]

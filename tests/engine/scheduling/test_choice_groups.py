@@ -227,7 +227,7 @@ def test_once_a_token_is_out_the_others_are_served_without_a_promise(
     assert verdict(one, "a") is verdict(one, "b") is None
     assert [len(one.outcomes[name].token_ids) for name in "ab"] == [tokens, 10]
     assert cast(Any, one.outcomes["a"].report)["promised"]
-    assert not cast(Any, one.outcomes["b"].report)["promised"]
+    assert cast(Any, one.outcomes["b"].report)["late"]
     assert counted(one, "declined") == 0
     check_nothing_left(one)
 

@@ -60,7 +60,7 @@ def test_without_a_hit_it_is_not(config_folder: Path) -> None:
     one.run()
     report = one.outcomes["remote"].report
     assert report is not None
-    assert (report["promised"], report["reason"]) == (False, "prefill")
+    assert (report["late"], report["reason"]) == (True, "prefill")
 
 
 def test_a_connector_is_asked_once_for_a_plan(config_folder: Path) -> None:

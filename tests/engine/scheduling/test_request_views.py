@@ -150,6 +150,7 @@ def test_the_report_is_in_milliseconds() -> None:
     assert one.report(one.attained()) == {
         "tier": "best_effort",
         "promised": False,
+        "late": False,
         "reason": None,
         "ttft_ms": 1250.0,
         "tpot_ms": 500.0,

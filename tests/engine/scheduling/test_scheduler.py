@@ -76,7 +76,7 @@ def test_figure_3_ours_keeps_every_running_request_and_three_of_four(engine: Any
 
 def test_figure_3_the_first_token_waits_for_its_moment(engine: Any) -> None:
     _, new = burst_of_figure_3(engine(model=SIX_A_UNIT, slo_config=EVERY_TOKEN))
-    promised = [outcome for outcome in new if outcome.report and outcome.report["promised"]]
+    promised = [outcome for outcome in new if outcome.promised_in_time]
     assert len(promised) == 3
     assert all(5.0 < ttft_s(outcome) <= 6.0 + 1e-9 for outcome in promised)
 
@@ -138,7 +138,7 @@ def test_a_prompt_is_promised_by_the_cached_context_that_it_attends_to(engine: A
         one.add("second", text, 2, SLO(ttft_ms=ttft_ms))
         one.run()
         outcome = one.outcomes["second"]
-        assert outcome.report["promised"] is promised
+        assert outcome.promised_in_time is promised
         assert kept(outcome) is promised
 
 
@@ -154,7 +154,7 @@ def test_a_promise_made_is_kept_when_the_model_is_true(
         poisson_mix(one, random.Random(seed), rate, 120)
         for outcome in one.outcomes.values():
             finished += outcome.finish_reason == "stop"
-            if outcome.report and outcome.report["promised"]:
+            if outcome.promised_in_time:
                 promised += 1
                 if not kept(outcome):
                     late.append(ttft_s(outcome) / (outcome.slo.ttft_ms / 1e3))
@@ -191,7 +191,7 @@ def test_a_prompt_in_the_prefix_cache_is_promised_what_a_fresh_one_is_not(engine
             one.run()
         one.add("asks", prompt, 5, slo)
         one.run()
-        promised.append(one.outcomes["asks"].report["promised"])
+        promised.append(one.outcomes["asks"].promised_in_time)
         assert kept(one.outcomes["asks"]) == warm
     assert promised == [False, True]
 
@@ -408,7 +408,7 @@ def test_best_effort_that_began_ends_before_long_whatever_is_promised(engine: An
         one.step()
     lasted, promised = [], []
     for outcome in one.outcomes.values():
-        if outcome.report and outcome.report["promised"]:
+        if outcome.promised_in_time:
             promised.append(outcome)
         elif outcome.token_times_s:
             ended_s = outcome.token_times_s[-1] if outcome.finish_reason else one.clock.now_s

@@ -203,7 +203,8 @@ class WatchedEngine(CheckedEngine):
     ) -> dict[str, Any] | None:
         tracked = self.scheduler.parts.tracker.get(request.request_id)
         report = self._on_end(request, blocks)
-        self.ended_promised += tracked is not None and tracked.promised  # not withdrawn at its end
+        in_time = tracked is not None and tracked.promised and tracked.late is None
+        self.ended_promised += in_time  # not withdrawn at its end
         return report
 
     # What the machine does.
@@ -330,17 +331,19 @@ class WatchedEngine(CheckedEngine):
         follows = {n for n in live if self.asks[n].valid and (self.asks[n].extra or self.default)}
         assert set(tracked) == follows or (self.faults and set(tracked) <= follows)
         promised = {name for name, one in tracked.items() if one.promised}
+        in_time = {name for name in promised if tracked[name].late is None}
         assert parts.tracker.unpromised == len(tracked) - len(promised)
         assert not promised & set(parts.guard.since_s), "a promise among those who wait"
         made = self.counted("admissions", outcome="promised")
         made += self.counted("admissions", outcome="promised_later")
         made -= self.counted("admissions", outcome="moved")
         broken = self.counted("promises_broken")
-        dropped = made - broken - self.ended_promised - len(promised)
+        dropped = made - broken - self.ended_promised - len(in_time)
         assert abs(dropped) <= self.faults, "a promise was dropped"
         for name, one in tracked.items():
-            assert one.was_promised or not one.promised
-            late = one.first_token_s is not None and one.first_token_s > one.deadline_s
+            assert one.was_promised or one.late is not None or not one.promised
+            due_s = one.deadline_s if one.late is None else one.late.deadline_s
+            late = one.first_token_s is not None and one.first_token_s > due_s
             assert self.faults or not (late and one.promised), f"{name} is late and still promised"
         if parts.best_effort is not None and not self.faults:
             assert set(parts.best_effort._known) == set(live)
@@ -495,7 +498,9 @@ class WatchedEngine(CheckedEngine):
             assert outcome.report["tpot_ms"] is None
         else:
             assert outcome.report["tpot_ms"] == pytest.approx(worst_s * 1e3, abs=1e-2)
-        PLAYED["promised"] += outcome.report["promised"]
+        late = outcome.report["late"]
+        PLAYED["late"] += late
+        PLAYED["promised"] += outcome.report["promised"] and not late
         PLAYED["attained"] += outcome.report["attained"] is True
 
 
@@ -714,7 +719,7 @@ def play_machine(folder: Path, runs: int, *, fails: bool) -> None:
 
 def test_scheduler_under_random_events(config_folder: Path) -> None:
     play_machine(config_folder, RUNS, fails=False)
-    for kind in ("promised", "attained", "preempted", "declined", "invalid", "aborted"):
+    for kind in ("promised", "late", "attained", "preempted", "declined", "invalid", "aborted"):
         assert PLAYED[kind] > RUNS / 10, f"hardly anything was {kind}: {PLAYED}"
 
 

@@ -20,6 +20,8 @@ from vllm_slo.sim.harness import EngineShape, VirtualEngine
 
 ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 CHAT = SLO(ttft_ms=5000, tpot_ms=100)
+WITHOUT = SLO(ttft_ms=5000, tier="best_effort")
+"""It has no promise, so every step is planned."""
 
 
 class Planned(Scheduler):
@@ -59,7 +61,7 @@ def test_a_decode_that_is_certain_to_be_the_last_is_left_out(
     """Two tokens: both are on their way when the third step is scheduled."""
     one = engine(config_folder)
     one.add("short", 16, 2, slo)
-    one.add("asks", 16, 400, SLO(ttft_ms=0.001))  # it has no promise, so every step is planned
+    one.add("asks", 16, 400, WITHOUT)
     output, plan = plan_after(one, 2)
     assert plan is not None
     assert list(output.num_scheduled_tokens) == ["asks"]
@@ -71,7 +73,7 @@ def test_a_decode_that_is_certain_to_be_the_last_is_left_out(
 def test_alone_it_stalls_no_step(config_folder: Path) -> None:
     """The step after would then have been scheduled without limits."""
     one = engine(config_folder)
-    one.add("short", 16, 2, SLO(ttft_ms=0.001))
+    one.add("short", 16, 2, WITHOUT)
     output, _ = plan_after(one, 2)
     assert not output.num_scheduled_tokens
     assert not one.scheduler._controller._stalled
@@ -84,7 +86,7 @@ def test_a_decode_at_the_longest_context_is_left_out(config_folder: Path) -> Non
     shape = EngineShape(max_model_len=64)
     one = engine(config_folder, shape=shape)
     one.add("long", 62, 400, CHAT)
-    one.add("asks", 16, 400, SLO(ttft_ms=0.001))
+    one.add("asks", 16, 400, WITHOUT)
     output, plan = plan_after(one, 2)
     assert plan is not None
     assert list(output.num_scheduled_tokens) == ["asks"]
@@ -95,7 +97,7 @@ def test_a_decode_whose_turn_is_later_is_left_out(config_folder: Path) -> None:
     """Pipeline parallelism with vLLM's V2 runner lets a request decode every few steps."""
     one = engine(config_folder)
     later = one.add("later", 16, 400, CHAT)
-    one.add("asks", 16, 400, SLO(ttft_ms=0.001))
+    one.add("asks", 16, 400, WITHOUT)
     one.step()
     later.next_decode_eligible_step = one.scheduler.current_step + 2
     output, plan = plan_after(one, 0)
@@ -109,7 +111,7 @@ def test_a_decode_whose_turn_is_later_is_left_out(config_folder: Path) -> None:
 def test_a_preempted_request_waits_for_its_output(config_folder: Path) -> None:
     """vLLM resumes it once the token that was on its way has come."""
     one = engine(config_folder)
-    request = one.add("resumes", 16, 40, SLO(ttft_ms=0.001))
+    request = one.add("resumes", 16, 40, WITHOUT)
     for _ in range(3):
         one.step()
     one.scheduler._state.preempt(request, 0.0)

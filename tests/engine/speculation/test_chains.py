@@ -112,7 +112,7 @@ class Engine(VirtualEngine):
 
     def promised(self, kind: str) -> list[bool]:
         return [
-            bool(outcome.report and outcome.report["promised"])
+            outcome.promised_in_time
             for name, outcome in self.outcomes.items()
             if name.startswith(kind)
         ]
@@ -138,7 +138,7 @@ def test_drafts_keep_a_pace_that_no_plain_step_keeps(method: dict[str, Any], ove
     kept = [
         worst_window_tpot_s(outcome.token_times_s, 10) <= 0.0255
         for outcome in engine.outcomes.values()
-        if outcome.report and outcome.report["promised"]
+        if outcome.promised_in_time
     ]
     assert kept.count(False) <= 1, "drafts are luck: a window of ten may fail"
     plain = Engine(None, overlap=overlap)

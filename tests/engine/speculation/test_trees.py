@@ -113,7 +113,7 @@ def test_first_tokens_that_come_too_late_stop_drafting_unless_a_tpot_needs_it(
     while engine.busy:
         engine.step()
         at_s.append(engine.clock.now_s - arrived_s)
-    assert not all(engine.outcomes[f"r{i}"].report["promised"] for i in range(10))
+    assert not all(engine.outcomes[f"r{i}"].promised_in_time for i in range(10))
     depths = [step.plan.depth for _, step in engine.seen_trees[before:]]
     pressed = [depth for depth, t in zip(depths, at_s, strict=True) if 1.3 < t < 3.9]
     relieved = [depth for depth, t in zip(depths, at_s, strict=True) if t > 8.0]
@@ -157,13 +157,13 @@ def test_promises_are_made_on_measured_acceptance_and_kept() -> None:
     slo = SLO(tpot_ms=30.0)
     engine.add("early", 16, 20, slo)
     engine.run()
-    assert not engine.outcomes["early"].report["promised"]
+    assert not engine.outcomes["early"].promised_in_time
     run_all(engine, 4, 200)
     for i in range(4):
         engine.add(f"late{i}", 16, 100, slo)
     engine.run()
     late = [engine.outcomes[f"late{i}"] for i in range(4)]
-    assert all(o.report["promised"] for o in late)
+    assert all(o.promised_in_time for o in late)
     worst = [worst_window_tpot_s(o.token_times_s, 10) for o in late]
     assert sum(w is not None and w <= 0.030 + 1e-9 for w in worst) >= 3
 
@@ -296,7 +296,7 @@ def promised_mix(engine: TreeEngine, seconds: float) -> list[Any]:
             engine.step()
         else:
             engine.clock.advance(0.01)
-    return [o for o in engine.outcomes.values() if o.report and o.report["promised"]]
+    return [o for o in engine.outcomes.values() if o.promised_in_time]
 
 
 def test_promises_are_kept_beside_trees() -> None:

@@ -43,9 +43,11 @@ def busy(engine: int = 0) -> SchedulerMetrics:
     series.admission("chat", "promised")
     series.admission("code", "declined", "memory")
     series.broken("chat", "ttft")
-    series.finished("chat", True, promised=True, tokens=20, ttft_s=0.3, tpot_s=0.02)
-    series.finished("chat", False, promised=False, tokens=5, ttft_s=3.0, tpot_s=None)
-    series.finished("none", None, promised=False, tokens=7, ttft_s=None, tpot_s=None)
+    series.finished("chat", True, promised="true", tokens=20, ttft_s=0.3, tpot_s=0.02)
+    series.finished("chat", False, promised="false", tokens=5, ttft_s=3.0, tpot_s=None)
+    series.finished("chat", False, promised="late", tokens=4, ttft_s=4.0, tpot_s=None)
+    series.late_promise("chat", kept=True)
+    series.finished("none", None, promised="false", tokens=7, ttft_s=None, tpot_s=None)
     series.step(0.010, 0.012)
     series.step(0.020, 0.020)
     return series
@@ -200,11 +202,13 @@ def test_requests_are_counted_by_what_became_of_them() -> None:
         "promises_broken_total{engine=0,objective=ttft,slo_class=chat}": 1,
         "requests_finished_total{attained=true,engine=0,promised=true,slo_class=chat}": 1,
         "requests_finished_total{attained=false,engine=0,promised=false,slo_class=chat}": 1,
+        "requests_finished_total{attained=false,engine=0,promised=late,slo_class=chat}": 1,
+        "late_promises_finished_total{engine=0,kept=true,slo_class=chat}": 1,
         "requests_finished_total{attained=none,engine=0,promised=false,slo_class=none}": 1,
         "generation_tokens_total{attained=true,engine=0,slo_class=chat}": 20,
-        "generation_tokens_total{attained=false,engine=0,slo_class=chat}": 5,
+        "generation_tokens_total{attained=false,engine=0,slo_class=chat}": 9,
         "generation_tokens_total{attained=none,engine=0,slo_class=none}": 7,
-        "ttft_seconds_count{engine=0,slo_class=chat}": 2,
+        "ttft_seconds_count{engine=0,slo_class=chat}": 3,
         "ttft_seconds_bucket{engine=0,le=0.5,slo_class=chat}": 1,
         "worst_window_tpot_seconds_count{engine=0,slo_class=chat}": 1,
         "step_time_ratio_count{engine=0}": 2,
@@ -266,7 +270,7 @@ def test_a_draft_that_has_failed_is_seen_without_another_step(
         assert until(lambda: samples(scrape(folder)).get(key) == float(on))  # noqa: B023 - at once
 
 
-@pytest.mark.parametrize(("made", "number"), [(busy, 21), (grown, 28), (remote, 32)])
+@pytest.mark.parametrize(("made", "number"), [(busy, 22), (grown, 29), (remote, 33)])
 def test_every_name_says_its_unit(
     folder: Path, made: Callable[[], SchedulerMetrics], number: int
 ) -> None:
@@ -278,6 +282,7 @@ def test_every_name_says_its_unit(
     counts = {"vllm_slo:admissions", "vllm_slo:requests_finished", "vllm_slo:promises_broken"}
     counts |= {"vllm_slo:stages_finished", "vllm_slo:sessions_finished", "vllm_slo:sessions"}
     counts |= {"vllm_slo:warm_prefix_blocks", "vllm_slo:quotes"}
+    counts.add("vllm_slo:late_promises_finished")
     counts.add("vllm_slo:planning_failures")
     # Neither counts nor quantities: yes or no.
     counts |= {"vllm_slo:speculation_enabled", "vllm_slo:planning_stands_aside"}
@@ -303,7 +308,7 @@ def test_labels_stay_few_however_many_requests_come() -> None:
         for i in range(count):
             series.admission("chat", "best_effort", ("prefill", "decode")[i % 2])
             series.finished(
-                "chat", i % 3 == 0, promised=True, tokens=i, ttft_s=i / 100, tpot_s=i / 1000
+                "chat", i % 3 == 0, promised="true", tokens=i, ttft_s=i / 100, tpot_s=i / 1000
             )
             series.step(0.01, 0.01 + i / 1000)
             series.speculation.tree_step(

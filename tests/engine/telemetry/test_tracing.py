@@ -71,6 +71,7 @@ def test_a_span_says_what_was_asked_decided_and_kept(engine: Any, spans: list[An
         "slo.tpot_ms": 100,
         "slo.tier": "guaranteed",
         "slo.promised": True,
+        "slo.late": False,
         "slo.ttft_achieved_ms": outcome.report["ttft_ms"],
         "slo.tpot_achieved_ms": outcome.report["tpot_ms"],
         "slo.attained": True,

@@ -97,6 +97,16 @@ def quote(ttft_s: float, tpot_s: float, ask: Ask, lone_ttft_s: float, lone_tpot_
     return Quote(asked.promised, asked.reason, asked.retry_after_s, first_s, each_s, cheapest)
 
 
+def shortest_s(promised: Callable[[float], bool], lone_s: float) -> float | None:
+    """The shortest time that is promised, to within `PRECISION`; None: none is.
+
+    Args:
+        promised: whether a time is. A longer one is never harder to promise.
+        lone_s: the shortest that can be.
+    """
+    return _shortest(promised, lone_s, INFINITY, Verdict(False))
+
+
 def _shortest(
     promised: Callable[[float], bool], lone_s: float, asked_s: float, asked: Verdict
 ) -> float | None:

@@ -42,7 +42,9 @@ class StagedTPOT:
 
     Attributes:
         stage: number of the stage that goes on.
-        tightest_s: the tightest from here on, itself included.
+        slack: how many times its objectives the answer is to keep. They count as they are for
+            whether it attains.
+        tightest_s: the tightest from here on, itself included, times the slack.
         is_last: whether no other stage follows.
     """
 
@@ -52,6 +54,7 @@ class StagedTPOT:
         "_tpots_s",
         "is_last",
         "measure",
+        "slack",
         "stage",
         "tightest_s",
         "tokens",
@@ -63,13 +66,20 @@ class StagedTPOT:
         self._kept = True
         self.tokens = 0
         self.stage = 0
+        self.slack = 1.0
         self.is_last = len(self._tpots_s) == 1
         self.tightest_s = min(self._tpots_s)
         self.measure = WindowTPOT(window)
 
     @property
     def tpot_s(self) -> float:
-        return self._tpots_s[self.stage]
+        """That of the stage that goes on, times the slack."""
+        return self._tpots_s[self.stage] * self.slack
+
+    def relax(self, slack: float) -> None:
+        """From now on the answer is to keep so many times its objectives."""
+        self.slack = slack
+        self.tightest_s = min(self._tpots_s[self.stage :]) * slack
 
     @property
     def stages(self) -> int:
@@ -83,10 +93,10 @@ class StagedTPOT:
         """Note that the last token recorded was the last of its stage."""
         assert not self.is_last
         self._done.append((self.measure, self.tokens))
-        self._kept = self._kept and _keeps(self.tpot_s, self.measure.worst_s)
+        self._kept = self._kept and _keeps(self._tpots_s[self.stage], self.measure.worst_s)
         self.stage += 1
         self.is_last = self.stage + 1 == len(self._tpots_s)
-        self.tightest_s = min(self._tpots_s[self.stage :])
+        self.tightest_s = min(self._tpots_s[self.stage :]) * self.slack
         ended, self.tokens = self.measure, 0
         self.measure = ended.successor()
 
@@ -102,7 +112,15 @@ class StagedTPOT:
     @property
     def attained(self) -> bool:
         """Whether every stage so far keeps its objective, given that no token is to come."""
-        return self._kept and _keeps(self.tpot_s, self.measure.worst_s)
+        return self._kept and _keeps(self._tpots_s[self.stage], self.measure.worst_s)
+
+    def keeps(self, slack: float) -> bool:
+        """Whether every stage so far keeps so many times its objective, likewise."""
+        measures = (*(measure for measure, _ in self._done), self.measure)
+        return all(
+            _keeps(tpot_s * slack, measure.worst_s)
+            for tpot_s, measure in zip(self._tpots_s, measures, strict=False)
+        )
 
     @property
     def worst_s(self) -> float | None:

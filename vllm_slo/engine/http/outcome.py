@@ -36,7 +36,7 @@ class Asked:
     @property
     def may_be_declined(self) -> bool:
         """Whether the client prefers a refusal over best effort."""
-        return self.slo is not None and self.slo.on_unattainable == "decline"
+        return self.slo is not None and self.slo.may_be_declined
 
 
 def served_service_tier(asked: Asked, report: Mapping[str, Any] | None) -> str:
@@ -44,10 +44,10 @@ def served_service_tier(asked: Asked, report: Mapping[str, Any] | None) -> str:
 
     - A promise was made: ``priority`` if that was asked for, else ``default``.
     - No promise although the request has an SLO (it asked for best effort, or its objectives could
-      not be promised): ``flex``.
+      not be promised), or a late one: ``flex``.
     - No SLO, or no report because another scheduler runs: ``flex`` if asked for, else ``default``.
     """
-    if report is not None and report.get("promised") is True:
+    if report is not None and report.get("promised") is True and not report.get("late"):
         return "priority" if asked.service_tier == "priority" else "default"
     if asked.service_tier == "flex" or (report is not None and asked.slo is not None):
         return "flex"

@@ -5,7 +5,7 @@ nothing itself."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from vllm_slo.config.model import SLOConfig
@@ -17,6 +17,7 @@ from vllm_slo.core.types import INFINITY, AdmissionPlan, Demand, PrefillView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.quotas import REASON, Quotas
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.ruling import Ruling
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.workload import CommittedLoad, Workload
@@ -27,23 +28,6 @@ value is a choice: above 0, so that equals do not take turns, and below 1, so th
 gives way to two short ones."""
 MIN_REPLAN_S = 0.02
 """Seconds between two rulings where nothing arrived: what changes in less is hardly a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ruling:
-    """What is decided of some requests.
-
-    Attributes:
-        admitted: request id -> when its prefill is to end; its objectives are promised.
-        refused: request id -> what stood in the way.
-        retry_after_s: for each refused one, when the same request might be promised.
-        moved: promised request id -> what stands in its way, now that others have its place.
-    """
-
-    admitted: dict[str, float] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    retry_after_s: dict[str, float] = field(default_factory=dict)
-    moved: dict[str, str] = field(default_factory=dict)
 
 
 class AdmissionController:
@@ -170,12 +154,13 @@ class AdmissionController:
 
     def _movable(self, asking: int) -> dict[str, SLORequest]:
         """Promises that may still be given to others: those that nobody was told of and of which
-        nothing is computed. As many as the program considers beside those that ask, the latest
-        deadlines first."""
+        nothing is computed, but for late ones. As many as the program considers beside those that
+        ask, the latest deadlines first."""
         found = [
             t
             for t in self._tracker.promised_before_first_token()
             if t.deadline_s < INFINITY
+            and t.late is None
             and not (t.ticket or t.request.num_computed_tokens)
             and t.slo.on_unattainable != "decline"
         ]

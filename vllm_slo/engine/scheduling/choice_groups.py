@@ -72,6 +72,17 @@ class ChoiceGroups:
             others |= {other: name for other in ids if other not in refused}
         return others
 
+    def to_decline_with(self, tracked: SLORequest) -> list[SLORequest]:
+        """A request that is to be declined and the other choices of its group; none where one of
+        them has a token already."""
+        if tracked.group is None:
+            return [tracked]
+        members = self._members[tracked.group]
+        begun = tracked.group in self._answers
+        if begun or any(member.first_token_s is not None for member in members):
+            return []
+        return list(members)
+
     def declined(self, tracked: SLORequest, answer: Declined) -> None:
         """A choice is declined, and so are those of its group that are still to arrive."""
         self._remember(tracked, answer)

@@ -5,6 +5,7 @@ admission rules, and has each step planned."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from vllm.logger import init_logger
@@ -24,6 +25,7 @@ from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
 from vllm_slo.engine.scheduling.containment import Containment
 from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.scheduling.intake import Intake
+from vllm_slo.engine.scheduling.late_promises import LatePromises
 from vllm_slo.engine.scheduling.outcomes import Outcomes
 from vllm_slo.engine.scheduling.promises import Promises
 from vllm_slo.engine.scheduling.quotas import REASON, Quotas
@@ -70,6 +72,7 @@ class Controller:
         marks: StageMarks,
         workload: Workload,
         admission: AdmissionController,
+        late: LatePromises,
         planner: StepPlanner,
         quotes: Quotes,
         quotas: Quotas | None,
@@ -96,6 +99,7 @@ class Controller:
         self._marks = marks
         self._workload = workload
         self._admission = admission
+        self._late = late
         self._planner = planner
         self._quotes = quotes
         self._quotas = quotas
@@ -193,8 +197,10 @@ class Controller:
             tracked.on_tokens(count, self._clock.now_s)
         if first:
             self._tracker.started(tracked)
+            self._late.note_started(tracked)
             if tracked.note_beginning():
                 self._promises.withdraw(tracked, "ttft")
+            self._tracker.ended += tracked.late is not None  # its late promise is to be kept now
 
     def on_end(
         self, request: Request, blocks: Sequence[KVCacheBlock] = ()
@@ -391,5 +397,6 @@ class Controller:
                 self._promises.withdraw(self._tracker.live[request_id], REASON)
 
     def _admit(self, start_s: float) -> None:
-        for ruling in self._admission.rulings(start_s):
+        self._late.note_arrivals(start_s)
+        for ruling in chain(self._admission.rulings(start_s), self._late.rulings(start_s)):
             self._promises.carry_out(ruling)

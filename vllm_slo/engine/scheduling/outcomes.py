@@ -48,11 +48,13 @@ class Outcomes:
             self._metrics.finished(
                 tracked.slo_class,
                 attained,
-                promised=tracked.was_promised,
+                promised="late" if tracked.late is not None else str(tracked.was_promised).lower(),
                 tokens=tracked.request.num_output_tokens,
                 ttft_s=first_s and first_s - tracked.arrival_s,
                 tpot_s=tracked.tpot.worst_s,
             )
+            if tracked.late is not None:
+                self._metrics.late_promise(tracked.slo_class, kept=tracked.late_kept)
             if tracked.tpot.stages > 1:
                 self._metrics.stages(tracked.slo_class, tracked.tpot.results())
         if not len(self._tracker):

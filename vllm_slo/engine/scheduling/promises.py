@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from vllm_slo.core.admission.late import LatePromise
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
-from vllm_slo.engine.scheduling.admission import AdmissionController, Ruling
+from vllm_slo.engine.scheduling.admission import AdmissionController
 from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
 from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.scheduling.quotas import Quotas
 from vllm_slo.engine.scheduling.quotes import Quotes
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.ruling import Ruling
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
@@ -48,7 +50,15 @@ class Promises:
         self._endings = endings
 
     def carry_out(self, ruling: Ruling) -> None:
-        """Promise, move and refuse; a choice is refused with the one beside it that is declined."""
+        """Promise, move, refuse and send away; a choice is refused with the one beside it that is
+        declined."""
+        for request_id in ruling.turns:
+            self.begin_turn(self._tracker.live[request_id])
+        for request_id, late in ruling.late.items():
+            self._promise_late(self._tracker.live[request_id], late)
+        for request_id, reason in ruling.sent_away.items():
+            if (tracked := self._tracker.get(request_id)) is not None:
+                self._send_away(tracked, reason, ruling.retry_after_s[request_id])
         for request_id, reason in ruling.moved.items():
             self._move(self._tracker.live[request_id], reason)
         beside = self._groups.refused_with(ruling.refused, self._tracker.live)
@@ -74,6 +84,21 @@ class Promises:
             self._quotas.promised(tracked, self._clock.now_s)
         self._metrics.admission(tracked.slo_class, outcome)
 
+    def _promise_late(self, tracked: SLORequest, late: LatePromise) -> None:
+        tracked.late = late
+        self._metrics.admission(tracked.slo_class, "promised_late", tracked.reason or "")
+
+    def begin_turn(self, tracked: SLORequest) -> None:
+        """The late promise of a request is kept like any other from now on."""
+        self._guard.remove(tracked.request.request_id)
+        self._tracker.begin_turn(tracked)
+
+    def _send_away(self, tracked: SLORequest, reason: str, retry_after_s: float) -> None:
+        """Decline a request, and the choices beside it, if none of them has a token."""
+        for one in self._groups.to_decline_with(tracked):
+            one.reason = reason
+            self._decline(one, reason, retry_after_s)
+
     def _move(self, tracked: SLORequest, reason: str) -> None:
         """Others have the place of a promise of which nothing was computed and nobody told: it is
         as if the request had been refused. It may ask again."""
@@ -87,12 +112,15 @@ class Promises:
     def withdraw(self, tracked: SLORequest, objective: str) -> None:
         """A promise that can no longer be kept is withdrawn: the request goes on best effort.
 
+        A late one counts as kept or not when the request ends.
+
         ``objective``: that is not kept, or the reason.
         """
         self._tracker.withdraw(tracked)
         if self._quotas is not None:
             self._quotas.ended(tracked, self._clock.now_s, refunded=True)
-        self._metrics.broken(tracked.slo_class, objective)
+        if tracked.late is None:
+            self._metrics.broken(tracked.slo_class, objective)
 
     def refuse(
         self, tracked: SLORequest, reason: str, retry_after_s: float, *, beside: bool = False

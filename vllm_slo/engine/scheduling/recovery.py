@@ -11,7 +11,6 @@ from vllm.v1.request import Request
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_facts
-from vllm_slo.engine.scheduling.admission import Ruling
 from vllm_slo.engine.scheduling.best_effort import BestEffort
 from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
 from vllm_slo.engine.scheduling.endings import Endings
@@ -20,6 +19,7 @@ from vllm_slo.engine.scheduling.promises import Promises
 from vllm_slo.engine.scheduling.quotas import Quotas
 from vllm_slo.engine.scheduling.quotes import Quotes, unanswered
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.ruling import Ruling
 from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.slo_request import SLORequest, lost_report
 from vllm_slo.slo.verdicts import PLANNING_FAILED

@@ -77,6 +77,14 @@ class RequestTracker:
     def promise(self, tracked: SLORequest, begin_by_s: float) -> None:
         """A request is promised its objectives."""
         tracked.promise(begin_by_s)
+        self._note_promise(tracked)
+
+    def begin_turn(self, tracked: SLORequest) -> None:
+        """A request's late promise is kept like any other from now on."""
+        tracked.begin_turn()
+        self._note_promise(tracked)
+
+    def _note_promise(self, tracked: SLORequest) -> None:
         self._count_change(tracked)
         self.unpromised -= 1
         self.reordered = True
@@ -85,7 +93,7 @@ class RequestTracker:
 
     def withdraw(self, tracked: SLORequest) -> None:
         """A promise ends; the request goes on as best effort."""
-        tracked.promised = False
+        tracked.withdraw()
         self._count_change(tracked)
         self.unpromised += 1
         self.reordered = True

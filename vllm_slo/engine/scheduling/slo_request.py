@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
+from vllm_slo.core.admission.late import LatePromise
 from vllm_slo.core.sessions.rounds import Session, pace_of_rest
 from vllm_slo.core.sessions.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY
@@ -46,8 +47,9 @@ class SLORequest:
         reserved_tpot_s: the same, as far as steps have to keep it: that by which it is promised.
             Infinite for an answer of one token, which no step decodes.
         tpot: how it keeps them.
-        promised: whether its objectives are guaranteed now.
-        was_promised: whether they ever were.
+        promised: whether its objectives are guaranteed now, or its late promise is.
+        was_promised: whether its objectives ever were.
+        late: what it was promised instead, or None.
         opportunistic: whether it could begin without, as there was room by typical step times.
         planned: whether a dynamic program has ruled on it yet.
         reason: what stood in the way of a promise when it was first ruled on, or None.
@@ -77,6 +79,7 @@ class SLORequest:
         "first_token_s",
         "group",
         "last_token_s",
+        "late",
         "loaded_tokens",
         "opportunistic",
         "planned",
@@ -114,6 +117,7 @@ class SLORequest:
         self._set_tpot()
         self.promised = False
         self.was_promised = False
+        self.late: LatePromise | None = None
         self.opportunistic = False
         self.disturbed = False
         self.planned = False
@@ -147,8 +151,9 @@ class SLORequest:
         self._set_tpot()
 
     def _set_tpot(self) -> None:
-        self.tpot_s = min(self.tpot.tpot_s, self._pace_s)
-        self.asked_tpot_s = self.reserved_tpot_s = min(self.tpot.tightest_s, self._pace_s)
+        pace_s = self._pace_s * self.tpot.slack
+        self.tpot_s = min(self.tpot.tpot_s, pace_s)
+        self.asked_tpot_s = self.reserved_tpot_s = min(self.tpot.tightest_s, pace_s)
         if yields_one_token(self.request):
             self.tpot_s = self.reserved_tpot_s = INFINITY
 
@@ -183,6 +188,36 @@ class SLORequest:
         self.begin_by_s = self.deadline_s if self.deadline_s < INFINITY else begin_by_s
         self.promised = True
         self.was_promised = True
+        self.late = None
+
+    def begin_turn(self) -> None:
+        """Its late promise is kept like any other from now on."""
+        assert self.late is not None
+        self.deadline_s = self.begin_by_s = self.late.deadline_s
+        self.promised = True
+        self.tpot.relax(self.late.slack)
+        self._set_tpot()
+
+    def withdraw(self) -> None:
+        """What it was promised is not guaranteed any more."""
+        self.promised = False
+        if self.late is not None:
+            self.deadline_s = self.begin_by_s = self._asked_deadline_s
+
+    @property
+    def late_kept(self) -> bool:
+        """Whether its late promise was kept so far, given that no token is to come."""
+        assert self.late is not None
+        if self.first_token_s is None or self.first_token_s > self.late.deadline_s:
+            return False
+        return self.tpot.keeps(self.late.slack)
+
+    @property
+    def latest_start_s(self) -> float:
+        """Until when it waits for its first token; infinite where that does not matter to it."""
+        if self.slo.max_wait_ms is None:
+            return INFINITY
+        return self.arrival_s + self.slo.max_wait_ms / 1e3
 
     @property
     def remaining_tokens(self) -> int:
@@ -198,8 +233,11 @@ class SLORequest:
 
     @property
     def missed(self) -> bool:
-        """Whether an objective has already been missed for good."""
-        if self.first_token_s is not None and self.first_token_s > self._asked_deadline_s:
+        """Whether an objective, or what is promised instead, has already been missed for good."""
+        due_s = self._asked_deadline_s
+        if self.promised and self.late is not None:
+            due_s = self.late.deadline_s
+        if self.first_token_s is not None and self.first_token_s > due_s:
             return True
         if self.last_token_s > self.end_s:
             return True
@@ -237,14 +275,18 @@ class SLORequest:
         asked = self.slo.effective_tier == "guaranteed"
         suffered = attained is False or (asked and not self.was_promised)
         disturbed = PLANNING_FAILED if self.disturbed and suffered else None
+        promised = self.was_promised or self.late is not None
         report: dict[str, Any] = {
-            "tier": "guaranteed" if self.was_promised else "best_effort",
-            "promised": self.was_promised,
+            "tier": "guaranteed" if promised else "best_effort",
+            "promised": promised,
+            "late": self.late is not None,
             "reason": self.reason or disturbed,
             "ttft_ms": None if first is None else round((first - self.arrival_s) * 1e3, 3),
             "tpot_ms": None if worst_s is None else round(worst_s * 1e3, 3),
             "attained": attained,
         }
+        if self.late is not None:
+            report["late_promise"] = self._late_report(self.late, ended=attained is not None)
         if self.slo.e2e_ms is not None:
             ended_ms = round((self.last_token_s - self.arrival_s) * 1e3, 3)
             report["e2e_ms"] = None if first is None else ended_ms
@@ -252,12 +294,21 @@ class SLORequest:
             report["stages"] = [_stage_report(one) for one in self.tpot.results()]
         return report
 
+    def _late_report(self, late: LatePromise, *, ended: bool) -> dict[str, Any]:
+        tpot_s = min(stage.tpot_s for stage in self.tpot.results()) * late.slack
+        return {
+            "ttft_ms": round((late.deadline_s - self.arrival_s) * 1e3, 3),
+            "tpot_ms": None if tpot_s == INFINITY else round(tpot_s * 1e3, 3),
+            "kept": self.late_kept if ended else None,
+        }
+
 
 def lost_report(*, promised: bool) -> dict[str, Any]:
     """The report of a request whose own could not be made."""
     return {
         "tier": "guaranteed" if promised else "best_effort",
         "promised": promised,
+        "late": False,
         "reason": PLANNING_FAILED,
         "ttft_ms": None,
         "tpot_ms": None,

@@ -56,8 +56,9 @@ class SchedulerMetrics:
         self._next_s = 0.0
         self._admissions = make.counter(
             "vllm_slo:admissions",
-            "Requests by admission outcome (promised, promised_later, moved, best_effort, "
-            "best_effort_asked, declined) and the resource, or quota, that stood in the way.",
+            "Requests by admission outcome (promised, promised_later, promised_late, moved, "
+            "best_effort, best_effort_asked, declined) and the resource, or quota, that stood in "
+            "the way.",
             *("slo_class", "outcome", "reason"),
         )
         self._quotes = make.counter(
@@ -68,13 +69,19 @@ class SchedulerMetrics:
         )
         self._finished = make.counter(
             "vllm_slo:requests_finished",
-            "Requests that ended by themselves, by whether they were promised and attained.",
+            "Requests that ended by themselves, by whether they were promised (true, false, late) "
+            "and attained.",
             *("slo_class", "promised", "attained"),
         )
         self._broken = make.counter(
             "vllm_slo:promises_broken",
             "Promises that could not be kept, by objective.",
             *("slo_class", "objective"),
+        )
+        self._late = make.counter(
+            "vllm_slo:late_promises_finished",
+            "Requests with a late promise that ended by themselves, by whether it was kept.",
+            *("slo_class", "kept"),
         )
         self._tokens = make.counter(
             "vllm_slo:generation_tokens",
@@ -134,19 +141,26 @@ class SchedulerMetrics:
         slo_class: str,
         attained: bool | None,
         *,
-        promised: bool,
+        promised: str,
         tokens: int,
         ttft_s: float | None,
         tpot_s: float | None,
     ) -> None:
-        """Count a request that ended by itself."""
+        """Count a request that ended by itself.
+
+        ``promised``: "true", "false", or "late".
+        """
         label = _attained_label(attained)
-        self._finished.of(slo_class, str(promised).lower(), label).inc()
+        self._finished.of(slo_class, promised, label).inc()
         self._tokens.of(slo_class, label).inc(tokens)
         if ttft_s is not None:
             self._ttft.of(slo_class).observe(ttft_s)
         if tpot_s is not None:
             self._tpot.of(slo_class).observe(tpot_s)
+
+    def late_promise(self, slo_class: str, *, kept: bool) -> None:
+        """Count a request with a late promise that ended by itself."""
+        self._late.of(slo_class, str(kept).lower()).inc()
 
     def stages(self, slo_class: str, results: Iterable[StageResult]) -> None:
         """Count the stages of a request that ended by itself. Stages without an objective, or that

@@ -84,6 +84,7 @@ def attributes_of(traced: TracedRequest, attained: bool | None) -> dict[str, Any
         "slo.tpot_ms": slo.tpot_ms,
         "slo.tier": report["tier"],
         "slo.promised": report["promised"],
+        "slo.late": report["late"],
         "slo.reason": report["reason"],
         "slo.ttft_achieved_ms": report["ttft_ms"],
         "slo.tpot_achieved_ms": report["tpot_ms"],

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives a time to requests whose objectives cannot be promised, and sends away those that would
+not wait so long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from vllm_slo.core.admission.incremental import IncrementalAdmission
+from vllm_slo.core.admission.late import (
+    FULL,
+    AskedLoad,
+    LatePromise,
+    TurnRate,
+    expected_wait_s,
+    late_promise,
+)
+from vllm_slo.core.admission.quote import shortest_s
+from vllm_slo.core.types import INFINITY, Demand
+from vllm_slo.engine.scheduling.quotas import Quotas
+from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.ruling import Ruling
+from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.step_clock import StepClock
+from vllm_slo.engine.scheduling.workload import Workload
+
+SLACKS: Final = (1.0, 2.0, 4.0)
+"""How many times its TPOT may be promised to a request, the least that can be. The values are a
+choice: at four times its TPOT an answer takes a quarter of the tokens."""
+MOST_IN_STEP: Final = 8
+"""Requests that are given a time by one step at most, where admission has to be asked for it: each
+asks some 20 times, at 30 us."""
+WAIT: Final = "wait"
+"""Why a request is sent away: its turn comes later than its `max_wait_ms`."""
+QUEUE: Final = "queue"
+"""Why a request is sent away: as many as its `max_waiting` wait before it."""
+
+
+class LatePromises:
+    """The turns of the requests of one engine.
+
+    Args:
+        quotas: how much each tenant may be promised; None: as much as there is.
+        can_promise: whether anything can be promised on this engine.
+    """
+
+    def __init__(
+        self,
+        tracker: RequestTracker,
+        workload: Workload,
+        clock: StepClock,
+        quotas: Quotas | None,
+        *,
+        can_promise: bool,
+    ) -> None:
+        self._tracker = tracker
+        self._workload = workload
+        self._clock = clock
+        self._quotas = quotas
+        self._can_promise = can_promise
+        self._load, self._rate = AskedLoad(), TurnRate()
+        self._last_s = clock.now_s
+        self._waiting = False
+
+    def note_arrivals(self, start_s: float) -> None:
+        """Count what the requests ask for that admission has not ruled on yet."""
+        model, most = self._clock.expected_model, self._workload.max_step_tokens
+        token_s = model.predict_s(most) / most
+        for tracked in self._tracker.without_promise():
+            if tracked.planned or not _asks(tracked):
+                continue
+            request, slo = tracked.request, tracked.slo
+            answer = self._workload.lengths.predict(
+                tracked.slo_class, request.max_tokens, slo.expected_output_tokens, quantile=0.5
+            ).tokens
+            read = answer * (request.num_prompt_tokens + answer // 2)
+            work_s = (tracked.remaining_tokens + answer) * token_s + read * model.kv_s
+            self._load.asked(work_s, start_s)
+
+    def note_started(self, tracked: SLORequest) -> None:
+        """A request has its first token."""
+        if _asks(tracked) and tracked.planned and not tracked.promised:
+            self._rate.served(tracked.request.num_prompt_tokens)
+
+    def rulings(self, start_s: float) -> Iterator[Ruling]:
+        """Whose turn it is, who is given a time, and who is sent away; after admission has ruled.
+        Each ruling is to be carried out before the next is asked for.
+
+        ``start_s``: when the next step begins.
+        """
+        now_s = self._clock.now_s
+        if self._waiting:
+            self._rate.waited(max(now_s - self._last_s, 0.0))
+        self._last_s = now_s
+        unpromised = self._tracker.without_promise()
+        waiting = [t for t in unpromised if t.first_token_s is None]
+        waiting.sort(key=lambda t: t.arrival_s)
+        queue = [t for t in waiting if t.planned and _asks(t)]
+        self._waiting = bool(queue)
+        if turns := [t.request.request_id for t in unpromised if _has_turn(t, start_s)]:
+            yield Ruling(turns=tuple(turns))
+        if waiting:
+            sent_away = self._not_to_wait(waiting, start_s)
+            late: dict[str, LatePromise] = {}
+            retry_after_s = dict.fromkeys(sent_away, self._tracker.finish_interval_s)
+            if self._can_promise:
+                for tracked, wait_s, slack in self._expected(queue, sent_away, start_s):
+                    name, latest_s = tracked.request.request_id, tracked.latest_start_s
+                    if start_s + wait_s > latest_s:
+                        sent_away[name], retry_after_s[name] = WAIT, wait_s
+                    elif promise := late_promise(start_s, wait_s, slack, latest_s):
+                        late[name] = promise
+            yield Ruling(late=late, sent_away=sent_away, retry_after_s=retry_after_s)
+
+    def _not_to_wait(self, waiting: Sequence[SLORequest], start_s: float) -> dict[str, str]:
+        """Requests that have waited as long as they want to, or behind too many of their class:
+        why."""
+        found: dict[str, str] = {}
+        ahead: Counter[str] = Counter()
+        for tracked in waiting:
+            most, before = tracked.slo.max_waiting, ahead[tracked.slo_class]
+            ahead[tracked.slo_class] += 1
+            if tracked.request.num_computed_tokens:
+                continue
+            if tracked.latest_start_s <= start_s:
+                found[tracked.request.request_id] = WAIT
+            elif most is not None and before >= most and tracked.late is None:
+                found[tracked.request.request_id] = QUEUE
+                ahead[tracked.slo_class] -= 1
+        return found
+
+    def _expected(
+        self, queue: Sequence[SLORequest], sent_away: Container[str], start_s: float
+    ) -> Iterator[tuple[SLORequest, float, float]]:
+        """Requests that have no time yet: seconds until each is expected to be served, and how
+        many times its TPOT it can have. Those of which nobody knows are left out."""
+        over = self._quotas.over if self._quotas is not None else {}
+        load, outlooks = self._load.share(start_s), None
+        asked, tokens = 0, 0
+        for tracked in queue:
+            name = tracked.request.request_id
+            if tracked.promised or name in sent_away:
+                continue
+            tokens += tracked.remaining_tokens
+            if tracked.late is not None or tracked.was_promised or name in over:
+                continue
+            soonest_s, slack = None, SLACKS[0]
+            if load < FULL:
+                asked += 1
+                if asked > MOST_IN_STEP:
+                    return
+                outlooks = outlooks or self._outlooks(start_s)
+                demand = self._workload.demand(tracked, start_s, self._clock.promise_model)
+                ahead = replace(demand, prefill_tokens=max(demand.prefill_tokens, tokens))
+                soonest_s, slack = self._soonest(ahead, outlooks, start_s)
+            wait_s = expected_wait_s(soonest_s, load, self._rate, tokens)
+            if wait_s is not None:
+                yield tracked, wait_s, slack
+
+    def _soonest(
+        self, demand: Demand, outlooks: Sequence[IncrementalAdmission], start_s: float
+    ) -> tuple[float | None, float]:
+        """The shortest time to the first token that could be promised now, and how many times the
+        TPOT beside it; None: no time."""
+        lone_s = self._clock.promise_model.predict_s(demand.prefill_tokens)
+        for slack in SLACKS:
+
+            def promised(in_s: float, slack: float = slack) -> bool:
+                asked = replace(demand, deadline_s=start_s + in_s, tpot_s=demand.tpot_s * slack)
+                return any(outlook.judge(asked, start_s).promised for outlook in outlooks)
+
+            soonest_s = shortest_s(promised, lone_s)
+            if soonest_s is not None:
+                return soonest_s, slack
+        return None, SLACKS[0]
+
+    def _outlooks(self, start_s: float) -> list[IncrementalAdmission]:
+        """What is promised now, by each way to decode."""
+        load = self._workload.committed(start_s, self._clock.promise_model)
+        capacity = self._workload.capacity(load.requests, load.blocks)
+        return [
+            IncrementalAdmission(
+                load.pending,
+                load.decoding,
+                believed,
+                capacity,
+                decoding_context=load.context,
+                speculated=speculated,
+            )
+            for believed, speculated in self._workload.ways_to_decode()
+        ]
+
+
+def _has_turn(tracked: SLORequest, start_s: float) -> bool:
+    """Whether a late promise is to be kept from now on: the turn has come, or the request has begun
+    before. Then admission has ruled first whether it can keep what it asked for."""
+    late = tracked.late
+    if late is None:
+        return False
+    if tracked.first_token_s is not None:
+        return tracked.first_token_s <= late.deadline_s
+    return late.has_come(start_s)
+
+
+def _asks(tracked: SLORequest) -> bool:
+    """Whether a request asks for a promise that its first token comes in time."""
+    return tracked.deadline_s < INFINITY and tracked.slo.effective_tier == "guaranteed"
