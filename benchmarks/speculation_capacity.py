@@ -5,7 +5,7 @@
     python benchmarks/speculation_capacity.py --quick    two scenarios, small: writes nothing
 
 SLOs-Serve counts SLO-adaptive speculation (section 3.2.3) among what raises capacity (section 6.1).
-Objectives and hardware are those of ``capacity.py``, windows are half as long; the draft of each
+Objectives and hardware are those of ``capacity.py``, windows are shorter; the draft of each
 hardware is in its profile (vllm_slo/sim/profiles_data).
 """
 
@@ -237,7 +237,7 @@ def fold(value: float) -> str:
 INTRODUCTION = """\
 The highest rate, in jobs per second and GPU, at which 90% of the jobs keep every objective (TTFT of
 every round, worst window of 10 tokens of every stage), by bisection on windows with seeds {seeds};
-objectives and hardware are those of [capacity.md](capacity.md), windows are half as long. `{ours}`
+objectives and hardware are those of [capacity.md](capacity.md), windows are shorter. `{ours}`
 plans at most {drafts} drafts for each request by its TPOT and learns online how many are accepted;
 `{stock}` is vLLM's own scheduler with 3 drafts for everybody. A drafted token is accepted with
 probability {acceptance:g} if those before it were: assumed, SLOs-Serve gives no figure.
