@@ -401,7 +401,7 @@ def published(text: str) -> dict[Key, float]:
     lines = text[text.index("| system (best") :].split("\n\n")[0].splitlines()
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return {
-        (name, row[0]): float(number[0])
+        (name, row[0]): float(number[1])
         for row in rows
         for name, cell in zip(head[1:], row[1:], strict=True)
         if (number := re.match(r"\**(\d[\d.]*)(?: \+-| \(|\**$)", cell))
