@@ -45,11 +45,11 @@ from vllm_slo.sim.workers import Workers
 from vllm_slo.sim.workload import make_jobs
 
 SCENARIOS = {
-    "chatbot": ("a100-opt-13b", 600),
+    "chatbot": ("a100-opt-13b", 800),
     "coder": ("a100-opt-13b", 500),
-    "summarizer": ("a100-opt-13b", 400),
+    "summarizer": ("a100-opt-13b", 480),
     "mixed": ("a100-opt-13b", 480),
-    "toolllm": ("a100-toolllama-7b", 220),
+    "toolllm": ("a100-toolllama-7b", 400),
 }
 """Scenario -> hardware (the paper's models), jobs per window."""
 SEEDS = (0, 1, 2)
