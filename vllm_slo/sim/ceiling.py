@@ -9,11 +9,11 @@ jobs is one of its solutions. This is what it leaves out:
 - Steps are divisible. Time is cut into bins, and a step that spans several bins counts in each by
   its share. A bin of D seconds with n steps, t tokens, r KV tokens read and p query-key pairs keeps
   ``n * b + k * t + kv_s * r + pair_s * p <= D`` for both lines (k, b) of the step-time model.
-- Memory limits what one step reads and computes, ``r + t <= M * n``, and not what lies there
-  between two steps. So requests may take turns in memory at no cost.
-- Work of all kept jobs is added up, prompts and answers apart: what is done by the end of a bin is
-  at least what is due by then, and at most what can have begun before. So work of one job that is
-  done ahead may stand for work of another job that is due.
+- Memory of M tokens limits what one step reads for answers and computes, ``r + t <= M * n``, and
+  not what lies there between two steps. So requests may take turns in memory at no cost.
+- Work of all kept jobs is added up, first prompts, later prompts and answers apart: what is done by
+  the end of a bin is at least what is due by then, and at most what can have begun before. So work
+  of one job that is done ahead may stand for work of another job that is due.
 - A step gives a job at most one token. Only the sum over a job's life is kept: between its arrival
   and the latest time of its last token there are at least ``x`` times as many steps as tokens.
 - Due times are rounded up to bins, and begins are rounded down. Prefixes of later rounds are
