@@ -683,7 +683,8 @@ def http() -> str:
             is worth asking again, `x-slo-reason` says what stood in the way: `prefill`, `decode`,
             `memory`, `seats`, `expired`, `quota`, `session`, `planning_failed`, or what keeps the
             server from promising anything (`no_chunked_prefill`, `pipeline_parallel`,
-            `prefill_schedule_interval`), as in reports."""
+            `prefill_schedule_interval`), as in reports; or `wait` or `queue`, where the request
+            would not wait so long (`max_wait_ms`, `max_waiting`)."""
         ),
         flow(
             """A decline comes instead of a stream. Only if vLLM has sent a comment by then to keep
