@@ -456,3 +456,15 @@ def test_a_folder_of_two_engines_is_one_server(folder: Path) -> None:
     kept.add(T0, FolderCollector(folder).collect())
     gauges = seen(kept)[0][2]
     assert (gauges["vllm_slo:promised_requests"], gauges[OLDEST]) == (4.0, 2.0)
+
+
+def test_the_page_asks_for_outcomes_that_there_are() -> None:
+    text = Path(history.__file__).with_name("page.html").read_text(encoding="utf-8")
+    asked = set(re.findall(r'told\("(\w+)"\)', text))
+    (admissions,) = (
+        family
+        for family in SchedulerMetrics().registry.collect()
+        if family.name == "vllm_slo:admissions"
+    )
+    assert "promised_late" in asked
+    assert asked <= set(re.findall(r"\w+", admissions.documentation))

@@ -68,6 +68,14 @@ def test_completions(client: openai.OpenAI) -> None:
     assert plain.choices[0].text == whole.choices[0].text
 
 
+def test_a_late_promise_comes_through_the_front(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
+    late = client.completions.create(**asked, extra_body={"slo": {"ttft_ms": 0.001}})
+    report = late.model_extra["slo"]
+    assert (report["promised"], report["late"], report["attained"]) == (True, True, False)
+    assert report["late_promise"]["kept"] is True
+
+
 def test_chat(client: openai.OpenAI) -> None:
     headers = {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "5000"}
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}

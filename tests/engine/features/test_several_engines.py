@@ -59,8 +59,8 @@ def test_data_parallel(stock: str, server: LiveServer) -> None:
     assert {answer.text for answer in plain} == {stock}
     asking = answers(server, [EASY, IMPOSSIBLE] * (REQUESTS // 2))
     assert {answer.text for answer in asking} == {stock}
-    promised = [answer.reports[-1]["promised"] for answer in asking]
-    assert promised == [True, False] * (REQUESTS // 2)
+    attained = [answer.reports[-1]["attained"] for answer in asking]
+    assert attained == [True, False] * (REQUESTS // 2)
     for engine in ("0", "1"):
         assert server.settled_total("vllm_slo:tree_tokens_count", engine=engine) > 0
 

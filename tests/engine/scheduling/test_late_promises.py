@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -90,7 +90,7 @@ def test_a_burst_is_promised_as_far_as_can_be_and_the_rest_late(make: Make) -> N
         assert report["attained"] == (report["ttft_ms"] <= 600.0 and report["tpot_ms"] <= 60.0)
     assert sum(not report["attained"] for report in late) >= 2
     met = sum(report["attained"] for report in late)
-    assert counts(engine, "admissions")["promised_late", "prefill"] == len(late)
+    assert counts(engine, "admissions")["promised_late", ""] == len(late)
     assert counts(engine, "late_promises_finished") == {("true",): len(late)}
     finished = counts(engine, "requests_finished")
     assert finished.pop(("false", "late")) == len(late) - met
@@ -272,6 +272,9 @@ def test_choices_are_sent_away_together(make: Make) -> None:
 
 
 @settings(max_examples=20, deadline=None)
+@example(
+    [(0.0, 20, 2, 0), (0.0, 771, 4, 1), (0.125, 706, 58, 0), (0.25, 867, 4, 0), (0.0, 1103, 60, 2)]
+)  # a turn between two rulings
 @given(
     st.lists(
         st.tuples(

@@ -134,7 +134,9 @@ def test_one_slo_for_all(llm: LLM) -> None:
     for output in outputs:
         report = report_of(output)
         assert report is not None
-        assert set(report) == {"tier", "promised", "reason", "ttft_ms", "tpot_ms", "attained"}
+        assert set(report) == {
+            *("tier", "promised", "late", "reason", "ttft_ms", "tpot_ms", "attained")
+        }
         assert report["tier"] == "guaranteed"
         assert report["ttft_ms"] > 0
         assert report["tpot_ms"] > 0
@@ -144,7 +146,11 @@ def test_one_slo_for_all(llm: LLM) -> None:
 
 def test_one_slo_for_each(llm: LLM) -> None:
     slos = [EASY, None, IMPOSSIBLE, SLO(tier="best_effort")]
-    assert promised(generate(llm, slo=slos)) == [True, None, False, False]
+    outputs = generate(llm, slo=slos)
+    assert promised(outputs) == [True, None, False, False]
+    late = report_of(outputs[2])
+    assert late is not None and late["late_promise"]["kept"] is True
+    assert (late["promised"], late["late"], late["attained"]) == (True, True, False)
 
 
 def test_a_prompt_alone_and_token_ids(llm: LLM) -> None:

@@ -266,7 +266,7 @@ class Controller:
         for tracked in list(self._tracker):
             waits = tracked.request.status != RequestStatus.RUNNING
             if tracked.promised and (everybody or waits):
-                tracked.reason = PAUSED
+                tracked.reason = PAUSED if tracked.late is None else tracked.reason
                 self._promises.withdraw(tracked, PAUSED)
                 self._tracker.ended += 1
         self._reports.publish()
@@ -294,7 +294,7 @@ class Controller:
             for request, answer in self._quotes.answers(start_s):
                 self._endings.end(request, answer)
         self._withdraw_expired(start_s)
-        if self._admission.is_due:
+        if self._admission.is_due or self._late.is_due(start_s):
             self._admit(start_s)
         schedule = None
         if self._can_promise and (self._tracker.live or self._orders_waiting()):

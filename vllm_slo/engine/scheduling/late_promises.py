@@ -64,6 +64,11 @@ class LatePromises:
         self._load, self._rate = AskedLoad(), TurnRate()
         self._last_s = clock.now_s
         self._waiting = False
+        self._next_s = INFINITY
+
+    def is_due(self, start_s: float) -> bool:
+        """Whether somebody's turn has come by a step that begins at ``start_s``."""
+        return start_s >= self._next_s
 
     def note_arrivals(self, start_s: float) -> None:
         """Count what the requests ask for that admission has not ruled on yet."""
@@ -114,6 +119,8 @@ class LatePromises:
                     elif promise := late_promise(start_s, wait_s, slack, latest_s):
                         late[name] = promise
             yield Ruling(late=late, sent_away=sent_away, retry_after_s=retry_after_s)
+        turns_s = (t.late.turn_s for t in queue if t.late is not None and not t.promised)
+        self._next_s = min((at_s for at_s in turns_s if at_s > start_s), default=INFINITY)
 
     def _not_to_wait(self, waiting: Sequence[SLORequest], start_s: float) -> dict[str, str]:
         """Requests that have waited as long as they want to, or behind too many of their class:

@@ -86,7 +86,7 @@ class Promises:
 
     def _promise_late(self, tracked: SLORequest, late: LatePromise) -> None:
         tracked.late = late
-        self._metrics.admission(tracked.slo_class, "promised_late", tracked.reason or "")
+        self._metrics.admission(tracked.slo_class, "promised_late")
 
     def begin_turn(self, tracked: SLORequest) -> None:
         """The late promise of a request is kept like any other from now on."""
