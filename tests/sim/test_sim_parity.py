@@ -353,10 +353,18 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
 
 
 def simulated(said: Said, name: str, cls: type[StockScheduler]) -> Simulated:
-    """The trace of ``said`` in the simulator, with the answer lengths of engine ``name``."""
-    lengths = {one: len(answer) for one, answer in said.engines[name]["answers"].items()}
+    """The trace of ``said`` in the simulator, with the answer lengths of engine ``name``.
+
+    An answer that its cap cuts off would have been longer, which the scheduler learns.
+    """
+    asks = trace(said.seed)
+    caps = {ask.name: ask.max_tokens for ask in asks}
+    lengths = {
+        one: len(answer) + (len(answer) == caps[one])
+        for one, answer in said.engines[name]["answers"].items()
+    }
     engine = Simulated(cls, LIVE[name][1], said.folder, lengths)
-    drive(engine, trace(said.seed))
+    drive(engine, asks)
     return engine
 
 
