@@ -78,9 +78,11 @@ class LatePromises:
             if tracked.planned or not _asks(tracked):
                 continue
             request, slo = tracked.request, tracked.slo
-            answer = self._workload.lengths.predict(
+            answer, source = self._workload.lengths.predict(
                 tracked.slo_class, request.max_tokens, slo.expected_output_tokens, quantile=0.5
-            ).tokens
+            )
+            if source == "cap":  # nothing is known: as long as its prompt, say
+                answer = min(answer, request.num_prompt_tokens)
             read = answer * (request.num_prompt_tokens + answer // 2)
             work_s = (tracked.remaining_tokens + answer) * token_s + read * model.kv_s
             self._load.asked(work_s, start_s)
