@@ -282,18 +282,18 @@ class _Search:
             return
         # All but the last token of one prompt are computed before the next one is begun.
         for ending in product(*((0, 1) if n else (0,) for n in left)):
-            fill = [n if ends else 0 for n, ends in zip(left, ending, strict=True)]
+            given = [n if ends else 0 for n, ends in zip(left, ending, strict=True)]
             if opened < 0 or ending[opened]:
-                yield from self._opening(fill, left)
+                yield from self._opening(given, left)
             elif not any(ends and n > 1 for n, ends in zip(left, ending, strict=True)):
                 wanted = left[opened] - 1
-                for tokens in range(min(wanted, most - sum(fill)) + 1):
-                    fill[opened] = tokens
+                for tokens in range(min(wanted, most - sum(given)) + 1):
+                    given[opened] = tokens
                     if tokens < wanted:
-                        yield tuple(fill), opened
+                        yield tuple(given), opened
                     else:
-                        yield from self._opening(fill, left)
-                fill[opened] = 0
+                        yield from self._opening(given, left)
+                given[opened] = 0
 
     def _opening(
         self, fill: list[int], left: tuple[int, ...]
