@@ -109,9 +109,10 @@ def rows(found: Counter[str]) -> list[tuple[str, str]]:
         ("refused, promised later", share(found["promised later"], found["refused"])),
         ("refused, attained in the end", share(found["attained"], found["refused"])),
         ("cases with an unsafe promise", share(found["unsafe"], found["cases"])),
+        ("promises missed, against those given at once", share(found["broken"], found["promised"])),
         (
-            "promises missed, of those given when they came",
-            share(found["broken"], found["promised"]),
+            "... given later, against all given later",
+            share(found["broken later"], found["promised later"]),
         ),
     ]
 

@@ -100,6 +100,9 @@ def begun_job(
 State = tuple[tuple[int, ...], tuple[int, ...], int]
 """Prompt tokens left and answer tokens emitted of each request, and the open prompt or -1."""
 
+MEMORY: type[dict[State, list[tuple[int, ...]]]] = dict
+"""What a search remembers failed states in."""
+
 
 class StepOracle:
     """Searches the schedules of one engine.
@@ -166,7 +169,7 @@ class _Search:
         self.jobs = tuple(jobs)
         self.cuts = [job.cuts() for job in jobs]
         self.times = [oracle.engine.step(n) for n in range(oracle.engine.most + 1)]
-        self.failed: dict[State, list[tuple[int, ...]]] = {}
+        self.failed = MEMORY()
         self.states = 0
         self.given_up = False
 

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
+import step_oracle
 from step_oracle import NEVER, Engine, Job, StepOracle, begun_job
 
 from vllm_slo.core.attainment import worst_window_tpot_s
@@ -211,3 +213,28 @@ def test_the_shortcuts_of_the_search_lose_no_schedule() -> None:
         assert StepOracle(engine, every_fill=True).feasible(jobs) == asked
         outcomes.append(asked)
     assert 50 < sum(outcomes) < 150
+
+
+class Forgetful(dict[Any, list[Any]]):
+    """Remembers nothing."""
+
+    def setdefault(self, key: Any, default: Any = None) -> list[Any]:
+        return []
+
+
+def test_what_has_failed_is_rightly_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(9)
+    cases = []
+    for _ in range(1000):
+        engine = rng.choice([PLAIN, ROOFLINE, Engine(4, 2, 8)])
+        window = rng.choice([1, 2, 3])
+        jobs = [decode(rng.randint(2, 4), rng.randint(7, 12), window) for _ in range(2)]
+        for _ in range(2):
+            length, tpot = rng.randint(1, 3), rng.choice([NEVER, 8, 10, 12])
+            jobs.append(new(rng.randint(2, 7), rng.randint(10, 26), length, tpot, window))
+        cases.append((engine, jobs, StepOracle(engine).feasible(jobs)))
+    monkeypatch.setattr(step_oracle, "MEMORY", Forgetful)
+    for engine, jobs, found in cases:
+        asked = StepOracle(engine, most_states=2000).feasible(jobs)
+        assert asked is None or asked == found, (engine, jobs)
+    assert 100 < sum(not found for _, _, found in cases) < 300
