@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_slo.core.admission.late import (
     FULL,
+    LEAST,
     LONGEST_S,
     MARGIN,
     TURN,
@@ -70,8 +71,8 @@ def test_a_time_is_not_told_that_others_have_waited_in_vain() -> None:
     assert expected_wait_s(4.0, 0.0, rate_of([], 3.0), 500) == 4.0
 
 
-def test_one_request_that_was_served_is_no_evidence() -> None:
-    assert rate_of([700], 5.0).wait_s(100) is None
+def test_few_requests_that_were_served_are_little_evidence() -> None:
+    assert rate_of([700], 5.0).wait_s(700) == pytest.approx(5.0 / LEAST)
     assert rate_of([700] * 4, 5.0).wait_s(700) == pytest.approx(2.5)  # 4 - sqrt(4) of them
     assert TurnRate().wait_s(100) is None
 

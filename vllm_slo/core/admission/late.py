@@ -34,6 +34,9 @@ is left for them, at the expense of others (measured in benchmarks/results/ablat
 TURN: Final = 0.75
 """Share of the promised wait after which a request is served like any promise. The value is a
 choice: what is left should be longer than the prompt takes beside others that are due."""
+LEAST: Final = 0.25
+"""Share of what was served that counts at least. The value is a choice: it is what a standard
+deviation leaves of two requests. A single one would otherwise be no evidence at all."""
 LONGEST_S: Final = 600.0
 """A turn further away than this is not told. The value is a choice: clients that wait longer for a
 first token are rare, and load changes sooner."""
@@ -105,10 +108,10 @@ class TurnRate:
         """Seconds in which so many prompt tokens are served; None: that is not known.
 
         One standard deviation less counts than was served, as if requests were served in a Poisson
-        process. So a single one is no evidence.
+        process, and at least `LEAST` of it.
         """
-        sure = self._served - math.sqrt(self._squares)
-        return tokens * self.waited_s / sure if sure > 1e-6 * self._served else None
+        sure = max(self._served - math.sqrt(self._squares), LEAST * self._served)
+        return tokens * self.waited_s / sure if sure > 0.0 else None
 
 
 def expected_wait_s(
