@@ -29,8 +29,8 @@ FULL: Final = 0.9
 """From this share of an engine's time on, its queues have no length that can be told. The value is
 a choice: at 0.9 a queue is on average ten times as long as one request's work."""
 MARGIN: Final = 4.0
-"""How many times the expected wait is promised. The less it is, the more turns come before anything
-is left for them, at the expense of others (measured in benchmarks/results/ablation.md)."""
+"""How many times the expected wait is promised. The value is a choice: with 2 others lose as much,
+and the longer time is kept more surely (benchmarks/results/ablation.md)."""
 TURN: Final = 0.75
 """Share of the promised wait after which a request is served like any promise. The value is a
 choice: what is left should be longer than the prompt takes beside others that are due."""
