@@ -229,14 +229,15 @@ def _judged(
     oracle = StepOracle(case.engine)
     best = oracle.best_sets(jobs, new)
     most = max((sum(values[i] for i in subset) for subset in best), default=0)
-    broken = tuple(n for n, r in reports.items() if r and r["promised"] and not r["attained"])
+    given = {n: bool(r) and r["promised"] and not r.get("late") for n, r in reports.items()}
+    broken = tuple(n for n, r in reports.items() if given[n] and not r["attained"])
     late = {names[i] for i in reasons}
     unsafe = not any(set(promised) <= set(subset) for subset in best)
     return Verdict(
         jobs,
         promised,
         reasons,
-        tuple(i for i in reasons if of[i]["promised"]),
+        tuple(i for i in reasons if given[names[i]]),
         tuple(i for i, report in enumerate(of) if report["attained"]),
         broken,
         tuple(name for name in broken if name in late),
