@@ -47,7 +47,7 @@ def busy(config_folder: Path, **long: Any) -> VirtualEngine:
 
 def promised(engine: VirtualEngine, names: str) -> list[bool]:
     engine.run()
-    return [engine.outcomes[name].report["promised"] for name in names.split()]
+    return [engine.outcomes[name].promised_in_time for name in names.split()]
 
 
 def test_a_long_promise_gives_way_to_two_short_ones(config_folder: Path) -> None:
