@@ -3,7 +3,6 @@
 
     python benchmarks/capacity.py            every table and picture of results/capacity.md
     python benchmarks/capacity.py --quick    a tenth of the work: shows that it runs, writes nothing
-    python benchmarks/capacity.py --ceilings ceilings alone, and the published capacities' share
 
 Each baseline is swept to its best setting on seeds of its own (100, 101); reported are 0, 1, 2.
 
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import statistics
 import sys
 import tempfile
@@ -396,35 +394,6 @@ def share(found: Found, ceilings: Found, key: Key, place: int = 0) -> str:
     return "-" if part is None else f"{part[0]:.0%}"
 
 
-def published(text: str) -> dict[Key, float]:
-    """Capacities in the main table of ``results/capacity.md``, by scenario and family."""
-    lines = text[text.index("| system (best") :].split("\n\n")[0].splitlines()
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return {
-        (name, row[0]): float(number[1])
-        for row in rows
-        for name, cell in zip(head[1:], row[1:], strict=True)
-        if (number := re.match(r"\**(\d[\d.]*)(?: \+-| \(|\**$)", cell))
-    }
-
-
-def shares_of_published(study: Study) -> str:
-    """Ceilings at 90%, and the share that the published capacities have of them."""
-    names = list(study.everything)
-    keys = {(name, OURS.name): Case(setting, OURS) for name, setting in study.everything.items()}
-    ceilings = study.bound("90%", keys)
-    known = published((RESULTS / "capacity.md").read_text())
-    rows = [["ceiling", *(ceilings[name, OURS.name][0].text for name in names)]]
-    for family in dict.fromkeys(family for _, family in known):
-        cells = []
-        for name in names:
-            most = ceilings[name, OURS.name][0].rate
-            rate = known.get((name, family))
-            cells.append(f"{rate / most:.0%}" if rate and most else "")
-        rows.append([family, *cells])
-    return markdown(["system", *names], rows)
-
-
 def around(rate: float) -> list[float]:
     """Rates of the picture, jobs/s per GPU."""
     return [round(rate * part, 4) for part in (0.4, 0.7, 0.97, 1.3)]
@@ -460,18 +429,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="a few small windows; writes nothing")
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
-    parser.add_argument(
-        "--ceilings",
-        action="store_true",
-        help="only ceilings of one engine, and the published capacities' share; writes nothing",
-    )
     options = parser.parse_args()
     plan = Plan(("chatbot", "coder"), SEEDS[:1], 0.15, 0.2, 0.5) if options.quick else Plan()
     with Workers(options.processes) as workers:
         study = Study(plan, workers)
-        if options.ceilings:
-            sys.stdout.write(f"{shares_of_published(study)}\n")
-            return
         study.run()
     if options.quick:
         with tempfile.TemporaryDirectory() as folder:

@@ -119,9 +119,8 @@ class SLOConfig(Section):
         le=86_400.0,
         allow_inf_nan=False,
         description="Seconds after which a best-effort request is served first within its share. "
-        "For half of that time its prompts wait after a promise was refused for lack of time, and "
-        "nothing is drafted in vain after a TTFT was refused. Too low: fewer promises under "
-        "overload; too high: long waits.",
+        "For half of that time nothing is drafted in vain after a TTFT was refused. Too low: fewer "
+        "promises under overload; too high: long waits.",
     )
     output_length_quantile: float = Field(
         default=0.9,

@@ -21,6 +21,12 @@ milliseconds after which to retry. Clients do not get it."""
 PLANNING_FAILED: Final = "planning_failed"
 """Reason why a request got no promise, or lost it: a fault in the scheduler's own planning."""
 
+WAIT: Final = "wait"
+"""Why a request is declined: its turn comes later than its `max_wait_ms`."""
+QUEUE: Final = "queue"
+"""Why a request is declined: as many of its class as its `max_waiting` wait before it."""
+_FIX: Final = {WAIT: "raise max_wait_ms", QUEUE: "raise max_waiting"}
+
 _REPORTED: Final = "slo_report:"
 _DECLINED: Final = "slo_declined:"
 _INVALID: Final = "slo_invalid:"
@@ -39,7 +45,7 @@ class Declined:
         """The error message, one line."""
         return (
             f"the SLO cannot be kept now ({self.reason}); retry after {self.retry_after_ms} ms, or "
-            "drop on_unattainable"
+            f"{_FIX.get(self.reason, 'drop on_unattainable')}"
         )
 
     def pack(self) -> str:

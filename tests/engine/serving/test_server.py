@@ -142,6 +142,7 @@ def test_an_objective_that_cannot_be_kept(
     assert report["ttft_ms"] <= report["late_promise"]["ttft_ms"]
     hurried = ask(server, api, stream, {"slo": {"ttft_ms": 0.001, "max_wait_ms": 0.001}})
     assert (hurried.status, hurried.headers["x-slo-reason"]) == (429, "wait")
+    assert "raise max_wait_ms" in hurried.error["message"]
     declined = ask(server, api, stream, {"slo": {"ttft_ms": 0.001, "on_unattainable": "decline"}})
     assert declined.status == 429
     assert int(declined.headers["retry-after"]) >= 1

@@ -14,9 +14,16 @@ told that would not cost others their promises.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from vllm_slo.core.admission.quote import shortest_s
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
+
+SLACKS: Final = (1.0, 2.0, 4.0)
+"""How many times its TPOT may be promised to a request, the least that can be. The values are a
+choice: at four times its TPOT an answer takes a quarter of the tokens."""
 
 MEMORY_S: Final = 20.0
 """Seconds of waiting after which what was served counts for 1/e. The value is a choice: it should
@@ -112,6 +119,38 @@ class TurnRate:
         """
         sure = max(self._served - math.sqrt(self._squares), LEAST * self._served)
         return tokens * self.waited_s / sure if sure > 0.0 else None
+
+
+def work_s(model: StepTimeModel, step_tokens: int, prompt: int, answer: int, context: int) -> float:
+    """Seconds of an engine's time that a request takes, its share of full steps.
+
+    Args:
+        step_tokens: tokens of a full step.
+        prompt: tokens of its prompt that are to be computed.
+        answer: tokens of its answer.
+        context: KV tokens that one of these reads on average.
+    """
+    token_s = model.predict_s(step_tokens) / step_tokens
+    return (prompt + answer) * token_s + answer * context * model.kv_s
+
+
+def soonest(promised: Callable[[float, float], bool], lone_s: float) -> tuple[float | None, float]:
+    """Seconds to the first token, the fewest that could be promised now, and how many times the
+    TPOT beside it; None: there is no time.
+
+    Args:
+        promised: whether a time and a multiple of the TPOT could be promised.
+        lone_s: seconds without other work.
+    """
+    for slack in SLACKS:
+
+        def at(in_s: float, slack: float = slack) -> bool:
+            return promised(in_s, slack)
+
+        found_s = shortest_s(at, lone_s)
+        if found_s is not None:
+            return found_s, slack
+    return None, SLACKS[0]
 
 
 def expected_wait_s(

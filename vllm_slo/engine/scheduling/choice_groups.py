@@ -64,8 +64,7 @@ class ChoiceGroups:
             if one.group is None or one.slo.on_unattainable != "decline":
                 continue
             members = self._members[one.group]
-            begun = one.group in self._answers
-            if begun or any(member.first_token_s is not None for member in members):
+            if self._has_token(one.group):
                 one.slo = replace(one.slo, on_unattainable="best_effort")
                 continue
             ids = (member.request.request_id for member in members)
@@ -77,11 +76,12 @@ class ChoiceGroups:
         them has a token already."""
         if tracked.group is None:
             return [tracked]
-        members = self._members[tracked.group]
-        begun = tracked.group in self._answers
-        if begun or any(member.first_token_s is not None for member in members):
-            return []
-        return list(members)
+        return [] if self._has_token(tracked.group) else list(self._members[tracked.group])
+
+    def _has_token(self, group: str) -> bool:
+        """Whether a choice of a group has a token, or had one and has ended."""
+        members = self._members[group]
+        return group in self._answers or any(one.first_token_s is not None for one in members)
 
     def declined(self, tracked: SLORequest, answer: Declined) -> None:
         """A choice is declined, and so are those of its group that are still to arrive."""

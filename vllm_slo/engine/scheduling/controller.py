@@ -398,5 +398,6 @@ class Controller:
 
     def _admit(self, start_s: float) -> None:
         self._late.note_arrivals(start_s)
+        self._promises.carry_out(self._late.turns(start_s))
         for ruling in chain(self._admission.rulings(start_s), self._late.rulings(start_s)):
             self._promises.carry_out(ruling)

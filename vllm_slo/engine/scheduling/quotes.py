@@ -10,7 +10,7 @@ is the stop reason with which the request ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -178,7 +178,7 @@ class Quotes:
         demand = self._workload.demand(one, start_s, model)
         beside_others = replace(demand, prefill_tokens=demand.prefill_tokens + round(ahead))
         guard_s = self._workload.overrun_s(model.predict_s(demand.prefill_tokens))
-        outlooks = self._outlooks(committed, beside, one.reserved_tpot_s)
+        outlooks = self._workload.outlooks(committed, beside, one.reserved_tpot_s)
         asked_s = one.deadline_s - arrival_s, one.asked_tpot_s
         decodes = not yields_one_token(request)
 
@@ -233,25 +233,6 @@ class Quotes:
         if self._quotas is None:
             return 0.0
         return self._quotas.wait_s(one, self._clock.now_s, self._clock.promise_model)
-
-    def _outlooks(
-        self, committed: CommittedLoad, beside: Sequence[Demand], tpot_s: float
-    ) -> list[IncrementalAdmission]:
-        """What is promised, and is about to be, by each way to decode beside a request of such a
-        TPOT."""
-        blocks = committed.blocks + sum(demand.blocks for demand in beside)
-        capacity = self._workload.capacity(committed.requests + len(beside), blocks)
-        return [
-            IncrementalAdmission(
-                [*committed.pending, *beside],
-                committed.decoding,
-                believed,
-                capacity,
-                decoding_context=committed.context,
-                speculated=speculated,
-            )
-            for believed, speculated in self._workload.ways_to_decode(tpot_s)
-        ]
 
     def _in_the_way(self, reason: str | None, one: SLORequest) -> dict[str, int]:
         """Promises that stand in the way, by class: for a prompt those that are due before it and

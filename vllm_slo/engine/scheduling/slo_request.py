@@ -68,6 +68,7 @@ class SLORequest:
 
     __slots__ = (
         "_asked_deadline_s",
+        "_own_deadline_s",
         "_pace_s",
         "arrival_s",
         "asked_tpot_s",
@@ -108,7 +109,7 @@ class SLORequest:
         self.slo_class = slo.slo_class or UNCLASSED
         self.arrival_s = arrival_s
         self.deadline_s = INFINITY if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1e3
-        self.begin_by_s = self._asked_deadline_s = self.deadline_s
+        self.begin_by_s = self._asked_deadline_s = self._own_deadline_s = self.deadline_s
         self.end_s = INFINITY if slo.e2e_ms is None else arrival_s + slo.e2e_ms / 1e3
         self.session: Session | None = None
         self._pace_s = INFINITY
@@ -193,6 +194,7 @@ class SLORequest:
     def begin_turn(self) -> None:
         """Its late promise is kept like any other from now on."""
         assert self.late is not None
+        self._own_deadline_s = self.deadline_s
         self.deadline_s = self.begin_by_s = self.late.deadline_s
         self.promised = True
         self.tpot.relax(self.late.slack)
@@ -202,7 +204,9 @@ class SLORequest:
         """What it was promised is not guaranteed any more."""
         self.promised = False
         if self.late is not None:
-            self.deadline_s = self.begin_by_s = self._asked_deadline_s
+            self.deadline_s = self.begin_by_s = self._own_deadline_s
+            self.tpot.relax(1.0)
+            self._set_tpot()
 
     @property
     def late_kept(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.request import Request
 
+from vllm_slo.core.admission.incremental import IncrementalAdmission
 from vllm_slo.core.admission.program import PLAIN, Capacity, chunks_delay_s, work_tokens
 from vllm_slo.core.batching.decodes import Decodes
 from vllm_slo.core.lengths.output_length import LengthPrediction, OutputLengthPredictor
@@ -324,6 +325,31 @@ class Workload:
             token_share=1.0 - self.reserved_share(),
             finish_interval_s=self._tracker.finish_interval_s,
         )
+
+    def outlooks(
+        self, load: CommittedLoad, beside: Sequence[Demand] = (), tpot_s: float = INFINITY
+    ) -> list[IncrementalAdmission]:
+        """What is promised, and is about to be, by each way to decode: admission that judges one
+        more request at a time.
+
+        Args:
+            load: what is promised.
+            beside: what is about to be promised.
+            tpot_s: of a request that is to be judged and is not tracked.
+        """
+        blocks = load.blocks + sum(demand.blocks for demand in beside)
+        capacity = self.capacity(load.requests + len(beside), blocks)
+        return [
+            IncrementalAdmission(
+                [*load.pending, *beside],
+                load.decoding,
+                believed,
+                capacity,
+                decoding_context=load.context,
+                speculated=speculated,
+            )
+            for believed, speculated in self.ways_to_decode(tpot_s)
+        ]
 
     def seats(self, promised: int) -> int:
         """Seats for promises beside so many."""
