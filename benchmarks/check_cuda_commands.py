@@ -14,9 +14,10 @@ from rich.console import Console
 from vllm_slo.bench.demo_load import GPU_SIZE, SIZES, twin
 from vllm_slo.config import profiles
 
-MOST_OVERHEAD: Final = 2.0
-"""Times stock's scheduler. The target is 1.15 (benchmarks/results/scheduler_overhead.md); one short
-run on a machine that does other things may be far above it."""
+MOST_OVERHEAD: Final = {"decode": 1.5, "arrivals": 2.5}
+"""Load -> times stock's scheduler. The targets and what is measured on a machine that does nothing
+else are in benchmarks/results/scheduler_overhead.md. One short run beside other work may be above
+that; without compiled policies it is far above these bounds."""
 RUNNING: Final = 64
 
 
@@ -25,12 +26,14 @@ def overhead(cpu: bool) -> Found:
     import scheduler_overhead
 
     ratios = {}
-    for load in ("decode", "arrivals"):
+    for load in MOST_OVERHEAD:
         took = scheduler_overhead.run_load(load, RUNNING)
         ratios[load] = took["ours"].p50 / took[scheduler_overhead.STOCK].p50
     text = ", ".join(f"{load} {ratio:.2f} times stock" for load, ratio in ratios.items())
-    if max(ratios.values()) > MOST_OVERHEAD:
-        raise CheckError(f"{text}; at most {MOST_OVERHEAD:g} is allowed")
+    above = [load for load, most in MOST_OVERHEAD.items() if ratios[load] > most]
+    if above:
+        allowed = ", ".join(f"{load} {MOST_OVERHEAD[load]:g}" for load in above)
+        raise CheckError(f"{text}; at most is allowed: {allowed}")
     return Found(f"{text}, {RUNNING} requests", ratios)
 
 

@@ -20,6 +20,7 @@ from test_scheduler_invariants import ROOFLINE, AnyToken, CheckedEngine
 from virtual_drafters import Drafter, RemoteEngine
 from virtual_trees import SPECULATION, TreeEngine
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from vllm_slo import SLO, tiny
@@ -305,10 +306,14 @@ class Tight(Run):
 
 
 class Refitted(Tight):
-    """The step times are fitted anew, with what a pass of the draft takes and without."""
+    """The step times are fitted anew, with what a pass of the draft takes and without. The engine
+    is paused while a late promise has its turn."""
 
     def happen(self, step: int) -> None:
         super().happen(step)
+        if step == 13:
+            self.engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
         if step in (8, 16):
             times = self.parts.clock.estimator
             (k1, _, b1), second = times.base.terms

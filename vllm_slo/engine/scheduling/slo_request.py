@@ -196,17 +196,17 @@ class SLORequest:
         assert self.late is not None
         self._own_deadline_s = self.deadline_s
         self.deadline_s = self.begin_by_s = self.late.deadline_s
-        self.promised = True
         self.tpot.relax(self.late.slack)
         self._set_tpot()
+        self.promised = True
 
     def withdraw(self) -> None:
         """What it was promised is not guaranteed any more."""
-        self.promised = False
         if self.late is not None:
             self.deadline_s = self.begin_by_s = self._own_deadline_s
             self.tpot.relax(1.0)
             self._set_tpot()
+        self.promised = False
 
     @property
     def late_kept(self) -> bool:
