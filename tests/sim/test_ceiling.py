@@ -138,6 +138,17 @@ def test_each_application_may_have_to_keep_the_share():
     assert may_keep(fast, TOY, Question(1.0, every=True), warmup=0.0)
 
 
+def test_an_even_share_drops_no_heavy_jobs():
+    # All of it takes 8 * 0.1 + 0.6 s until 1.2 s: the free bound drops 1/3 of the heavy job, the
+    # even one 1/7 of each.
+    light = [job(f"l{n}", 0.0, one_round(10, ttft_s=1.2)) for n in range(8)]
+    both = [*light, job("heavy", 0.0, one_round(60, ttft_s=1.2))]
+    for target, free, even in ((0.77, True, True), (0.88, True, False), (0.97, False, False)):
+        question = Question(target)
+        assert may_keep(both, TOY, question, warmup=0.0) is free, target
+        assert may_keep(both, TOY, question, warmup=0.0, even=True) is even, target
+
+
 def test_no_job_counts():
     with pytest.raises(SimulationError, match="none are left"):
         ceiling([], TOY)

@@ -24,7 +24,7 @@ from vllm_slo import SLO
 from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
-from vllm_slo.sim.baselines import PrefillFirst
+from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst
 from vllm_slo.sim.cluster import Run, Simulation, simulate
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
@@ -52,6 +52,7 @@ SYSTEMS = tuple(
         "priority-512",
         "prefill-first-512",
         "shed-edf-512",
+        "latency-budget-60",
         "disaggregated-1:1-512",
         "disaggregated-2:1-512",
         "disaggregated-1:2-512",
@@ -541,6 +542,32 @@ def test_earliest_deadline_first() -> None:
     assert times == sorted(times)
 
 
+def test_prompts_and_batch_work_keep_a_latency_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[float, int]] = []  # seconds of a step, and how many answers asked for it
+    inner = LatencyBudget.schedule
+
+    def schedule(self: LatencyBudget, throttle_prefills: bool = False) -> Any:
+        output = inner(self, throttle_prefills)
+        asked = sum(r.priority < NO_DEADLINE and not r.is_prefill_chunk for r in self.running)
+        shapes.append((STEP_TIME.predict_shape_s(output.batch), asked))
+        return output
+
+    monkeypatch.setattr(LatencyBudget, "schedule", schedule)
+    batch = [job(n, 0.0, one_round(700, 30, math.inf, math.inf)) for n in range(30)]
+    online = [job(100 + n, 0.2, one_round(300, 20)) for n in range(3)]
+    run = simulate([*batch, *online], parse_system("latency-budget-40"), HARDWARE)
+    assert all(one.finished for result in run.results for one in result.rounds)
+    assert max(step_s for step_s, _ in shapes) <= 0.040
+    assert sum(step_s > 0.035 for step_s, _ in shapes) > 10  # the budget is used
+    # Everybody decodes in steps that are too long for it; batch work stands back.
+    shapes.clear()
+    run = simulate([*batch, *online], parse_system("latency-budget-1"), HARDWARE)
+    assert all(one.finished for result in run.results for one in result.rounds)
+    first_s = {result.job.job_id: result.rounds[0].token_times_s[0] for result in run.results}
+    ends = sorted(first_s[one.job_id] for one in batch)
+    assert all(first_s[one.job_id] < ends[3] for one in online)
+
+
 def test_a_job_whose_round_is_dropped_ends_there() -> None:
     rounds = (one_round(100, 3), one_round(2000, 3, ttft_s=0.01), one_round(10, 3))
     ended: list[JobResult] = []
@@ -638,6 +665,9 @@ def test_nothing_is_drafted_without_a_draft() -> None:
         ("vllm-slo-512-spec2", "is not known"),
         ("vllm-slo-spec-2", "is not known"),
         ("fcfs-0-spec2", "at least 1"),
+        ("latency-budget", "at least 1 ms, latency-budget-50"),
+        ("latency-budget-0", "at least 1 ms"),
+        ("latency-budget-50-spec2", "is not known"),
     ],
 )
 def test_a_name_that_says_no_system(name: str, message: str) -> None:

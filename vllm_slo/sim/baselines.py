@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_slo.core.clock import Clock
-from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.sim.light_scheduler import LightScheduler
+
+NO_DEADLINE: Final = 10**12
+"""Priority of a request without a TTFT; of others it is their deadline, ms since the epoch."""
 
 
 class PrefillFirst(LightScheduler):
@@ -76,3 +79,43 @@ class ShedEDF(LightScheduler):
             request.block_hashes, tokens - 1
         )
         return self._step_time.predict_s(tokens - cached) > left_s
+
+
+class LatencyBudget(LightScheduler):
+    """No prompt, and no batch work, makes a step longer than a latency budget. Answers with an
+    objective always go on.
+
+    This is the idea of HyGen (arXiv 2501.14808): online work first, and offline work in what is
+    left of a budget that was found by profiling. Here online work is ordered by deadline.
+
+    Args:
+        step_time: predicts how long a step takes.
+        budget_s: seconds of a step.
+    """
+
+    def __init__(
+        self, *args: Any, step_time: StepTimeModel, budget_s: float, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._step_time, self._budget_s = step_time, budget_s
+        self._tokens = self._context = self._pairs = 0
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self._tokens = self._context = self._pairs = 0
+        self.running.sort(key=lambda request: request.priority)
+        return super().schedule(throttle_prefills)
+
+    def _reserve_prefill_lookahead(self, request: Request, computed: int, new: int) -> int:
+        decodes = bool(computed) and not request.is_prefill_chunk
+        if not (decodes and request.priority < NO_DEADLINE):
+            most = self._step_time.chunk_to_fit(
+                self._budget_s, computed, self._tokens, self._context, pairs=self._pairs
+            )
+            if not self._tokens:
+                most = max(most, 1)  # a budget shorter than any step stops nobody
+            new = min(new, most)
+        if new > 0:
+            self._tokens += new
+            self._context += computed
+            self._pairs += chunk_pairs(new, computed)
+        return new

@@ -118,13 +118,18 @@ def may_keep(
     *,
     engines: int = 1,
     warmup: float = DEFAULT_WARMUP,
+    even: bool = False,
 ) -> bool:
-    """Whether the bound allows the attainment that is asked for; arguments as ``ceiling``."""
+    """Whether the bound allows the attainment that is asked for; arguments as ``ceiling``.
+
+    ``even``: the same share of every counted job is to be kept. That bounds schedules which choose
+    without regard to a job's work, and no others.
+    """
     chosen = counted(jobs, warmup)
     names = Counter(job.application for job in chosen) if question.every else {"": len(chosen)}
     parts = [[job for job in chosen if name in ("", job.application)] for name in names]
     needed = [math.ceil(question.target * len(part) - 1e-9) for part in parts]
-    return _most(parts, needed, hardware, engines) + _SLACK >= sum(needed)
+    return _most(parts, needed, hardware, engines, even) + _SLACK >= sum(needed)
 
 
 def find_ceilings(
@@ -135,11 +140,13 @@ def find_ceilings(
     precision: float = DEFAULT_PRECISION,
     processes: Processes = None,
     progress: Progress | None = None,
+    even: bool = False,
 ) -> list[tuple[Capacity, ...]]:
     """The bounds on what ``capacity.find_capacities`` finds, from the same windows and rates.
 
-    A case's system matters only by its number of engines. Steps that are slow or noisy on purpose
-    (``Conditions``) are taken at their mean time, so there the bound holds on average.
+    ``even`` as in ``may_keep``. A case's system matters only by its number of engines. Steps that
+    are slow or noisy on purpose (``Conditions``) are taken at their mean time, so there the bound
+    holds on average.
 
     Raises:
         SimulationError: a system speculates.
@@ -153,7 +160,7 @@ def find_ceilings(
         if key not in starts:
             starts[key] = start_rate(case.setting)
         tasks += [
-            (case, seed, question, starts[key], precision)
+            (case, seed, question, starts[key], precision, even)
             for question in questions
             for seed in seeds
         ]
@@ -165,7 +172,7 @@ def find_ceilings(
 
 
 def search_ceiling(
-    case: Case, seed: int, question: Question, start: float, precision: float
+    case: Case, seed: int, question: Question, start: float, precision: float, even: bool = False
 ) -> Threshold:
     """The highest rate of one window at which ``may_keep`` holds."""
     hardware = case.setting.hardware
@@ -178,6 +185,7 @@ def search_ceiling(
             question,
             engines=case.engines,
             warmup=case.setting.warmup,
+            even=even,
         )
 
     return find_threshold(keeps, start, precision=precision)
@@ -290,7 +298,11 @@ class _Program:
 
 
 def _most(
-    parts: Sequence[Sequence[Job]], needed: Sequence[float], hardware: Hardware, engines: int
+    parts: Sequence[Sequence[Job]],
+    needed: Sequence[float],
+    hardware: Hardware,
+    engines: int,
+    even: bool = False,
 ) -> float:
     """Most jobs, where no part counts for more than it needs."""
     least = least_step_time(hardware.step_time)
@@ -302,7 +314,10 @@ def _most(
     if not works:
         return 0.0
     program = _Program()
-    kept = program.columns(len(works), 1.0)
+    if even:
+        kept = np.repeat(program.columns(1, 1.0), len(works))
+    else:
+        kept = program.columns(len(works), 1.0)
     gains = program.columns(len(parts), np.asarray(needed, dtype=float), 1.0)
     rows = program.at_most.new(np.zeros(len(parts)))
     program.at_most.put(rows, gains, 1.0)

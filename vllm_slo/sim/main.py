@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--systems", default=DEFAULT_SYSTEMS, metavar="NAME,...",
         help="vllm-slo, fcfs-N, priority-N, prefill-first-N, shed-edf-N (N: tokens per step), "
-        "disaggregated-P:D-N; the first three with -specK for at most K drafts, such as "
-        f"vllm-slo-spec (K = {DRAFTS}) or fcfs-2048-spec3; or 'families': every baseline, tuned "
-        f"on separate windows (default: {DEFAULT_SYSTEMS})")  # fmt: skip
+        "latency-budget-N (N: ms per step), disaggregated-P:D-N; the first three with -specK for "
+        f"at most K drafts, such as vllm-slo-spec (K = {DRAFTS}) or fcfs-2048-spec3; or "
+        f"'families': every baseline, tuned on separate windows (default: {DEFAULT_SYSTEMS})")  # fmt: skip
     add("--rate", metavar="R,...", help="jobs/s per GPU; several rates draw a curve")
     add("--find-capacity", action="store_true",
         help="find the highest rate that keeps --attainment")  # fmt: skip

@@ -11,7 +11,9 @@ from typing import Final, Literal, get_args
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.sim.errors import SimulationError
 
-Policy = Literal["slo", "fcfs", "priority", "prefill_first", "shed_edf", "disaggregated"]
+Policy = Literal[
+    "slo", "fcfs", "priority", "prefill_first", "shed_edf", "latency_budget", "disaggregated"
+]
 
 OVERHEAD_S: Final[Mapping[bool, tuple[float, float]]] = {
     False: (20e-6, 13e-6),
@@ -39,6 +41,7 @@ class System:
         token_budget: most tokens of a step (``--max-num-batched-tokens``).
         prefill, decode: engines of each kind if disaggregated, else 0.
         drafts: tokens drafted for each decoding request in a step; 0: no speculation.
+        step_ms: latency budget of a step; 0: none.
     """
 
     name: str
@@ -47,6 +50,7 @@ class System:
     prefill: int = 0
     decode: int = 0
     drafts: int = 0
+    step_ms: int = 0
 
     @property
     def engines(self) -> int:
@@ -64,7 +68,7 @@ class System:
 
 OURS: Final = System("vllm-slo", "slo")
 _NAME: Final = re.compile(
-    r"(?P<policy>fcfs|priority|prefill-first|shed-edf|disaggregated)"
+    r"(?P<policy>fcfs|priority|prefill-first|shed-edf|latency-budget|disaggregated)"
     r"(-(?P<prefill>\d+):(?P<decode>\d+))?(-(?P<budget>\d+))?"
 )
 _DRAFTED: Final = re.compile(r"(?P<plain>(vllm-slo|fcfs|priority)(-\d+)?)-spec(?P<drafts>\d*)")
@@ -103,10 +107,16 @@ def parse_system(text: str) -> System:
     if match is None or policy not in get_args(Policy) or apart != bool(match["prefill"]):
         raise SimulationError(
             f"systems: {text!r} is not known; use vllm-slo, fcfs-N, priority-N, prefill-first-N, "
-            "shed-edf-N (N: tokens per step) or disaggregated-P:D-N (P prefill, D decode engines); "
+            "shed-edf-N (N: tokens per step), latency-budget-N (N: ms per step) or "
+            "disaggregated-P:D-N (P prefill, D decode engines); "
             "the first three with -specK for K drafts"
         )
     prefill, decode = int(match["prefill"] or 0), int(match["decode"] or 0)
+    if policy == "latency_budget":
+        step_ms = int(match["budget"] or 0)
+        if step_ms < 1:
+            raise SimulationError(f"systems: {text!r}: give at least 1 ms, latency-budget-50")
+        return System(text, "latency_budget", step_ms=step_ms)
     budget = int(match["budget"] or 8192)
     if budget < 1 or (apart and min(prefill, decode) < 1):
         raise SimulationError(f"systems: {text!r}: engines and tokens per step are at least 1")

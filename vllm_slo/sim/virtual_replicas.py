@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
-from vllm_slo.sim.baselines import PrefillFirst, ShedEDF
+from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst, ShedEDF
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.front import Replica
@@ -31,8 +31,11 @@ SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] 
     "disaggregated": (LightScheduler, None),
     "prefill_first": (PrefillFirst, None),
     "shed_edf": (ShedEDF, None),
+    "latency_budget": (LatencyBudget, None),
 }
 """Policy -> its scheduler over the light scheduler, and over vLLM's own if there is one."""
+BY_DEADLINE: Final = ("priority", "latency_budget")
+"""Policies of which a request's priority is its deadline."""
 
 
 @functools.cache
@@ -74,7 +77,7 @@ def build_engine(
             f"exact: {system.name} runs on the light scheduler only; do not set it"
         )
     engine_args: dict[str, Any] = {}
-    if system.policy == "priority":
+    if system.policy in BY_DEADLINE:
         engine_args["scheduling_policy"] = "priority"
     if system.drafts:
         engine_args["speculative_config"] = {
@@ -84,6 +87,9 @@ def build_engine(
         }
     if system.policy == "shed_edf":
         options["step_time"] = hardware.step_time.scaled(conditions.margin)
+    if system.policy == "latency_budget":
+        options["step_time"] = hardware.step_time
+        options["budget_s"] = system.step_ms / 1e3
     return VirtualEngine(
         real if conditions.exact and real else light,
         model_folder(hardware.max_model_len),
@@ -165,7 +171,7 @@ class Colocated:
         engine = self.engine
         engine.wait_until(request.seen_s)
         ttft_ms = request.slo.ttft_ms
-        deadline_ms = 1e12 if ttft_ms is None else request.sent_s * 1e3 + ttft_ms
+        deadline_ms = NO_DEADLINE if ttft_ms is None else request.sent_s * 1e3 + ttft_ms
         self._prompts[request.name] = request.prompt
         engine.add(
             request.name,
@@ -334,6 +340,6 @@ def build_replicas(
             replicas.append(Disaggregated(prefill, decode, replica))
         else:
             replicas.append(
-                Colocated(engine(first), replica, priorities=system.policy == "priority")
+                Colocated(engine(first), replica, priorities=system.policy in BY_DEADLINE)
             )
     return replicas
