@@ -2,8 +2,10 @@
 """The demo several times, each with arrivals of its own: is vllm-slo ahead in every one?
 
 python benchmarks/demo_pairs.py --runs 5      # four minutes each; writes results/demo.md, demo.png
+python benchmarks/demo_pairs.py --runs 2 --loads 0.5 0.7 0.9 --name colocation_engine
 
-A run is a pair: both servers get the same arrivals, on the same machine, one after the other.
+A run is a pair: both servers get the same arrivals, on the same machine, one after the other. A
+load is a multiple of what stock vLLM can serve; batch work comes beside it.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from typing import Any, Final, TypeAlias
 
 from common import RESULTS, markdown, write_result
 
+from vllm_slo.bench.demo_load import LOAD
+
 Report: TypeAlias = dict[str, Any]
 
 
-def run_demo(seed: int, folder: Path) -> Report:
-    """Run one demo in ``folder``; returns its report, with the time that it took."""
+def run_demo(load: float, seed: int, folder: Path) -> Report:
+    """Run one demo in ``folder``; returns its report, with its load and the time that it took."""
     begun_s = time.monotonic()
-    command = [sys.executable, "-m", "vllm_slo.cli", "demo", f"--seed={seed}", f"--out={folder}"]
-    subprocess.run(command, check=True)
+    options = [f"--load={load:g}", f"--seed={seed}", f"--out={folder}"]
+    subprocess.run([sys.executable, "-m", "vllm_slo.cli", "demo", *options], check=True)
     report: Report = json.loads((folder / "demo.json").read_text())
-    return {**report, "took_s": time.monotonic() - begun_s}
+    return {**report, "load": load, "took_s": time.monotonic() - begun_s}
 
 
 def kept(server: Report) -> float:
@@ -62,6 +66,7 @@ def rows(reports: list[Report]) -> list[list[str]]:
         taken = [server["disturbance"] for server in report["servers"]]
         found.append(
             [
+                f"{report['load']:g}",
                 str(report["seed"]),
                 f"{asking} + {report['workload']['requests'] - asking}",
                 both(report, kept, ".0%"),
@@ -80,7 +85,7 @@ def rows(reports: list[Report]) -> list[list[str]]:
 
 
 HEADINGS: Final = [
-    *("seed", "requests + batch", "objectives kept", "chat", "code", "summary"),
+    *("load", "seed", "requests + batch", "objectives kept", "chat", "code", "summary"),
     *("TTFT p50 (s)", "TTFT p99 (s)", "TPOT p50 (ms)", "TPOT p99 (ms)"),
     *("batch tokens/s", "all done (s)", "taken by others", "demo (s)"),
 ]
@@ -90,17 +95,17 @@ TEXT: Final = """
 vllm-slo keeps more objectives than stock vLLM in {ahead} of {count} paired runs, {ours:.0%} against
 {stock:.0%} in the mean.
 
-A run is `vllm-slo demo` with arrivals of its own. Each server gets requests of three classes at 1.3
-times the rate that stock vLLM carries here, and a backlog of batch work without objectives all at
-once. TTFT and TPOT (the worst 10 tokens) are those of everybody, with an objective or without. Of
+A run is `vllm-slo demo` with arrivals of its own. Each server gets requests of three classes at
+{loads} times the rate that stock vLLM carries here, and a backlog of batch work without objectives
+all at once. TTFT and TPOT (the worst 10 tokens) are those of everybody, with an objective or without. Of
 two figures the first is stock vLLM's, the second vllm-slo's.
 """
 NOTE: Final = """
-What vllm-slo does not promise waits longer, above all the batch work: that is the price. "Taken by
-others" is the share of the cores that other processes and the host took during each run. The last
+What vllm-slo does not promise waits longer, above all the batch work: that is the price. "All done"
+is when the last request of all has ended. "Taken by others" is the share of the cores that other processes and the host took during each run. The last
 column is the time of the whole command, installation not included. The picture is the first run's.
 
-![Objectives kept by class, what everybody got, latency against objectives, load](demo.png)
+![Objectives kept by class, what everybody got, latency against objectives, load]({name}.png)
 """
 
 
@@ -108,19 +113,28 @@ def text(reports: list[Report]) -> str:
     """The result in words."""
     stock, ours = (mean(kept(report["servers"][i]) for report in reports) for i in (0, 1))
     ahead = sum(map(is_ahead, reports))
-    return TEXT.format(ahead=ahead, count=len(reports), stock=stock, ours=ours)
+    loads = ", ".join(dict.fromkeys(f"{report['load']:g}" for report in reports))
+    return TEXT.format(ahead=ahead, count=len(reports), stock=stock, ours=ours, loads=loads)
 
 
 def main() -> None:
     """Run the demos and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--loads", type=float, nargs="+", default=[LOAD])
     parser.add_argument("--name", default="demo", help="of the page, and of its picture")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        reports = [run_demo(seed, Path(folder) / str(seed)) for seed in range(args.runs)]
-        shutil.copy(Path(folder) / "0" / "demo.png", RESULTS / f"{args.name}.png")
-    write_result(args.name, text(reports), markdown(HEADINGS, rows(reports)), note=NOTE)
+        reports = [
+            run_demo(load, seed, Path(folder) / f"{load:g}-{seed}")
+            for load in args.loads
+            for seed in range(args.runs)
+        ]
+        shutil.copy(
+            Path(folder) / f"{args.loads[0]:g}-0" / "demo.png", RESULTS / f"{args.name}.png"
+        )
+    note = NOTE.format(name=args.name)
+    write_result(args.name, text(reports), markdown(HEADINGS, rows(reports)), note=note)
 
 
 if __name__ == "__main__":
