@@ -97,13 +97,14 @@ vllm-slo keeps more objectives than stock vLLM in {ahead} of {count} paired runs
 
 A run is `vllm-slo demo` with arrivals of its own. Each server gets requests of three classes at
 {loads} times the rate that stock vLLM carries here, and a backlog of batch work without objectives
-all at once. TTFT and TPOT (the worst 10 tokens) are those of everybody, with an objective or without. Of
-two figures the first is stock vLLM's, the second vllm-slo's.
+all at once. TTFT and TPOT (the worst 10 tokens) are those of everybody, with an objective or
+without. Of two figures the first is stock vLLM's, the second vllm-slo's.
 """
 NOTE: Final = """
 What vllm-slo does not promise waits longer, above all the batch work: that is the price. "All done"
-is when the last request of all has ended. "Taken by others" is the share of the cores that other processes and the host took during each run. The last
-column is the time of the whole command, installation not included. The picture is the first run's.
+is when the last request of all has ended. "Taken by others" is the share of the cores that other
+processes and the host took during each run. The last column is the time of the whole command,
+installation not included. The picture is the first run's.
 
 ![Objectives kept by class, what everybody got, latency against objectives, load]({name}.png)
 """
