@@ -118,6 +118,21 @@ class Engine(VirtualEngine):
         ]
 
 
+@pytest.mark.parametrize("method", [None, LOOKUP, DRAFT], ids=["none", "ngram", "draft_model"])
+def test_prompts_leave_free_tokens_to_drafts(method: dict[str, Any] | None) -> None:
+    """A prompt that is in no hurry is spread over free tokens only where there are no drafts."""
+    engine = Engine(method)
+    engine.ask(["loose-0"])
+    for _ in range(10):
+        engine.step()
+    engine.add("prompt", 100, 5, SLO(ttft_ms=9000))
+    steps = 0
+    while "prompt" not in engine.outcomes or not engine.outcomes["prompt"].token_ids:
+        steps += engine.step().num_scheduled_tokens.get("prompt", 0) > 0
+    assert steps == 1 if method else steps > 3
+
+
+
 def names(kind: str, count: int) -> list[str]:
     return [f"{kind}-{number}" for number in range(count)]
 

@@ -35,12 +35,15 @@ class StepLimits:
         best_effort_step_s: longest step that best effort alone may cause; see
             ``RecentObjectives``.
         seats: waiting requests that may start in this step.
+        spread_prompts: whether prompts are spread over the free tokens of steps, see
+            ``prompt_pace``; not where drafts are verified in these tokens.
     """
 
     max_step_tokens: int
     best_effort_tokens: int = 0
     best_effort_step_s: float = INFINITY
     seats: int = 1 << 30
+    spread_prompts: bool = True
 
 
 def plan_step(
@@ -79,7 +82,8 @@ def plan_step(
     kept = batch.reserve(
         min(limits.best_effort_tokens, sum(b.remaining_tokens for b in best_effort))
     )
-    batch.pace = _prompt_pace(batch, decodes, prefills, best_effort)
+    if limits.spread_prompts:
+        batch.pace = _prompt_pace(batch, decodes, prefills, best_effort)
     held = batch.grant_prefills(prefills, may_start, patient.tokens)
     batch.grant_decodes(patient, forced=False)
     batch.grant_prefills(prefills, may_start, 0, held)

@@ -135,6 +135,11 @@ class Workload:
         self._needs: dict[str, _Need] = {}
         self._needs_of = -1
 
+    @property
+    def speculates(self) -> bool:
+        """Whether there may ever be drafts."""
+        return self._decoding.speculates
+
     # What one request asks.
 
     def predicted_length(self, tracked: SLORequest) -> LengthPrediction:
@@ -364,7 +369,7 @@ class Workload:
     def ways_to_decode(self, tpot_s: float = INFINITY) -> list[WayToDecode]:
         """What a promise may count on: plain steps, and steps with drafts; also for a request that
         is not tracked, of such a TPOT."""
-        if not self._decoding.speculates:
+        if not self.speculates:
             return [(self._decoding.plain(), PLAIN)]
         known, now_s = self._ways, self._clock.now_s
         if known.now_s == now_s and known.tightest_s <= tpot_s:
