@@ -26,6 +26,8 @@ from common import RESULTS, markdown, write_result
 from vllm_slo.bench.demo_load import LOAD
 
 Report: TypeAlias = dict[str, Any]
+ONLINE: Final = ("chat", "code", "summary")
+"""Classes that have an objective."""
 
 
 def run_demo(load: float, seed: int, folder: Path) -> Report:
@@ -58,6 +60,12 @@ def class_kept(name: str) -> Any:
     return lambda server: server["classes"][name]["attainment"]
 
 
+def slowest_first_token_s(server: Report) -> float:
+    """TTFT at the 99th percentile of the slowest class that has an objective, seconds."""
+    classes = [server["classes"][name] for name in ONLINE]
+    return max(float(one["ttft_p99_s"]) for one in classes)
+
+
 def rows(reports: list[Report]) -> list[list[str]]:
     """A row for each run; pairs of figures are stock's and ours."""
     found = []
@@ -70,9 +78,10 @@ def rows(reports: list[Report]) -> list[list[str]]:
                 str(report["seed"]),
                 f"{asking} + {report['workload']['requests'] - asking}",
                 both(report, kept, ".0%"),
-                *(both(report, class_kept(name), ".0%") for name in ("chat", "code", "summary")),
+                *(both(report, class_kept(name), ".0%") for name in ONLINE),
                 both(report, lambda s: s["total"]["ttft_p50_s"], ".2f"),
                 both(report, lambda s: s["total"]["ttft_p99_s"], ".1f"),
+                both(report, slowest_first_token_s, ".1f"),
                 both(report, lambda s: 1e3 * s["total"]["tpot_p50_s"], ".0f"),
                 both(report, lambda s: 1e3 * s["total"]["tpot_p99_s"], ".0f"),
                 both(report, lambda s: s["batch_tokens_per_s"], ".0f"),
@@ -86,7 +95,8 @@ def rows(reports: list[Report]) -> list[list[str]]:
 
 HEADINGS: Final = [
     *("load", "seed", "requests + batch", "objectives kept", "chat", "code", "summary"),
-    *("TTFT p50 (s)", "TTFT p99 (s)", "TPOT p50 (ms)", "TPOT p99 (ms)"),
+    *("TTFT p50 (s)", "TTFT p99 (s)", "the same, slowest class with an objective"),
+    *("TPOT p50 (ms)", "TPOT p99 (ms)"),
     *("batch tokens/s", "all done (s)", "taken by others", "demo (s)"),
 ]
 
