@@ -293,7 +293,7 @@ class Tight(Run):
     def happen(self, step: int) -> None:
         if step == 0:
             for number, tpot_ms in enumerate((19, 21, 25, 40)):
-                self.add(f"r{number}", 30, 60, SLO(ttft_ms=9000, tpot_ms=tpot_ms, tenant="one"))
+                self.add(f"r{number}", 30, 90, SLO(ttft_ms=9000, tpot_ms=tpot_ms, tenant="one"))
             self.add("plain", 30, 40, None)
             brief = SLO(tpot_ms=30, tier="best_effort", expected_output_tokens=3)
             self.add("asked", 30, 20, brief)
@@ -305,15 +305,21 @@ class Tight(Run):
             self.engine.clock.advance(0.04)
 
 
-class Refitted(Tight):
-    """The step times are fitted anew, with what a pass of the draft takes and without. The engine
-    is paused while a late promise has its turn."""
+class Paused(Tight):
+    """The engine is paused while late promises have their turn."""
 
     def happen(self, step: int) -> None:
         super().happen(step)
-        if step == 13:
+        if step == 20:
             self.engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             self.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+class Refitted(Tight):
+    """The step times are fitted anew, with what a pass of the draft takes and without."""
+
+    def happen(self, step: int) -> None:
+        super().happen(step)
         if step in (8, 16):
             times = self.parts.clock.estimator
             (k1, _, b1), second = times.base.terms
@@ -362,8 +368,8 @@ class Drafted(Tight):
         drafters = self.engine.drafters
         if step == 10:
             drafters["a"].up = False
-        if step in (9, 13, 17, 21):
-            drafters["b"].there = step % 8 != 1
+        if step in (9, 12, 15, 18, 21):
+            drafters["b"].there = step % 2 == 0
         if step == self.last:
             drafters["a"].up = drafters["b"].there = True
 
@@ -547,7 +553,7 @@ SCENARIOS = {
     "tight drafts": Scenario(with_graphs, Refitted),
     "trees": Scenario(lambda _: tree_engine()),
     "tight trees": Scenario(lambda _: tree_engine(), Tight, before=2),
-    "pool": Scenario(lambda _: tree_engine(Pool, **POOL), Tight, before=1),
+    "pool": Scenario(lambda _: tree_engine(Pool, **POOL), Paused, before=1),
     "failing pool": Scenario(lambda _: tree_engine(Pool, **POOL), Failing, once=True),
     "draft servers": Scenario(
         lambda _: tree_engine(RemoteEngine, {"a": Drafter(), "b": Drafter()}), Drafted
