@@ -132,7 +132,6 @@ def test_prompts_leave_free_tokens_to_drafts(method: dict[str, Any] | None) -> N
     assert steps == 1 if method else steps > 3
 
 
-
 def names(kind: str, count: int) -> list[str]:
     return [f"{kind}-{number}" for number in range(count)]
 
