@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import RESULTS, Stopwatch, markdown, times, write_result
+from speculation_capacity import ACCEPTANCE
 
 from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.capacity import TUNING_SEEDS, best_of, find_capacities, sweep
@@ -66,8 +67,6 @@ STOCK = [family for family in FAMILIES if family in STOCK_FAMILIES]
 DRAFTED, STOCK_DRAFTED = "vllm-slo, drafts", "best stock, drafts"
 STOCK_DRAFTS = 3
 """vLLM drafts as many tokens for each request; 3 is usual for a small draft model."""
-ACCEPTANCE = 0.7
-"""Share of the drafted tokens that is accepted, as in ``speculation_capacity.py``."""
 NOISY = Conditions(bias=1.05, noise=0.10)
 AT_CAPACITY = 2
 """Place of 0.97 of our capacity among the rates of ``around``."""

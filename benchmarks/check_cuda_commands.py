@@ -32,8 +32,8 @@ def overhead(cpu: bool) -> Found:
     text = ", ".join(f"{load} {ratio:.2f} times stock" for load, ratio in ratios.items())
     above = [load for load, most in MOST_OVERHEAD.items() if ratios[load] > most]
     if above:
-        allowed = ", ".join(f"{load} {MOST_OVERHEAD[load]:g}" for load in above)
-        raise CheckError(f"{text}; at most is allowed: {allowed}")
+        allowed = ", ".join(f"at most {MOST_OVERHEAD[load]:g} for {load}" for load in above)
+        raise CheckError(f"{text}; allowed: {allowed}")
     return Found(f"{text}, {RUNNING} requests", ratios)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from capacity import NOISY
 from common import Stopwatch, markdown, write_result
 
 from vllm_slo.sim.cluster import simulate
@@ -252,7 +253,6 @@ computed beyond prompts and answers, since KV was dropped. Took {minutes:.0f} mi
 
 
 TARGETS_HEAD = ("", "before (45d4d77, one window)", "target", "here")
-NOISY = Conditions(bias=1.05, noise=0.10)
 
 
 def run(workers: Workers) -> list[list[str]]:

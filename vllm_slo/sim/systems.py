@@ -115,7 +115,9 @@ def parse_system(text: str) -> System:
     if policy == "latency_budget":
         step_ms = int(match["budget"] or 0)
         if step_ms < 1:
-            raise SimulationError(f"systems: {text!r}: give at least 1 ms, latency-budget-50")
+            raise SimulationError(
+                f"systems: {text!r}: a step is at least 1 ms, latency-budget-50 for example"
+            )
         return System(text, "latency_budget", step_ms=step_ms)
     budget = int(match["budget"] or 8192)
     if budget < 1 or (apart and min(prefill, decode) < 1):

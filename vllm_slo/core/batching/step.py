@@ -260,20 +260,16 @@ class _Batch:
         granted = 0
         for prefill in prefills:
             already = self.tokens.get(prefill.request_id, 0)
-            want = min(prefill.remaining_tokens - already, self.pace.promised)
-            no_seat = prefill.starts and not already and self.seats <= 0
-            if want <= 0 or no_seat:
+            left = prefill.remaining_tokens - already
+            want = min(left, self.pace.promised)
+            if want <= 0 or (prefill.starts and not already and self.seats <= 0):
                 self.add(prefill.request_id, 0, 0)
                 continue
             most = self.headroom(self.limit_s, prefill.context_tokens, already)
             if urgent_only:
                 most = min(most, max(most - spared, demanded - granted))
             give = min(want, most)
-            if (
-                give == prefill.remaining_tokens - already
-                and give > 0
-                and self._ends_early(prefill, may_start, holding)
-            ):
+            if 0 < give == left and self._ends_early(prefill, may_start, holding):
                 give -= 1
             if give > 0 and not already and prefill.starts:
                 self.seats -= 1
