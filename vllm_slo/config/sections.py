@@ -257,7 +257,7 @@ class SessionsConfig(Section):
         "of sessions that did not say which round is the last is known late.",
     )
     kv_share: float = Field(
-        default=0.25,
+        default=0.5,
         ge=0.0,
         le=1.0,
         description="Share of the KV cache's blocks that are kept warm, evicted after all others, "

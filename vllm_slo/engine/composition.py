@@ -42,6 +42,7 @@ from vllm_slo.engine.scheduling.stage_marks import AnswerMarks, StageMarks
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_planner import StepPlanner
 from vllm_slo.engine.scheduling.step_time_profile import find_profile
+from vllm_slo.engine.scheduling.warm_prefixes import WarmPrefixes
 from vllm_slo.engine.scheduling.workload import Workload
 from vllm_slo.engine.speculation.chains import Chains, trims
 from vllm_slo.engine.speculation.no_speculation import NoSpeculation, Speculation
@@ -169,15 +170,16 @@ def assemble(
     )
     late = LatePromises(tracker, workload, steps, quotas, can_promise=can_promise)
     starts = OpportunisticStarts(state, tracker, workload, steps, speculation, guard)
+    warm = WarmPrefixes(blocks.pool, int(config.sessions.kv_share * blocks.total))
     planner = StepPlanner(
-        *(state, tracker, workload, admission, starts, steps, guard, responsive),
+        *(state, tracker, workload, warm, admission, starts, steps, guard, responsive),
         *(best_effort, config, speculation.draft_padding),
     )
     quotes = Quotes(
         *(state, tracker, workload, admission, steps, quotas, metrics, config),
         obstacle=obstacle,
     )
-    sessions = SessionRounds(tracker, workload, blocks, steps, metrics, config.sessions)
+    sessions = SessionRounds(tracker, workload, blocks, steps, warm, metrics, config.sessions)
     spans = RequestSpans.from_config(vllm_config.observability_config)
     outcomes = Outcomes(tracker, sessions, steps, metrics, spans)
     reports = ReplicaReports(state, tracker, workload, quotes, steps, containment)

@@ -47,23 +47,41 @@ def test_the_starved_request_may_take_all_that_is_free() -> None:
     assert names(memory._replace(free=39), STARVED, starved="starved") == []
 
 
+def test_warm_blocks_are_left_to_those_whose_prefixes_they_hold() -> None:
+    """100 blocks, of which 20 are held by what runs and 30 are warm."""
+    memory = Memory(100, 80, 0, 0.0, warm=30)
+    assert names(memory, RUNNING, view("fits", 50, 50)) == ["running", "fits"]
+    assert names(memory, RUNNING, view("tall", 51, 51)) == ["running"]
+    assert names(memory._replace(free=34), RUNNING, SMALL) == ["running"]
+    assert names(memory._replace(free=40), STARVED, starved="starved") == ["starved"]
+    assert names(memory._replace(free=40), STARVED, RUNNING, starved="starved") == ["running"]
+    assert len(names(memory._replace(free=70), STARVED, RUNNING, starved="starved")) == 2
+
+
+def test_nobody_takes_what_the_starved_request_waits_for() -> None:
+    memory = Memory(100, 39, 0, 0.0)
+    assert names(memory, STARVED, RUNNING, SMALL, starved="starved") == ["running"]
+    assert names(memory, STARVED, RUNNING, SMALL) == ["running", "small"]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=12),
     st.integers(0, 200),
     st.integers(0, 200),
     st.floats(0.0, 50.0),
+    st.integers(0, 200),
 )
-def test_those_that_start_leave_the_spread(
-    sizes: list[tuple[int, int]], free: int, promised: int, spread: float
+def test_those_that_start_leave_the_spread_and_what_is_warm(
+    sizes: list[tuple[int, int]], free: int, promised: int, spread: float, warm: int
 ) -> None:
     ranked = [view(f"r{i}", needed, max(needed, hold)) for i, (needed, hold) in enumerate(sizes)]
-    memory = Memory(200, free, promised, spread)
+    memory = Memory(200, free, promised, spread, warm)
     fit = fitting(ranked, memory)
     starting = [r for r in fit if r.needed_blocks]
     assert [r for r in ranked if not r.needed_blocks] == [r for r in fit if not r.needed_blocks]
-    assert sum(r.needed_blocks for r in starting) <= free
     if starting:
-        assert sum(r.hold_blocks for r in fit) + promised + spread <= 200 + 1e-9
+        assert sum(r.needed_blocks for r in starting) <= free - warm
+        assert sum(r.hold_blocks for r in fit) + promised + spread + warm <= 200 + 1e-9
 
 
 def test_the_spread_is_that_of_requests_that_come_in_a_poisson_process() -> None:

@@ -317,7 +317,7 @@ def test_warm_prefixes_withhold_no_memory(engine: Any) -> None:
         one.add(f"job{number}", 60, 4, SLO(ttft_ms=5000, session_id=f"job{number}"))
         one.run()
     parts = one.scheduler.parts
-    assert 0 < parts.sessions.gauges()["warm_prefix_blocks"] <= 25
+    assert 0 < parts.sessions.gauges()["warm_prefix_blocks"] <= 50
     assert pool.get_num_free_blocks() == 100
     one.add("large", 1500, 64, SLO(ttft_ms=9000))
     one.run()
@@ -326,6 +326,50 @@ def test_warm_prefixes_withhold_no_memory(engine: Any) -> None:
     flood(one, 3000, 2)
     assert pool.get_num_free_blocks() == 100
     assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
+
+
+def test_best_effort_leaves_a_warm_prefix_alone(engine: Any) -> None:
+    """Beside a promise, so that steps are planned, best effort could use eight times the cache."""
+    one = engine(shape=EngineShape(num_blocks=201))
+    for number in range(10):  # how long such answers are is known from now on
+        one.add(f"before{number}", 60, 200)
+    one.run()
+    one.add("first", 640, 32, SLO(ttft_ms=5000, session_id="job"))
+    one.run()
+    text = [*own_text("first", 640), *one.outcomes["first"].token_ids]
+    warm = one.scheduler.parts.sessions.gauges()["warm_prefix_blocks"]
+    one.add("promised", 32, 400, SLO(ttft_ms=5000, tpot_ms=200, expected_output_tokens=400))
+    for number in range(32):
+        one.add(f"batch{number}", 600, 200)
+    for _ in range(300):
+        one.step()
+    assert one.scheduler.parts.sessions.gauges()["warm_prefix_blocks"] == warm
+    one.add("second", [*text, *range(3, 50)], 4, SLO(ttft_ms=5000, session_id="job"))
+    one.run()
+    computed = sum(out.num_scheduled_tokens.get("second", 0) for out in one.history)
+    assert computed < 100, "only what is new is computed"
+    assert one.outcomes["second"].report["attained"]
+
+
+def test_a_starved_request_may_take_warm_blocks(engine: Any) -> None:
+    one = engine(shape=EngineShape(num_blocks=101), slo_config={"ageing_s": 1.0})
+    one.add("first", 640, 32, SLO(ttft_ms=5000, session_id="job"))
+    one.run()
+    one.add("promised", 32, 400, SLO(ttft_ms=5000, tpot_ms=200))
+    one.add("large", 1200, 16)
+    for _ in range(200):
+        one.step()
+    assert one.outcomes["large"].finish_reason == "stop"
+    assert one.scheduler.requests, "the promised request has not ended yet"
+
+
+def test_shared_blocks_of_warm_prefixes_count_once(engine: Any) -> None:
+    one = engine(shape=EngineShape(num_blocks=201))
+    system = list(range(3, 3 + 320))
+    for job in ("a", "b", "c"):
+        one.add(job, [*system, *own_text(job, 64)], 1, SLO(ttft_ms=5000, session_id=job))
+        one.run()
+    assert one.scheduler.parts.sessions.gauges()["warm_prefix_blocks"] == 20 + 3 * 4
 
 
 def test_a_session_that_is_lost_stands_back(engine: Any) -> None:

@@ -26,12 +26,14 @@ class Memory(NamedTuple):
         free: those that no request holds, and that promises do not need in this step.
         promised: those set aside for promises.
         spread: standard deviation of what promises hold.
+        warm: free ones that hold the prefixes of sessions whose next round is to come.
     """
 
     total: int
     free: int
     promised: int
     spread: float
+    warm: int = 0
 
 
 def fitting(
@@ -41,18 +43,27 @@ def fitting(
 
     A request starts if all that best effort is expected to hold, its own blocks included, leaves
     `spread` blocks beside what is set aside for promises. So a request that has begun is seldom
-    dropped. The ``starved`` request may take all that is free. Tokens planned for a request that
-    cannot start would be taken from those that hold the memory it waits for.
+    dropped. It also leaves the warm blocks; those of its own session are not in its
+    ``needed_blocks``. Tokens planned for a request that cannot start would be taken from those that
+    hold the memory it waits for.
+
+    The ``starved`` request may take all that is free, warm blocks only if no other request of best
+    effort holds memory that it could wait for. While it waits, no request behind it takes what it
+    needs.
     """
     held = sum(r.hold_blocks for r in ranked if not r.needed_blocks)
-    room, free = memory.total - memory.promised - memory.spread - held, memory.free
+    room = memory.total - memory.promised - memory.spread - memory.warm - held
+    free = memory.free
     fit = []
     for request in ranked:
         if request.needed_blocks:
             first = request.request_id == starved
-            if request.needed_blocks > free or (request.hold_blocks > room and not first):
+            takes = free if first and not held else free - memory.warm
+            fits = request.needed_blocks <= takes and (first or request.hold_blocks <= room)
+            if fits or first:
+                room -= request.hold_blocks
+                free -= request.needed_blocks
+            if not fits:
                 continue
-            room -= request.hold_blocks
-            free -= request.needed_blocks
         fit.append(request)
     return fit

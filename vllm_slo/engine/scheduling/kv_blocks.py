@@ -51,6 +51,10 @@ class KVBlocks:
         blocks = sum(-(-tokens // size) for size in self.sizes)
         return min(blocks, self.total)
 
+    def filled(self, tokens: int) -> int:
+        """Blocks that ``tokens`` tokens fill to the last slot: those that others can find again."""
+        return sum(tokens // size for size in self.sizes)
+
     def needed_by_each(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """(n,) `needed` of requests."""
         blocks = sum(-(-tokens // size) for size in self.sizes)

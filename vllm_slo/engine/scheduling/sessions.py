@@ -27,7 +27,8 @@ class SessionRounds:
     """The rounds that requests with a ``session_id`` are.
 
     Args:
-        config: how long a session may be quiet, and how much memory they keep warm.
+        warm: the prefixes of rounds that have ended.
+        config: how long a session may be quiet.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class SessionRounds:
         workload: Workload,
         blocks: KVBlocks,
         clock: StepClock,
+        warm: WarmPrefixes,
         metrics: SchedulerMetrics,
         config: SessionsConfig,
     ) -> None:
@@ -46,11 +48,11 @@ class SessionRounds:
         self._metrics = metrics
         self._sessions = Sessions(config.idle_s)
         self._block_size = min(blocks.sizes, default=1)
-        self._warm = WarmPrefixes(blocks.pool, int(config.kv_share * blocks.total))
+        self._warm = warm
 
     def gauges(self) -> dict[str, float]:
         """What is on ``/metrics``."""
-        return {"sessions": len(self._sessions), "warm_prefix_blocks": self._warm.blocks}
+        return {"sessions": len(self._sessions), "warm_prefix_blocks": self._warm.free_blocks()}
 
     def begin(self, tracked: SLORequest) -> None:
         """A request has come: what it may take follows from its session, if it is in one."""

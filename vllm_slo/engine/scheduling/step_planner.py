@@ -25,6 +25,7 @@ from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
+from vllm_slo.engine.scheduling.warm_prefixes import WarmPrefixes
 from vllm_slo.engine.scheduling.workload import Workload
 
 WAITING_LOOKAHEAD = 64
@@ -42,6 +43,7 @@ class StepPlanner:
     """Plans one step after the other. Between steps it holds nothing.
 
     Args:
+        warm: blocks that best effort leaves to rounds that are to come.
         starts: who may begin without a promise.
         responsive: how long a step may be that best effort alone causes.
         order: in which best effort is served; None: as it arrives.
@@ -54,6 +56,7 @@ class StepPlanner:
         state: SchedulerState,
         tracker: RequestTracker,
         workload: Workload,
+        warm: WarmPrefixes,
         admission: AdmissionController,
         starts: OpportunisticStarts,
         clock: StepClock,
@@ -67,6 +70,7 @@ class StepPlanner:
         self._tracker = tracker
         self._workload = workload
         self._blocks = workload.blocks
+        self._warm = warm
         self._admission = admission
         self._starts = starts
         self._clock = clock
@@ -272,16 +276,7 @@ class StepPlanner:
         if not others:
             return []
         by_id, holds = {r.request_id: r for r in others}, self._workload.holds(others)
-        found = (
-            request_views.best_effort_view(
-                r,
-                self._guard.seen(name, now_s),
-                self._needed_blocks(r),
-                holds[name],
-                asked=self._asked(name),
-            )
-            for name, r in by_id.items()
-        )
+        found = (self._best_effort_view(r, holds[name]) for name, r in by_id.items())
         if self._best_effort is None:
             ranked = rank_best_effort(found, now_s, self._ageing_s, starved)
         else:
@@ -295,7 +290,11 @@ class StepPlanner:
         unpromised = [t.request for t in (*self.decodes, *self.prefills) if not t.promised]
         planned = sum(self._workload.holds(unpromised).values())
         memory = Memory(
-            self._blocks.total, free_blocks, load.blocks + planned, math.sqrt(load.squares)
+            self._blocks.total,
+            free_blocks,
+            load.blocks + planned,
+            math.sqrt(load.squares),
+            self._warm.free_blocks(),
         )
         return [
             # The prefix cache is asked only for requests that could start now.
@@ -304,6 +303,21 @@ class StepPlanner:
             else view
             for view in fitting(ranked, memory, starved)
         ]
+
+    def _best_effort_view(self, request: Request, hold_blocks: int) -> BestEffortView:
+        """A request of best effort. It needs no blocks for what is warm of its own session."""
+        needed, warm = self._needed_blocks(request), 0
+        tracked = self._tracker.get(request.request_id)
+        if needed and tracked is not None and tracked.session is not None:
+            cached = self._blocks.filled(tracked.cached_tokens)
+            warm = min(self._warm.free_of(tracked.session.key), cached)
+        return request_views.best_effort_view(
+            request,
+            self._guard.seen(request.request_id, self._clock.now_s),
+            needed - warm,
+            hold_blocks - warm,
+            asked=self._asked(request.request_id),
+        )
 
     def _asked(self, request_id: str) -> bool:
         """Whether a request without a promise asked for one."""
