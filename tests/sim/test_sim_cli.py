@@ -60,6 +60,7 @@ def run(capsys, *words):
         (["--rate", "1", "--replicas", "0"], "--replicas"),
         (["--rate", "1", "--bias", "0"], "--bias"),
         (["--rate", "1", "--noise", "2"], "--noise"),
+        (["--rate", "1", "--system-tokens", "-1"], "--system-tokens: must be at least 0"),
         (["--rate", "1", "--systems", "vllm-slo-spec0"], "drafts are 1 to 32"),
         (["--rate", "1", "--systems", "shed-edf-512-spec2"], "systems: 'shed-edf-512-spec2'"),
         (

@@ -177,6 +177,15 @@ def test_two_runs_are_equal() -> None:
         assert (one.end_s, one.steps) == (other.end_s, other.steps)
 
 
+def test_a_system_prompt_is_computed_once() -> None:
+    """Of prompts of 200 and 40 tokens the first 160 and 39 are of it; a later round has its own."""
+    jobs = [job(n, 5.0 * n, one_round(prompt, 1)) for n, prompt in enumerate((200, 200, 40))]
+    tool = Job("tool", "test", 20.0, (one_round(200, 2), one_round(50, 1, wait_s=1.0)))
+    run = simulate([*jobs, tool], FCFS, HARDWARE, Conditions(system_tokens=160))
+    # Whole blocks of 16 tokens are found. Of the last round the end of the first one's text is not.
+    assert run.computed_tokens == 200 + 40 + (40 - 32) + (40 + 1) + (202 % 16 + 50)
+
+
 def test_what_a_run_reports() -> None:
     run = simulate(burst(4), FCFS, HARDWARE, Conditions(replicas=3))
     assert run.gpus == 3 * HARDWARE.gpus

@@ -93,6 +93,7 @@ class Simulation:
             conditions.seed,
         )
         self.acceptance = conditions.acceptance
+        self._system = own_text("system prompt", conditions.system_tokens)
         self._sends: list[tuple[float, int, int]] = [
             (job.arrival_s, number, 0) for number, job in enumerate(jobs)
         ]
@@ -125,7 +126,9 @@ class Simulation:
         asked = job.rounds[place]
         text = self._texts.pop(number, None)
         name = f"{number}.{place}"
-        prompt = [*(text or ()), *own_text(name, asked.prompt_tokens)]
+        common = () if text else self._system[: asked.prompt_tokens - 1]
+        own = own_text(name, asked.prompt_tokens - len(common))
+        prompt = [*(text or common), *own]
         cached = {}
         if text is not None:  # the replica of the previous round holds the prefix
             cached[str(self._begun[number][-1].replica)] = len(text)

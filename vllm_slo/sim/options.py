@@ -98,6 +98,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
         help="true step time divided by the one the scheduler believes (default: 1.0)")  # fmt: skip
     add("--noise", default="0.0",
         help="relative standard deviation of a step's time (default: 0.0)")  # fmt: skip
+    add("--system-tokens", default="0",
+        help="tokens with which every job's first prompt begins, the same for all jobs "
+        "(default: 0)")  # fmt: skip
     add("--acceptance", default="0.7", metavar="A|APPLICATION=A,...",
         help="for systems that speculate: probability that the next drafted token is accepted, "
         "for all applications or for each (default: 0.7, an assumption)")  # fmt: skip
@@ -157,6 +160,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         conditions=Conditions(
             bias=number("--bias", args.bias, 0, above=True),
             noise=number("--noise", args.noise, 0, 1),
+            system_tokens=whole("--system-tokens", args.system_tokens, 0),
             exact=args.exact or args.overhead == "measured",
             routing=one_of("--routing", args.routing, get_args(RoutingPolicy)),  # type: ignore[arg-type]
             overhead=one_of("--overhead", args.overhead, get_args(Overhead)),  # type: ignore[arg-type]

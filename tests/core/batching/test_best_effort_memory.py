@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_slo.core.batching.best_effort_memory import Memory, fitting
+from vllm_slo.core.batching.best_effort_memory import MOST_ASKED, Memory, fitting
 from vllm_slo.core.types import BestEffortView
 
 
@@ -62,6 +62,21 @@ def test_nobody_takes_what_the_starved_request_waits_for() -> None:
     memory = Memory(100, 39, 0, 0.0)
     assert names(memory, STARVED, RUNNING, SMALL, starved="starved") == ["running"]
     assert names(memory, STARVED, RUNNING, SMALL) == ["running", "small"]
+
+
+def test_what_running_requests_hold_of_a_prompt_is_not_needed_again() -> None:
+    memory = Memory(100, 10, 75, 0.0)
+    assert names(memory, LARGE) == []
+    fit = fitting([LARGE, SMALL], memory, shared={"large": 9, "small": 0}.__getitem__)
+    assert [(r.request_id, r.needed_blocks, r.hold_blocks) for r in fit] == [("large", 3, 21)]
+
+
+def test_few_requests_are_asked_what_they_would_share() -> None:
+    """One that fits is not asked."""
+    asked: list[str] = []
+    tall = [view(f"tall{i}", 12, 12) for i in range(20)]
+    fitting([SMALL, *tall], Memory(100, 10, 0, 0.0), shared=lambda name: asked.append(name) or 0)
+    assert asked == [f"tall{i}" for i in range(MOST_ASKED)]
 
 
 @given(

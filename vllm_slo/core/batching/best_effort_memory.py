@@ -12,8 +12,8 @@ from the requests that are promised now.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from vllm_slo.core.types import BestEffortView
 
@@ -36,8 +36,17 @@ class Memory(NamedTuple):
     warm: int = 0
 
 
+MOST_ASKED: Final = 8
+"""Requests of a step that are asked what they would share, if there is no memory for them
+otherwise: a limit of time, some 20 microseconds each."""
+
+
 def fitting(
-    ranked: Sequence[BestEffortView], memory: Memory, starved: str | None = None
+    ranked: Sequence[BestEffortView],
+    memory: Memory,
+    starved: str | None = None,
+    *,
+    shared: Callable[[str], int] = lambda _: 0,
 ) -> list[BestEffortView]:
     """The requests of best effort for which there is memory, in the order given.
 
@@ -50,20 +59,51 @@ def fitting(
     The ``starved`` request may take all that is free, warm blocks only if no other request of best
     effort holds memory that it could wait for. While it waits, no request behind it takes what it
     needs.
+
+    Args:
+        ranked: the requests of best effort.
+        memory: what there is.
+        starved: its id; None: there is none.
+        shared: id of a request that has not started -> blocks of it that running requests hold.
     """
-    held = sum(r.hold_blocks for r in ranked if not r.needed_blocks)
-    room = memory.total - memory.promised - memory.spread - memory.warm - held
-    free = memory.free
-    fit = []
+    left = _Left(memory, sum(r.hold_blocks for r in ranked if not r.needed_blocks))
+    asked, fit = 0, []
     for request in ranked:
-        if request.needed_blocks:
-            first = request.request_id == starved
-            takes = free if first and not held else free - memory.warm
-            fits = request.needed_blocks <= takes and (first or request.hold_blocks <= room)
-            if fits or first:
-                room -= request.hold_blocks
-                free -= request.needed_blocks
-            if not fits:
-                continue
-        fit.append(request)
+        if not request.needed_blocks:
+            fit.append(request)
+            continue
+        first, starting = request.request_id == starved, request
+        fits = left.has_room(starting, first=first)
+        if not fits and asked < MOST_ASKED:
+            asked += 1
+            starting = _without(request, shared(request.request_id))
+            fits = left.has_room(starting, first=first)
+        if fits or first:
+            left.take(starting)
+        if fits:
+            fit.append(starting)
     return fit
+
+
+def _without(request: BestEffortView, blocks: int) -> BestEffortView:
+    """A request that needs so many blocks less, and still has to start."""
+    needed = max(request.needed_blocks - blocks, 1)
+    return request._replace(needed_blocks=needed, hold_blocks=max(request.hold_blocks - blocks, 0))
+
+
+class _Left:
+    """What is left for best effort that starts; ``held`` blocks belong to best effort that runs."""
+
+    def __init__(self, memory: Memory, held: int) -> None:
+        self._runs = held > 0
+        self._warm = memory.warm
+        self._free = memory.free
+        self._room = memory.total - memory.promised - memory.spread - memory.warm - held
+
+    def has_room(self, request: BestEffortView, *, first: bool) -> bool:
+        usable = self._free if first and not self._runs else self._free - self._warm
+        return request.needed_blocks <= usable and (first or request.hold_blocks <= self._room)
+
+    def take(self, request: BestEffortView) -> None:
+        self._free -= request.needed_blocks
+        self._room -= request.hold_blocks

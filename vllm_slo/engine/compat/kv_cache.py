@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.core.block_pool import BlockPool
@@ -51,11 +52,48 @@ def external_tokens(connector: KVConnectorBase_V1, request: Request, local: int)
     return connector.get_num_new_matched_tokens(request, local)[0]
 
 
-def cached_tokens(manager: KVCacheManager, request: Request) -> int | None:
-    """Prompt tokens that the prefix cache holds now; None where a request does not look there."""
+class CachedPrefix(NamedTuple):
+    """What the prefix cache holds of a prompt.
+
+    Attributes:
+        tokens: how many of its tokens.
+        blocks: of one kind of full attention, in order.
+    """
+
+    tokens: int
+    blocks: Sequence[KVCacheBlock]
+
+
+def cached_prefix(
+    manager: KVCacheManager, kind: int | None, request: Request
+) -> CachedPrefix | None:
+    """What the prefix cache holds now; None where a request does not look there. ``kind``: as
+    `full_attention` said."""
     if not manager.prefix_cache_lookup_enabled(request):
         return None
-    _, tokens, _ = manager.coordinator.find_longest_cache_hit(
+    blocks, tokens, _ = manager.coordinator.find_longest_cache_hit(
         request.block_hashes, request.num_tokens - 1
     )
-    return int(tokens)
+    return CachedPrefix(int(tokens), () if kind is None else blocks[kind])
+
+
+def growing_blocks(
+    manager: KVCacheManager, kind: int | None, request_id: str
+) -> Sequence[KVCacheBlock]:
+    """The blocks of that kind of full attention that a request holds."""
+    if kind is None:
+        return ()
+    return manager.coordinator.single_type_managers[kind].req_to_blocks.get(request_id, ())
+
+
+def holders(manager: KVCacheManager) -> Container[str]:
+    """The requests that hold blocks of the first kind."""
+    return manager.coordinator.single_type_managers[0].req_to_blocks
+
+
+def full_attention(manager: KVCacheManager) -> int | None:
+    """Number of the first kind of full attention; None: there is none."""
+    for number, kind in enumerate(manager.coordinator.single_type_managers):
+        if isinstance(kind.kv_cache_spec, FullAttentionSpec):
+            return number
+    return None

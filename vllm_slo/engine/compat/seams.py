@@ -112,7 +112,7 @@ SCHEDULING: Final = (
     Seam(_POOL, "touch", "prefixes of sessions", ("blocks",)),
     Seam(_POOL, "free_blocks", "prefixes of sessions", ("ordered_blocks",)),
     *_held(_POOL, "KV blocks", "num_gpu_blocks", "enable_caching"),
-    *_held(_BLOCK, "prefixes of sessions", "block_hash", "ref_cnt"),
+    *_held(_BLOCK, "prefixes of sessions", "block_id", "block_hash", "ref_cnt"),
     Seam(_QUEUE, "remove_requests", "the order of a step", ("requests",)),
     Seam(_QUEUE, "remove_request", "quotes", ("request",)),
     Seam(_QUEUE, "prepend_request", "the order of a step", ("request",)),

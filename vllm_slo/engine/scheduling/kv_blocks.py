@@ -4,7 +4,9 @@ vLLM's KV cache manager."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_slo.engine.compat import kv_cache
-from vllm_slo.engine.scheduling.slo_request import SLORequest
+from vllm_slo.engine.scheduling.slo_request import SharedPrefix, SLORequest
+
+MOST_REMEMBERED: Final = 4096
+"""Requests whose shared prefixes are remembered before those are forgotten that hold no blocks."""
 
 
 class KVBlocks:
@@ -39,6 +44,8 @@ class KVBlocks:
         self.total = kv_cache.total_blocks(manager)
         self.sizes = kv_cache.block_sizes(manager)
         self.caches = bool(manager.enable_caching)
+        self._kind = kv_cache.full_attention(manager)
+        self._shared: dict[tuple[str, int], SharedPrefix] = {}
 
     @property
     def free(self) -> int:
@@ -74,16 +81,70 @@ class KVBlocks:
         held = kv_cache.held_blocks(self._manager, request.request_id)
         return [block for kind in held for block in kind]
 
+    def frees(self, request: Request) -> int:
+        """Blocks of a running request that are free when it has gone, at least."""
+        shared = self.shared_prefix(request)
+        return self.held(request) - (self.filled(shared.tokens) if shared else 0)
+
+    def shared_prefix(self, request: Request) -> SharedPrefix | None:
+        """What a running request has shared with others since it started. None of these blocks
+        changes while one of them runs, also if it is the only one that is left."""
+        if not self.caches:
+            return None
+        name = request.request_id, request.num_preemptions
+        known = self._shared.get(name)
+        number = len(known.blocks) if known else 0
+        blocks = kv_cache.growing_blocks(self._manager, self._kind, request.request_id)
+        if number < len(blocks) and blocks[number].ref_cnt > 1:
+            if len(self._shared) >= MOST_REMEMBERED:
+                holding = kv_cache.holders(self._manager)
+                self._shared = {key: p for key, p in self._shared.items() if key[0] in holding}
+            more = self._in_use(blocks[number:], holders=2)
+            known = self._shared[name] = self._prefix([*blocks[:number], *more])
+        return known
+
+    @staticmethod
+    def _in_use(blocks: Iterable[KVCacheBlock], holders: int) -> list[KVCacheBlock]:
+        """The first of ``blocks`` that at least so many requests hold."""
+        return list(takewhile(lambda block: block.ref_cnt >= holders, blocks))
+
+    def _prefix(self, blocks: Sequence[KVCacheBlock]) -> SharedPrefix:
+        return SharedPrefix(tuple([b.block_id for b in blocks]), len(blocks) * self.sizes[0])
+
+    def distinct(self, prefixes: Iterable[SharedPrefix | None]) -> int:
+        """Blocks that shared prefixes are, each block once."""
+        numbers: set[int] = set()
+        for prefix in prefixes:
+            if prefix is not None and prefix.blocks[-1] not in numbers:
+                numbers.update(prefix.blocks)
+        return self.filled(len(numbers) * self.sizes[0]) if numbers else 0
+
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request without blocks that the prefix cache holds now."""
-        return (kv_cache.cached_tokens(self._manager, request) or 0) if self.caches else 0
+        cached = self._cached(request)
+        return cached.tokens if cached else 0
+
+    def blocks_of_others(self, request: Request) -> int:
+        """Blocks that a request without blocks would share with running requests."""
+        cached = self._cached(request)
+        shared = self._in_use(cached.blocks, holders=1) if cached else []
+        return self.filled(len(shared) * self.sizes[0]) if shared else 0
+
+    def _cached(self, request: Request) -> kv_cache.CachedPrefix | None:
+        if not self.caches:
+            return None
+        return kv_cache.cached_prefix(self._manager, self._kind, request)
 
     def look_up_prefix(self, tracked: SLORequest) -> None:
         """Note how much of a prompt that has not started the prefix cache holds now, or a connector
-        will load. A connector is asked until it knows, and no more: it may ask others."""
+        will load, and how much of it running requests hold. A connector is asked until it knows,
+        and no more: it may ask others."""
         if tracked.request.num_computed_tokens:
             return
-        local = kv_cache.cached_tokens(self._manager, tracked.request)
+        cached = self._cached(tracked.request)
+        local = cached.tokens if cached else None
+        shared = self._in_use(cached.blocks, holders=1) if cached else []
+        tracked.shared_prefix = self._prefix(shared) if shared else None
         if self._connector is not None and tracked.loaded_tokens is None:
             known = local or 0
             external = kv_cache.external_tokens(self._connector, tracked.request, known)

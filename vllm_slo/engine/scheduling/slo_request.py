@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
@@ -28,6 +28,18 @@ BEGIN_S = 1.0
 """Seconds in which a promised request without a TTFT begins, more or less."""
 BEGIN_SHARE = 0.1
 """The same of a long prompt: the share of the engine's time that its prefill gets."""
+
+
+class SharedPrefix(NamedTuple):
+    """The beginning of a request whose KV blocks other requests hold, too.
+
+    Attributes:
+        blocks: numbers of these blocks, in order, of the first kind of full attention.
+        tokens: in these blocks.
+    """
+
+    blocks: tuple[int, ...]
+    tokens: int
 
 
 class SLORequest:
@@ -59,6 +71,8 @@ class SLORequest:
         end_s: when its last token is due; infinite without an end-to-end objective.
         cached_tokens: prompt tokens found in the prefix cache when last asked, or that a connector
             will load; they count until it starts.
+        shared_prefix: what running requests hold of its prompt, when last asked; None: nothing. It
+            counts until it starts.
         loaded_tokens: prompt tokens that it need not compute as a connector said; None: unknown.
         ticket: mark by which a front knows the request; 0: there is none.
         session: the job of which it is a round, or None.
@@ -90,6 +104,7 @@ class SLORequest:
         "request",
         "reserved_tpot_s",
         "session",
+        "shared_prefix",
         "slo",
         "slo_class",
         "ticket",
@@ -124,6 +139,7 @@ class SLORequest:
         self.planned = False
         self.reason: str | None = None
         self.cached_tokens = 0
+        self.shared_prefix: SharedPrefix | None = None
         self.loaded_tokens: int | None = None
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s

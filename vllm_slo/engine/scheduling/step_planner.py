@@ -118,13 +118,13 @@ class StepPlanner:
         preempt = self._preemptions([t for t in starting if t.promised])
         free = self._blocks.free
         if preempt:
-            free += sum(self._blocks.held(r) for r in preempt)
+            free += sum(self._blocks.frees(r) for r in preempt)
         # A request that starts in blocks that decodes need next would soon be preempted for them.
         spare = free - self._decode_blocks()
         if self._best_effort is not None:
             places = self._seats(preempt) - len(starting)
             yielding = self._order(preempt, waiting_others, places, spare)
-            freed = sum(self._blocks.held(r) for r in yielding)
+            freed = sum(self._blocks.frees(r) for r in yielding)
             preempt += yielding
             free, spare = free + freed, spare + freed
         out = set(preempt)
@@ -132,7 +132,8 @@ class StepPlanner:
         self.prefills = [
             t
             for t in self.prefills
-            if self._needed_blocks(t.request) <= (free if t.promised else max(spare, 0))
+            if self._needed_blocks(t.request) - self._shared_blocks(t)
+            <= (free if t.promised else max(spare, 0))
         ]
         plan = self._plan(others, preempt)
         unpromised = [t.request.request_id for t in self.prefills if not t.promised]
@@ -227,30 +228,39 @@ class StepPlanner:
         if not self.others:
             return []
         begun = [*self.decodes, *(t for t in self.prefills if t.promised and t not in starting)]
-        needed = self._decode_blocks() + sum(self._blocks_to_come(t.request) for t in begun)
+        needed = self._decode_blocks() + sum(self._blocks_to_come(t) for t in begun)
         seats, free = self._seats([]), self._blocks.free
-        to_start = [self._blocks_to_come(t.request) for t in starting]
+        to_start = [self._blocks_to_come(t) for t in starting]
         if needed + sum(to_start) <= free and len(starting) <= seats:
             return []
         starved = self._guard.starved
         victims = list(reversed(self._ranked(self.others)))
         victims.sort(key=lambda r: r.request_id == starved)
-        most, short = free + sum(self._blocks.held(r) for r in victims), -seats
+        most, short = free + sum(self._blocks.frees(r) for r in victims), -seats
         for blocks in to_start:
             # Memory freed for a request that cannot start all the same would go to another one.
             if needed + blocks <= most:
                 needed, short = needed + blocks, short + 1
         by_id = {request.request_id: request for request in victims}
-        chosen = preemptions(needed, free, [(r.request_id, self._blocks.held(r)) for r in victims])
+        chosen = preemptions(needed, free, [(r.request_id, self._blocks.frees(r)) for r in victims])
         names = [r.request_id for r in victims[: max(short, len(chosen), 0)]]
         return [by_id[name] for name in names if self._state.frees_blocks(by_id[name])]
 
-    def _blocks_to_come(self, request: Request) -> int:
-        """KV blocks that a promised request needs for its next sample, beyond those it holds."""
+    def _blocks_to_come(self, tracked: SLORequest) -> int:
+        """KV blocks that a promised request needs for its next sample, beyond those it holds, and
+        those that others hold."""
+        request = tracked.request
         if request_facts.is_decoding(request) and request.num_computed_tokens:
             return 0
         blocks = self._blocks.needed(request.num_tokens + 1)
-        return blocks - self._blocks.held(request)
+        return blocks - self._blocks.held(request) - self._shared_blocks(tracked)
+
+    def _shared_blocks(self, tracked: SLORequest) -> int:
+        """KV blocks of a request that has not started which others hold."""
+        prefix = tracked.shared_prefix
+        if prefix is None or tracked.request.num_computed_tokens:
+            return 0
+        return self._blocks.filled(prefix.tokens)
 
     def _ranked(self, others: list[Request]) -> list[Request]:
         """Best effort, those that are to keep their place longest first."""
@@ -289,6 +299,10 @@ class StepPlanner:
         load = self._workload.committed(self.start_s, self.model)
         unpromised = [t.request for t in (*self.decodes, *self.prefills) if not t.promised]
         planned = sum(self._workload.holds(unpromised).values())
+
+        def blocks_of_others(name: str) -> int:
+            return self._blocks.blocks_of_others(by_id[name])
+
         memory = Memory(
             self._blocks.total,
             free_blocks,
@@ -301,7 +315,7 @@ class StepPlanner:
             request_views.with_cached(view, self._blocks.cached_tokens(by_id[view.request_id]))
             if view.starts
             else view
-            for view in fitting(ranked, memory, starved)
+            for view in fitting(ranked, memory, starved, shared=blocks_of_others)
         ]
 
     def _best_effort_view(self, request: Request, hold_blocks: int) -> BestEffortView:

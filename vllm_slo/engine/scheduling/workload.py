@@ -25,7 +25,7 @@ from vllm_slo.engine.scheduling.decode_model import DecodeModel, WayToDecode
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.request_facts import is_decoding
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
-from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SLORequest
+from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SharedPrefix, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 
 
@@ -36,8 +36,9 @@ class CommittedLoad(NamedTuple):
         pending: promises before their first token.
         decoding: TPOT -> promised requests that decode, by the TPOT that is reserved for them.
         context: KV tokens that those read.
-        blocks: KV blocks that all of them hold or are to hold.
-        squares: sum of the squares of what each of them is to hold, see `best_effort_memory`.
+        blocks: KV blocks that all of them hold or are to hold; what they share counts once.
+        squares: sum of the squares of what each of them is to hold beside that, see
+            `best_effort_memory`.
     """
 
     pending: list[Demand]
@@ -57,7 +58,9 @@ class _DecodingLoad(NamedTuple):
 
     Attributes:
         resuming: promised requests that had a token and are to be computed again first.
-        tpots_s, context, blocks, squares: as in `CommittedLoad`.
+        tpots_s, context, squares: as in `CommittedLoad`.
+        blocks: that they hold or are to hold beside what they share.
+        prefixes: what they share.
     """
 
     resuming: Sequence[SLORequest]
@@ -65,6 +68,7 @@ class _DecodingLoad(NamedTuple):
     context: int
     blocks: int
     squares: int
+    prefixes: Sequence[SharedPrefix | None]
 
 
 class _Need(NamedTuple):
@@ -93,6 +97,11 @@ class _Ways(NamedTuple):
     now_s: float
     tightest_s: float
     ways: list[WayToDecode]
+
+
+def _own_prompt(request: Request, shared: SharedPrefix | None) -> int:
+    """Tokens of a prompt beside what it shares."""
+    return max(request.num_prompt_tokens - (shared.tokens if shared else 0), 0)
 
 
 class Workload:
@@ -214,16 +223,21 @@ class Workload:
         tracked.keep_pace(*end_to_end_pace(tracked.slo.e2e_ms / 1e3, prefill_s, token_s, tokens))
 
     def _blocks_of(self, tracked: SLORequest) -> int:
-        """KV blocks to set aside for a request."""
+        """KV blocks to set aside for a request, beside those that it shares."""
         request = tracked.request
         tokens = self.lengths.expected_hold(
             tracked.slo_class,
-            request.num_prompt_tokens,
+            _own_prompt(request, self._shared_prefix(tracked)),
             request.max_tokens,
             tracked.slo.expected_output_tokens,
             request.num_output_tokens,
         )
         return self.blocks.needed(tokens)
+
+    def _shared_prefix(self, tracked: SLORequest) -> SharedPrefix | None:
+        """What a request shares with others, or is to share once it starts."""
+        started = tracked.request.num_computed_tokens > 0
+        return self.blocks.shared_prefix(tracked.request) if started else tracked.shared_prefix
 
     def decode_rows(self, tracked: Sequence[SLORequest], start_s: float) -> Decodes:
         """Promised decoding requests before a step that begins at ``start_s``."""
@@ -249,11 +263,12 @@ class Workload:
         pending = [*self._tracker.promised_before_first_token(), *decoding.resuming]
         demands = [self.demand(t, start_s, model, origin_s) for t in pending]
         holds = [demand.blocks for demand in demands]
+        prefixes = [*decoding.prefixes, *map(self._shared_prefix, pending)]
         return CommittedLoad(
             demands,
             decoding.tpots_s,
             decoding.context,
-            decoding.blocks + sum(holds),
+            decoding.blocks + sum(holds) + self.blocks.distinct(prefixes),
             decoding.squares + sum([blocks * blocks for blocks in holds]),
         )
 
@@ -264,22 +279,29 @@ class Workload:
         for tracked in self._tracker.live.values():
             if tracked.promised and tracked.first_token_s is not None:
                 (decodes if is_decoding(tracked.request) else resuming).append(tracked)
+        prefixes = [self.blocks.shared_prefix(t.request) for t in decodes]
         return _DecodingLoad(
             resuming,
             Counter([t.reserved_tpot_s for t in decodes]),
             sum([t.request.num_computed_tokens for t in decodes]),
-            *self._blocks_of_all(decodes),
+            *self._blocks_of_all(decodes, prefixes),
+            prefixes,
         )
 
-    def _blocks_of_all(self, decodes: Sequence[SLORequest]) -> tuple[int, int]:
-        """KV blocks to set aside for requests that decode, and the sum of their squares."""
+    def _blocks_of_all(
+        self, decodes: Sequence[SLORequest], prefixes: Sequence[SharedPrefix | None]
+    ) -> tuple[int, int]:
+        """KV blocks to set aside for requests that decode beside what they share, and the sum of
+        their squares."""
         by_class: defaultdict[str, list[SLORequest]] = defaultdict(list)
-        for tracked in decodes:
+        prompts: defaultdict[str, list[int]] = defaultdict(list)
+        for tracked, prefix in zip(decodes, prefixes, strict=True):
             by_class[tracked.slo_class].append(tracked)
+            prompts[tracked.slo_class].append(_own_prompt(tracked.request, prefix))
         blocks = squares = 0
         for name, members in by_class.items():
             columns = (
-                [t.request.num_prompt_tokens for t in members],
+                prompts[name],
                 [t.request.max_tokens for t in members],
                 [t.slo.expected_output_tokens or 0 for t in members],
                 [t.recorded for t in members],
@@ -297,18 +319,24 @@ class Workload:
 
     def holds(self, requests: Iterable[Request]) -> dict[str, int]:
         """KV blocks that requests are expected to hold at most, whether they carry an SLO or not;
-        at least what they need to go on."""
+        at least what they need to go on. What several of them share counts for the first."""
+        counted: set[int] = set()
         by_label: defaultdict[str, list[tuple[str, int, int, int, int, int]]] = defaultdict(list)
         for request in requests:
             tracked = self._tracker.get(request.request_id)
             label, declared = UNLABELLED, 0
             if tracked is not None:
                 label, declared = tracked.slo_class, tracked.slo.expected_output_tokens or 0
+            prefix = self.blocks.shared_prefix(request)
+            if prefix is not None and prefix.blocks[-1] not in counted:
+                counted.update(prefix.blocks)
+                prefix = None
+            shared = self.blocks.filled(prefix.tokens) if prefix else 0
             by_label[label].append(
                 (
                     request.request_id,
-                    self.blocks.needed(request.num_tokens),
-                    request.num_prompt_tokens,
+                    self.blocks.needed(request.num_tokens) - shared,
+                    _own_prompt(request, prefix),
                     request.max_tokens,
                     declared,
                     request.num_output_tokens,
