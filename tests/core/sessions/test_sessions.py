@@ -351,6 +351,39 @@ def test_best_effort_leaves_a_warm_prefix_alone(engine: Any) -> None:
     assert one.outcomes["second"].report["attained"]
 
 
+def test_a_round_without_a_promise_finds_its_own_warm_prefix(engine: Any) -> None:
+    """Of 100 blocks 41 are warm and 25 are set aside: the round needs 46, where 34 are left."""
+    one = engine(shape=EngineShape(num_blocks=101))
+    for number in range(10):
+        one.add(f"before{number}", 20, 8)
+    one.run()
+    one.add("first", 640, 32, SLO(ttft_ms=5000, session_id="job"))
+    one.run()
+    text = [*own_text("first", 640), *one.outcomes["first"].token_ids]
+    one.add("promised", 32, 368, SLO(ttft_ms=5000, tpot_ms=400, expected_output_tokens=368))
+    for _ in range(4):
+        one.step()
+    asked = SLO(ttft_ms=5000, session_id="job", tier="best_effort")
+    one.add("second", [*text, *range(3, 50)], 8, asked)
+    for _ in range(20):
+        one.step()
+    assert one.outcomes["second"].finish_reason == "stop"
+    computed = sum(out.num_scheduled_tokens.get("second", 0) for out in one.history)
+    assert computed < 100
+
+
+def test_sessions_that_begin_alike_are_kept_warm_in_bounds(engine: Any) -> None:
+    """Half of 40 blocks may be warm, and each may be part of two prefixes on average."""
+    one = engine(shape=EngineShape(num_blocks=41))
+    system = list(range(3, 3 + 160))
+    for number in range(8):
+        name = f"job{number}"
+        one.add(name, [*system, *own_text(name, 32)], 1, SLO(ttft_ms=5000, session_id=name))
+        one.run()
+    warm = one.scheduler.parts.sessions.gauges()["warm_prefix_blocks"]
+    assert warm == 10 + 3 * 2  # three prefixes of twelve blocks are 36 of 40 entries
+
+
 def test_a_starved_request_may_take_warm_blocks(engine: Any) -> None:
     one = engine(shape=EngineShape(num_blocks=101), slo_config={"ageing_s": 1.0})
     one.add("first", 640, 32, SLO(ttft_ms=5000, session_id="job"))

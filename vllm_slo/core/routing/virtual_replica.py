@@ -146,8 +146,9 @@ class VirtualReplica:
     def demand(self, request: RoutedRequest, name: str = "") -> Demand:
         """The line of SLOs-Serve's figure 5 that a request would draw on this replica.
 
-        The replica would see the same (``engine.scheduling.request_views.demand``): it is made from
-        the lengths that the replica has learnt. An answer of one token decodes nothing, so any TPOT
+        The replica would see the same (``engine.scheduling.request_views.demand``), but for KV
+        blocks that the request would share there: it is made from the lengths that the replica has
+        learnt. An answer of one token decodes nothing, so any TPOT
         is kept. Needs a state.
         """
         state = self.state

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
@@ -74,7 +74,11 @@ def cached_prefix(
     blocks, tokens, _ = manager.coordinator.find_longest_cache_hit(
         request.block_hashes, request.num_tokens - 1
     )
-    return CachedPrefix(int(tokens), () if kind is None else blocks[kind])
+    if kind is None:
+        return CachedPrefix(int(tokens), ())
+    # A block that is filled in part is copied by those that find it, and not shared.
+    whole = int(tokens) // manager.coordinator.single_type_managers[kind].block_size
+    return CachedPrefix(int(tokens), blocks[kind][:whole])
 
 
 def growing_blocks(
@@ -86,7 +90,7 @@ def growing_blocks(
     return manager.coordinator.single_type_managers[kind].req_to_blocks.get(request_id, ())
 
 
-def holders(manager: KVCacheManager) -> Container[str]:
+def holders(manager: KVCacheManager) -> Collection[str]:
     """The requests that hold blocks of the first kind."""
     return manager.coordinator.single_type_managers[0].req_to_blocks
 

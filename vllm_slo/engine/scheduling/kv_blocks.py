@@ -4,7 +4,8 @@ vLLM's KV cache manager."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from itertools import takewhile
 from typing import Final
 
@@ -18,8 +19,8 @@ from vllm.v1.request import Request
 from vllm_slo.engine.compat import kv_cache
 from vllm_slo.engine.scheduling.slo_request import SharedPrefix, SLORequest
 
-MOST_REMEMBERED: Final = 4096
-"""Requests whose shared prefixes are remembered before those are forgotten that hold no blocks."""
+FEW: Final = 64
+"""Requests that have gone and whose shared prefixes may be remembered all the same."""
 
 
 class KVBlocks:
@@ -81,10 +82,23 @@ class KVBlocks:
         held = kv_cache.held_blocks(self._manager, request.request_id)
         return [block for kind in held for block in kind]
 
-    def frees(self, request: Request) -> int:
-        """Blocks of a running request that are free when it has gone, at least."""
-        shared = self.shared_prefix(request)
-        return self.held(request) - (self.filled(shared.tokens) if shared else 0)
+    def freed_in_turn(
+        self, requests: Sequence[Request], kept: Container[int] = frozenset()
+    ) -> list[int]:
+        """(n,) blocks that are free when a running request has gone, and not before, if these go
+        one after the other. What others hold, too, is free when the last of them goes.
+
+        ``kept``: numbers of blocks that somebody else is about to hold.
+        """
+        gone: Counter[int] = Counter()
+        freed = []
+        for request in requests:
+            blocks = kv_cache.growing_blocks(self._manager, self._kind, request.request_id)
+            shared = list(takewhile(lambda b: b.ref_cnt > 1 or b.block_id in kept, blocks))
+            gone.update(block.block_id for block in shared)
+            stay = sum(b.block_id in kept or gone[b.block_id] < b.ref_cnt for b in shared)
+            freed.append(self.held(request) - (self.filled(stay * self.sizes[0]) if stay else 0))
+        return freed
 
     def shared_prefix(self, request: Request) -> SharedPrefix | None:
         """What a running request has shared with others since it started. None of these blocks
@@ -96,8 +110,8 @@ class KVBlocks:
         number = len(known.blocks) if known else 0
         blocks = kv_cache.growing_blocks(self._manager, self._kind, request.request_id)
         if number < len(blocks) and blocks[number].ref_cnt > 1:
-            if len(self._shared) >= MOST_REMEMBERED:
-                holding = kv_cache.holders(self._manager)
+            holding = kv_cache.holders(self._manager)
+            if len(self._shared) > 2 * len(holding) + FEW:
                 self._shared = {key: p for key, p in self._shared.items() if key[0] in holding}
             more = self._in_use(blocks[number:], holders=2)
             known = self._shared[name] = self._prefix([*blocks[:number], *more])
@@ -124,11 +138,21 @@ class KVBlocks:
         cached = self._cached(request)
         return cached.tokens if cached else 0
 
-    def blocks_of_others(self, request: Request) -> int:
-        """Blocks that a request without blocks would share with running requests."""
+    def found_blocks(self, request: Request, own: int) -> int:
+        """Blocks of a request without blocks that are there: running requests hold them, or they
+        are the next of its prefix, and up to ``own`` of them."""
         cached = self._cached(request)
-        shared = self._in_use(cached.blocks, holders=1) if cached else []
-        return self.filled(len(shared) * self.sizes[0]) if shared else 0
+        if not cached or not cached.blocks:
+            return 0
+        shared = len(self._in_use(cached.blocks, holders=1))
+        number = min(shared + own, len(cached.blocks))
+        return self.filled(number * self.sizes[0])
+
+    def is_held_by(self, request: Request, prefix: SharedPrefix) -> bool:
+        """Whether a running request holds all blocks of a prefix."""
+        blocks = kv_cache.growing_blocks(self._manager, self._kind, request.request_id)
+        last = len(prefix.blocks) - 1
+        return len(blocks) > last and blocks[last].block_id == prefix.blocks[last]
 
     def _cached(self, request: Request) -> kv_cache.CachedPrefix | None:
         if not self.caches:

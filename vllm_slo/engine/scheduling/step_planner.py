@@ -113,20 +113,25 @@ class StepPlanner:
         quiet = not (starting or waiting_others or self.prefills or self.holding)
         if quiet and not self.others:
             return None
+        self._load = self._workload.committed(start_s, self.model)
         self.prefills += starting
         self.prefills.sort(key=_by_deadline)
+        self._to_share = {
+            number
+            for t in starting
+            if t.promised and t.shared_prefix is not None
+            for number in t.shared_prefix.blocks
+        }
         preempt = self._preemptions([t for t in starting if t.promised])
-        free = self._blocks.free
-        if preempt:
-            free += sum(self._blocks.frees(r) for r in preempt)
+        free = self._free_without(preempt)
         # A request that starts in blocks that decodes need next would soon be preempted for them.
         spare = free - self._decode_blocks()
         if self._best_effort is not None:
             places = self._seats(preempt) - len(starting)
-            yielding = self._order(preempt, waiting_others, places, spare)
-            freed = sum(self._blocks.frees(r) for r in yielding)
-            preempt += yielding
-            free, spare = free + freed, spare + freed
+            cold = spare - self._warm.free_blocks()
+            preempt += self._order(preempt, waiting_others, places, cold)
+            free = self._free_without(preempt)
+            spare = free - self._decode_blocks()
         out = set(preempt)
         others = self._fitting([r for r in self.others + waiting_others if r not in out], spare)
         self.prefills = [
@@ -236,15 +241,20 @@ class StepPlanner:
         starved = self._guard.starved
         victims = list(reversed(self._ranked(self.others)))
         victims.sort(key=lambda r: r.request_id == starved)
-        most, short = free + sum(self._blocks.frees(r) for r in victims), -seats
+        freed = self._blocks.freed_in_turn(victims, self._to_share)
+        most, short = free + sum(freed), -seats
         for blocks in to_start:
             # Memory freed for a request that cannot start all the same would go to another one.
             if needed + blocks <= most:
                 needed, short = needed + blocks, short + 1
-        by_id = {request.request_id: request for request in victims}
-        chosen = preemptions(needed, free, [(r.request_id, self._blocks.frees(r)) for r in victims])
-        names = [r.request_id for r in victims[: max(short, len(chosen), 0)]]
-        return [by_id[name] for name in names if self._state.frees_blocks(by_id[name])]
+        names = [request.request_id for request in victims]
+        chosen = preemptions(needed, free, list(zip(names, freed, strict=True)))
+        leaving = victims[: max(short, len(chosen), 0)]
+        return [request for request in leaving if self._state.frees_blocks(request)]
+
+    def _free_without(self, preempt: list[Request]) -> int:
+        """KV blocks that are free once these have gone."""
+        return self._blocks.free + sum(self._blocks.freed_in_turn(preempt, self._to_share))
 
     def _blocks_to_come(self, tracked: SLORequest) -> int:
         """KV blocks that a promised request needs for its next sample, beyond those it holds, and
@@ -285,8 +295,18 @@ class StepPlanner:
         now_s, starved = self._clock.now_s, self._guard.starved
         if not others:
             return []
-        by_id, holds = {r.request_id: r for r in others}, self._workload.holds(others)
-        found = (self._best_effort_view(r, holds[name]) for name, r in by_id.items())
+        load, by_id = self._load, {r.request_id: r for r in others}
+        holds = self._workload.holds(others, load.prefixes)
+        found = (
+            request_views.best_effort_view(
+                r,
+                self._guard.seen(name, now_s),
+                self._needed_blocks(r),
+                holds[name],
+                asked=self._asked(name),
+            )
+            for name, r in by_id.items()
+        )
         if self._best_effort is None:
             ranked = rank_best_effort(found, now_s, self._ageing_s, starved)
         else:
@@ -296,12 +316,11 @@ class StepPlanner:
         if not (self.decodes or self.prefills or self.others):
             # Promises that cannot start yet, as their grammar compiles, leave no engine idle.
             starved = starved or ranked[0].request_id
-        load = self._workload.committed(self.start_s, self.model)
         unpromised = [t.request for t in (*self.decodes, *self.prefills) if not t.promised]
-        planned = sum(self._workload.holds(unpromised).values())
+        planned = sum(self._workload.holds(unpromised, load.prefixes).values())
 
-        def blocks_of_others(name: str) -> int:
-            return self._blocks.blocks_of_others(by_id[name])
+        def found_blocks(name: str) -> int:
+            return self._blocks.found_blocks(by_id[name], self._own_warm_blocks(name))
 
         memory = Memory(
             self._blocks.total,
@@ -315,23 +334,15 @@ class StepPlanner:
             request_views.with_cached(view, self._blocks.cached_tokens(by_id[view.request_id]))
             if view.starts
             else view
-            for view in fitting(ranked, memory, starved, shared=blocks_of_others)
+            for view in fitting(ranked, memory, starved, found=found_blocks)
         ]
 
-    def _best_effort_view(self, request: Request, hold_blocks: int) -> BestEffortView:
-        """A request of best effort. It needs no blocks for what is warm of its own session."""
-        needed, warm = self._needed_blocks(request), 0
-        tracked = self._tracker.get(request.request_id)
-        if needed and tracked is not None and tracked.session is not None:
-            cached = self._blocks.filled(tracked.cached_tokens)
-            warm = min(self._warm.free_of(tracked.session.key), cached)
-        return request_views.best_effort_view(
-            request,
-            self._guard.seen(request.request_id, self._clock.now_s),
-            needed - warm,
-            hold_blocks - warm,
-            asked=self._asked(request.request_id),
-        )
+    def _own_warm_blocks(self, request_id: str) -> int:
+        """Warm blocks of the session of a request."""
+        tracked = self._tracker.get(request_id)
+        if tracked is None or tracked.session is None:
+            return 0
+        return self._warm.free_of(tracked.session.key)
 
     def _asked(self, request_id: str) -> bool:
         """Whether a request without a promise asked for one."""

@@ -9,9 +9,9 @@ starved: a job that has kept its objectives so far would lose them for want of i
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -23,6 +23,9 @@ Held: TypeAlias = list[tuple[KVCacheBlock, Any]]
 
 COST = 8
 """Warm blocks that may be used again, or counted, for each block that is taken, on average."""
+MOST_SHARED = 2
+"""How often a warm block may be part of a prefix, on average: a limit of the time that counting
+takes where sessions begin with the same text."""
 
 
 class WarmPrefixes:
@@ -38,26 +41,42 @@ class WarmPrefixes:
         self._pool = pool
         self._most = most
         self._held: OrderedDict[Key, Held] = OrderedDict()
+        self._entries = 0
+        self._sessions: Counter[int] = Counter()
+        self._free = 0
+        self._free_of: dict[Key, int] = {}
+        self._counted_at = 0
         self._used = 0.0
         self._ahead = 0
-        self._blocks = 0
-        self._count: _Count | None = None
-        self._used_since_count = 0.0
 
     def free_blocks(self) -> int:
-        """Warm blocks that no request holds."""
-        return self._counted().free
+        """Warm blocks that no request holds, as far as the pool has not changed much since they
+        were counted."""
+        if not self._held:
+            return 0
+        moved = abs(self._pool.get_num_free_blocks() - self._counted_at)
+        if moved >= max(self._entries / COST, 1):
+            self._recount()
+        return self._free
 
     def free_of(self, key: Key) -> int:
         """Of the prefix of one session, the warm blocks that no request holds."""
-        return self._counted().by_session.get(key, 0)
+        self.free_blocks()
+        if key not in self._free_of:
+            held = _still_there(self._held.get(key, []))
+            self._free_of[key] = sum(block.ref_cnt == 0 for block, _ in held)
+        return self._free_of[key]
 
-    def _counted(self) -> _Count:
-        """What is free; counted anew when prefixes change, and when others may have taken some."""
-        if self._count is None or self._used_since_count >= self._blocks / COST:
-            self._used_since_count = 0.0
-            self._count = _free(self._held)
-        return self._count
+    def _recount(self) -> None:
+        self._counted_at = self._pool.get_num_free_blocks()
+        self._free_of.clear()
+        numbers = {
+            block.block_id
+            for held in self._held.values()
+            for block, known in held
+            if block.ref_cnt == 0 and block.block_hash == known
+        }
+        self._free = len(numbers)
 
     def keep(self, key: Key, blocks: Iterable[KVCacheBlock]) -> None:
         """A round has ended that held these blocks; only full ones can be found again."""
@@ -66,14 +85,26 @@ class WarmPrefixes:
         if not 0 < len(held) <= self._most:
             return
         self._held[key] = held
-        self._blocks += len(held)
-        while self.free_blocks() > self._most:
+        self._entries += len(held)
+        for block, _ in held:
+            self._free += not self._sessions[block.block_id] and block.ref_cnt == 0
+            self._sessions[block.block_id] += 1
+        while self._free > self._most or self._entries > MOST_SHARED * self._most:
             self.drop(next(iter(self._held)))
 
     def drop(self, key: Key) -> None:
         """Whatever is held for a session is like any other free block again."""
-        self._blocks -= len(self._held.pop(key, ()))
-        self._count = None
+        self._forget(self._held.pop(key, []))
+        self._free_of.pop(key, None)
+
+    def _forget(self, held: Held) -> None:
+        self._entries -= len(held)
+        for block, known in held:
+            self._sessions[block.block_id] -= 1
+            if not self._sessions[block.block_id]:
+                del self._sessions[block.block_id]
+                self._free -= block.ref_cnt == 0 and block.block_hash == known
+        self._free = max(self._free, 0)
 
     def used(self, blocks: float) -> None:
         """So many blocks were taken from the pool since the last call.
@@ -84,42 +115,25 @@ class WarmPrefixes:
         if not self._held:
             return
         self._used += blocks
-        self._used_since_count += blocks
-        if self._used >= max(self._ahead / 2, self._blocks / COST):
+        if self._used >= max(self._ahead / 2, self._entries / COST):
             self.refresh()
 
     def refresh(self) -> None:
         """Make these blocks those that were used last; forget what is gone."""
-        self._used, self._count = 0.0, None
+        self._used, touched = 0.0, set[int]()
         for key, known in list(self._held.items()):
             # The end of a prefix is evicted first: keep what is still there of its beginning.
             held = _still_there(known)
-            self._blocks -= len(known) - len(held)
+            self._forget(known[len(held) :])
             self._held[key] = held
             if not held:
                 del self._held[key]
-            free = [block for block, _ in held if block.ref_cnt == 0]
-            self._pool.touch(free)
-            self._pool.free_blocks(reversed(free))
-        self._ahead = max(self._pool.get_num_free_blocks() - self.free_blocks(), 0)
-
-
-class _Count(NamedTuple):
-    """Warm blocks that no request holds: all of them, and those of each session. A block that
-    several sessions share counts once in the first."""
-
-    free: int
-    by_session: Mapping[Key, int]
-
-
-def _free(held: Mapping[Key, Held]) -> _Count:
-    numbers: set[int] = set()
-    by_session: dict[Key, int] = {}
-    for key, prefix in held.items():
-        own = [block.block_id for block, _ in _still_there(prefix) if block.ref_cnt == 0]
-        by_session[key] = len(own)
-        numbers.update(own)
-    return _Count(len(numbers), by_session)
+            cold = [b for b, _ in held if b.ref_cnt == 0 and b.block_id not in touched]
+            touched.update(block.block_id for block in cold)
+            self._pool.touch(cold)
+            self._pool.free_blocks(reversed(cold))
+        self._recount()
+        self._ahead = max(self._pool.get_num_free_blocks() - self._free, 0)
 
 
 def _still_there(held: Held) -> Held:

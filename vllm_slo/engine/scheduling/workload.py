@@ -39,6 +39,7 @@ class CommittedLoad(NamedTuple):
         blocks: KV blocks that all of them hold or are to hold; what they share counts once.
         squares: sum of the squares of what each of them is to hold beside that, see
             `best_effort_memory`.
+        prefixes: what they share.
     """
 
     pending: list[Demand]
@@ -46,6 +47,7 @@ class CommittedLoad(NamedTuple):
     context: int
     blocks: int
     squares: int
+    prefixes: Sequence[SharedPrefix | None]
 
     @property
     def requests(self) -> int:
@@ -142,6 +144,7 @@ class Workload:
         self._decoding_load: tuple[tuple[int, int], _DecodingLoad] | None = None
         self._tightest_of, self._tightest_s = (-1, -1), INFINITY
         self._needs: dict[str, _Need] = {}
+        self._set_aside: dict[int, bool] = {}
         self._needs_of = -1
 
     @property
@@ -197,6 +200,7 @@ class Workload:
         if self._needs_of != ticks:
             self._needs_of = ticks
             self._needs.clear()
+            self._set_aside.clear()
         need = self._needs.get(name)
         if need is None or need.model is not model:
             self.blocks.look_up_prefix(tracked)
@@ -223,11 +227,13 @@ class Workload:
         tracked.keep_pace(*end_to_end_pace(tracked.slo.e2e_ms / 1e3, prefill_s, token_s, tokens))
 
     def _blocks_of(self, tracked: SLORequest) -> int:
-        """KV blocks to set aside for a request, beside those that it shares."""
-        request = tracked.request
+        """KV blocks to set aside for a request, beside those that are set aside for others."""
+        request, prefix = tracked.request, self._shared_prefix(tracked)
+        if not (tracked.promised or prefix is None or self._is_set_aside(prefix)):
+            prefix = None
         tokens = self.lengths.expected_hold(
             tracked.slo_class,
-            _own_prompt(request, self._shared_prefix(tracked)),
+            _own_prompt(request, prefix),
             request.max_tokens,
             tracked.slo.expected_output_tokens,
             request.num_output_tokens,
@@ -238,6 +244,20 @@ class Workload:
         """What a request shares with others, or is to share once it starts."""
         started = tracked.request.num_computed_tokens > 0
         return self.blocks.shared_prefix(tracked.request) if started else tracked.shared_prefix
+
+    def _is_set_aside(self, prefix: SharedPrefix) -> bool:
+        """Whether a promised request holds the blocks of a prefix, or is to; found out once a step
+        for each."""
+        last = prefix.blocks[-1]
+        if last not in self._set_aside:
+            self._set_aside[last] = any(
+                self.blocks.is_held_by(t.request, prefix)
+                if t.request.num_computed_tokens
+                else t.shared_prefix is not None and last in t.shared_prefix.blocks
+                for t in self._tracker.live.values()
+                if t.promised
+            )
+        return self._set_aside[last]
 
     def decode_rows(self, tracked: Sequence[SLORequest], start_s: float) -> Decodes:
         """Promised decoding requests before a step that begins at ``start_s``."""
@@ -270,6 +290,7 @@ class Workload:
             decoding.context,
             decoding.blocks + sum(holds) + self.blocks.distinct(prefixes),
             decoding.squares + sum([blocks * blocks for blocks in holds]),
+            prefixes,
         )
 
     def _load_of_decodes(self) -> _DecodingLoad:
@@ -317,10 +338,13 @@ class Workload:
         tokens = self.lengths.expected_holds(label, np.array(columns, dtype=np.int64))
         return self.blocks.needed_by_each(tokens)
 
-    def holds(self, requests: Iterable[Request]) -> dict[str, int]:
+    def holds(
+        self, requests: Iterable[Request], beside: Iterable[SharedPrefix | None] = ()
+    ) -> dict[str, int]:
         """KV blocks that requests are expected to hold at most, whether they carry an SLO or not;
-        at least what they need to go on. What several of them share counts for the first."""
-        counted: set[int] = set()
+        at least what they need to go on. What several of them share counts for the first, and not
+        at all if it is ``beside`` them."""
+        counted = {number for prefix in beside if prefix is not None for number in prefix.blocks}
         by_label: defaultdict[str, list[tuple[str, int, int, int, int, int]]] = defaultdict(list)
         for request in requests:
             tracked = self._tracker.get(request.request_id)
