@@ -24,6 +24,7 @@ from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
 from vllm_slo.engine.scheduling.containment import Containment
 from vllm_slo.engine.scheduling.controller import Controller
 from vllm_slo.engine.scheduling.endings import Endings
+from vllm_slo.engine.scheduling.expected_memory import ExpectedMemory
 from vllm_slo.engine.scheduling.intake import Intake
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.late_promises import LatePromises
@@ -149,8 +150,9 @@ def assemble(
         )
     else:
         speculation = NoSpeculation(steps, state.num_spec_tokens)
+    memory = ExpectedMemory(tracker, blocks, steps, lengths)
     workload = Workload(
-        *(state, tracker, blocks, steps, lengths, speculation, guard),
+        *(state, tracker, blocks, memory, steps, lengths, speculation, guard),
         max_step_tokens=max_step_tokens,
         chunk_tokens=vllm_config.scheduler_config.long_prefill_token_threshold,
         can_promise=can_promise,

@@ -296,7 +296,7 @@ class StepPlanner:
         if not others:
             return []
         load, by_id = self._load, {r.request_id: r for r in others}
-        holds = self._workload.holds(others, load.prefixes)
+        holds = self._workload.memory.holds(others, load.prefixes)
         found = (
             request_views.best_effort_view(
                 r,
@@ -317,7 +317,7 @@ class StepPlanner:
             # Promises that cannot start yet, as their grammar compiles, leave no engine idle.
             starved = starved or ranked[0].request_id
         unpromised = [t.request for t in (*self.decodes, *self.prefills) if not t.promised]
-        planned = sum(self._workload.holds(unpromised, load.prefixes).values())
+        planned = sum(self._workload.memory.holds(unpromised, load.prefixes).values())
 
         def found_blocks(name: str) -> int:
             return self._blocks.found_blocks(by_id[name], self._own_warm_blocks(name))

@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-from vllm.v1.request import Request
 
 from vllm_slo.core.admission.incremental import IncrementalAdmission
 from vllm_slo.core.admission.program import PLAIN, Capacity, chunks_delay_s, work_tokens
@@ -22,10 +18,11 @@ from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_views
 from vllm_slo.engine.scheduling.decode_model import DecodeModel, WayToDecode
+from vllm_slo.engine.scheduling.expected_memory import ExpectedMemory
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.request_facts import is_decoding
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
-from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SharedPrefix, SLORequest
+from vllm_slo.engine.scheduling.slo_request import SharedPrefix, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 
 
@@ -101,11 +98,6 @@ class _Ways(NamedTuple):
     ways: list[WayToDecode]
 
 
-def _own_prompt(request: Request, shared: SharedPrefix | None) -> int:
-    """Tokens of a prompt beside what it shares."""
-    return max(request.num_prompt_tokens - (shared.tokens if shared else 0), 0)
-
-
 class Workload:
     """The demands of requests against the capacity of one engine.
 
@@ -120,6 +112,7 @@ class Workload:
         state: SchedulerState,
         tracker: RequestTracker,
         blocks: KVBlocks,
+        memory: ExpectedMemory,
         clock: StepClock,
         lengths: OutputLengthPredictor,
         decoding: DecodeModel,
@@ -130,6 +123,7 @@ class Workload:
         can_promise: bool,
     ) -> None:
         self.blocks = blocks
+        self.memory = memory
         self.lengths = lengths
         self.max_step_tokens = max_step_tokens
         self._state = state
@@ -144,7 +138,6 @@ class Workload:
         self._decoding_load: tuple[tuple[int, int], _DecodingLoad] | None = None
         self._tightest_of, self._tightest_s = (-1, -1), INFINITY
         self._needs: dict[str, _Need] = {}
-        self._set_aside: dict[int, bool] = {}
         self._needs_of = -1
 
     @property
@@ -200,7 +193,6 @@ class Workload:
         if self._needs_of != ticks:
             self._needs_of = ticks
             self._needs.clear()
-            self._set_aside.clear()
         need = self._needs.get(name)
         if need is None or need.model is not model:
             self.blocks.look_up_prefix(tracked)
@@ -209,7 +201,7 @@ class Workload:
             delay_s = chunks_delay_s(
                 model, tracked.remaining_tokens, self._chunk_tokens, self.max_step_tokens
             )
-            length, blocks = self.predicted_length(tracked), self._blocks_of(tracked)
+            length, blocks = self.predicted_length(tracked), self.memory.of_request(tracked)
             need = _Need(model, work, model.predict_s(work), delay_s, length, blocks)
             self._needs[name] = need
         return need
@@ -225,39 +217,6 @@ class Workload:
         tokens = float(self.predicted_length(tracked).tokens)
         prefill_s, token_s = model.predict_s(work), model.predict_s(1)
         tracked.keep_pace(*end_to_end_pace(tracked.slo.e2e_ms / 1e3, prefill_s, token_s, tokens))
-
-    def _blocks_of(self, tracked: SLORequest) -> int:
-        """KV blocks to set aside for a request, beside those that are set aside for others."""
-        request, prefix = tracked.request, self._shared_prefix(tracked)
-        if not (tracked.promised or prefix is None or self._is_set_aside(prefix)):
-            prefix = None
-        tokens = self.lengths.expected_hold(
-            tracked.slo_class,
-            _own_prompt(request, prefix),
-            request.max_tokens,
-            tracked.slo.expected_output_tokens,
-            request.num_output_tokens,
-        )
-        return self.blocks.needed(tokens)
-
-    def _shared_prefix(self, tracked: SLORequest) -> SharedPrefix | None:
-        """What a request shares with others, or is to share once it starts."""
-        started = tracked.request.num_computed_tokens > 0
-        return self.blocks.shared_prefix(tracked.request) if started else tracked.shared_prefix
-
-    def _is_set_aside(self, prefix: SharedPrefix) -> bool:
-        """Whether a promised request holds the blocks of a prefix, or is to; found out once a step
-        for each."""
-        last = prefix.blocks[-1]
-        if last not in self._set_aside:
-            self._set_aside[last] = any(
-                self.blocks.is_held_by(t.request, prefix)
-                if t.request.num_computed_tokens
-                else t.shared_prefix is not None and last in t.shared_prefix.blocks
-                for t in self._tracker.live.values()
-                if t.promised
-            )
-        return self._set_aside[last]
 
     def decode_rows(self, tracked: Sequence[SLORequest], start_s: float) -> Decodes:
         """Promised decoding requests before a step that begins at ``start_s``."""
@@ -283,7 +242,7 @@ class Workload:
         pending = [*self._tracker.promised_before_first_token(), *decoding.resuming]
         demands = [self.demand(t, start_s, model, origin_s) for t in pending]
         holds = [demand.blocks for demand in demands]
-        prefixes = [*decoding.prefixes, *map(self._shared_prefix, pending)]
+        prefixes = [*decoding.prefixes, *map(self.memory.shared_prefix, pending)]
         return CommittedLoad(
             demands,
             decoding.tpots_s,
@@ -305,73 +264,9 @@ class Workload:
             resuming,
             Counter([t.reserved_tpot_s for t in decodes]),
             sum([t.request.num_computed_tokens for t in decodes]),
-            *self._blocks_of_all(decodes, prefixes),
+            *self.memory.of_decodes(decodes, prefixes),
             prefixes,
         )
-
-    def _blocks_of_all(
-        self, decodes: Sequence[SLORequest], prefixes: Sequence[SharedPrefix | None]
-    ) -> tuple[int, int]:
-        """KV blocks to set aside for requests that decode beside what they share, and the sum of
-        their squares."""
-        by_class: defaultdict[str, list[SLORequest]] = defaultdict(list)
-        prompts: defaultdict[str, list[int]] = defaultdict(list)
-        for tracked, prefix in zip(decodes, prefixes, strict=True):
-            by_class[tracked.slo_class].append(tracked)
-            prompts[tracked.slo_class].append(_own_prompt(tracked.request, prefix))
-        blocks = squares = 0
-        for name, members in by_class.items():
-            columns = (
-                prompts[name],
-                [t.request.max_tokens for t in members],
-                [t.slo.expected_output_tokens or 0 for t in members],
-                [t.recorded for t in members],
-            )
-            holds = self._holds(name, columns)
-            blocks += int(holds.sum())
-            squares += int((holds * holds).sum())
-        return blocks, squares
-
-    def _holds(self, label: str, columns: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        """(n,) KV blocks that requests of a label are expected to hold at most; ``columns`` as in
-        `OutputLengthPredictor.expected_holds`."""
-        tokens = self.lengths.expected_holds(label, np.array(columns, dtype=np.int64))
-        return self.blocks.needed_by_each(tokens)
-
-    def holds(
-        self, requests: Iterable[Request], beside: Iterable[SharedPrefix | None] = ()
-    ) -> dict[str, int]:
-        """KV blocks that requests are expected to hold at most, whether they carry an SLO or not;
-        at least what they need to go on. What several of them share counts for the first, and not
-        at all if it is ``beside`` them."""
-        counted = {number for prefix in beside if prefix is not None for number in prefix.blocks}
-        by_label: defaultdict[str, list[tuple[str, int, int, int, int, int]]] = defaultdict(list)
-        for request in requests:
-            tracked = self._tracker.get(request.request_id)
-            label, declared = UNLABELLED, 0
-            if tracked is not None:
-                label, declared = tracked.slo_class, tracked.slo.expected_output_tokens or 0
-            prefix = self.blocks.shared_prefix(request)
-            if prefix is not None and prefix.blocks[-1] not in counted:
-                counted.update(prefix.blocks)
-                prefix = None
-            shared = self.blocks.filled(prefix.tokens) if prefix else 0
-            by_label[label].append(
-                (
-                    request.request_id,
-                    self.blocks.needed(request.num_tokens) - shared,
-                    _own_prompt(request, prefix),
-                    request.max_tokens,
-                    declared,
-                    request.num_output_tokens,
-                )
-            )
-        holds: dict[str, int] = {}
-        for label, rows in by_label.items():
-            names, least, *columns = zip(*rows, strict=True)
-            most = np.maximum(self._holds(label, columns), least).tolist()
-            holds.update(zip(names, most, strict=True))
-        return holds
 
     def capacity(self, promised: int, blocks: int) -> Capacity:
         """What is left beside so many promises that hold so many KV blocks."""
