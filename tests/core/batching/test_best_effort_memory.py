@@ -67,7 +67,7 @@ def test_nobody_takes_what_the_starved_request_waits_for() -> None:
 def test_what_running_requests_hold_of_a_prompt_is_not_needed_again() -> None:
     memory = Memory(100, 10, 75, 0.0)
     assert names(memory, LARGE) == []
-    fit = fitting([LARGE, SMALL], memory, found={"large": 9, "small": 0}.__getitem__)
+    fit = fitting([LARGE, SMALL], memory, present={"large": 9, "small": 0}.__getitem__)
     assert [(r.request_id, r.needed_blocks, r.hold_blocks) for r in fit] == [("large", 3, 21)]
 
 
@@ -82,7 +82,7 @@ def test_few_requests_are_asked_what_they_would_share() -> None:
     """One that fits is not asked."""
     asked: list[str] = []
     tall = [view(f"tall{i}", 12, 12) for i in range(20)]
-    fitting([SMALL, *tall], Memory(100, 10, 0, 0.0), found=lambda name: asked.append(name) or 0)
+    fitting([SMALL, *tall], Memory(100, 10, 0, 0.0), present=lambda name: asked.append(name) or 0)
     assert asked == [f"tall{i}" for i in range(MOST_ASKED)]
 
 

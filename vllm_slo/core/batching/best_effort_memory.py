@@ -37,8 +37,9 @@ class Memory(NamedTuple):
 
 
 MOST_ASKED: Final = 8
-"""Requests of a step that are asked what they would find, if there is no memory for them otherwise:
-a limit of time, some 20 microseconds for each, and 0.3 ms for a prompt of 10,000 tokens."""
+"""Requests of a step for which the prefix cache is asked, if there is no memory for them otherwise.
+This limits the time of a step: asking takes some 20 microseconds, and 0.3 ms for a prompt of 10,000
+tokens."""
 
 
 def fitting(
@@ -46,13 +47,13 @@ def fitting(
     memory: Memory,
     starved: str | None = None,
     *,
-    found: Callable[[str], int] = lambda _: 0,
+    present: Callable[[str], int] = lambda _: 0,
 ) -> list[BestEffortView]:
     """The requests of best effort for which there is memory, in the order given.
 
     A request starts if all that best effort is expected to hold, its own blocks included, leaves
     `spread` blocks beside what is set aside for promises. So a request that has begun is seldom
-    dropped. It also leaves the warm blocks, but for those of its own session. Tokens planned for a
+    dropped. It does not use warm blocks, except those of its own session. Tokens planned for a
     request that cannot start would be taken from those that hold the memory it waits for.
 
     The ``starved`` request may take all that is free, warm blocks only if no other request of best
@@ -63,8 +64,8 @@ def fitting(
         ranked: the requests of best effort.
         memory: what there is.
         starved: its id; None: there is none.
-        found: id of a request that has not started -> blocks of it that are there: running requests
-            hold them, or they are warm and of its own session.
+        present: id of a request that has not started -> blocks of it that need not be allocated:
+            running requests hold them, or they are warm and of its own session.
     """
     left = _Left(memory, sum(r.hold_blocks for r in ranked if not r.needed_blocks))
     asked, fit = 0, []
@@ -76,7 +77,7 @@ def fitting(
         fits = left.has_room(starting, first=first)
         if not fits and asked < MOST_ASKED and left.has_any(first=first):
             asked += 1
-            starting = _without(request, found(request.request_id))
+            starting = _without(request, present(request.request_id))
             fits = left.has_room(starting, first=first)
         if fits or (first and left.comes_free(starting)):
             left.take(starting)

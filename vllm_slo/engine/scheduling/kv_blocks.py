@@ -20,7 +20,7 @@ from vllm_slo.engine.compat import kv_cache
 from vllm_slo.engine.scheduling.slo_request import SharedPrefix, SLORequest
 
 FEW: Final = 64
-"""Requests that have gone and whose shared prefixes may be remembered all the same."""
+"""Requests that have ended and whose shared prefixes may still be remembered: a limit of memory."""
 
 
 class KVBlocks:
@@ -85,10 +85,10 @@ class KVBlocks:
     def freed_in_turn(
         self, requests: Sequence[Request], kept: Container[int] = frozenset()
     ) -> list[int]:
-        """(n,) blocks that are free when a running request has gone, and not before, if these go
-        one after the other. What others hold, too, is free when the last of them goes.
+        """(n,) KV blocks that become free with each running request if these are preempted in this
+        order. A block that several requests hold becomes free with the last of them.
 
-        ``kept``: numbers of blocks that somebody else is about to hold.
+        ``kept``: numbers of blocks that do not become free, since a request is about to use them.
         """
         gone: Counter[int] = Counter()
         freed = []
@@ -101,8 +101,8 @@ class KVBlocks:
         return freed
 
     def shared_prefix(self, request: Request) -> SharedPrefix | None:
-        """What a running request has shared with others since it started. None of these blocks
-        changes while one of them runs, also if it is the only one that is left."""
+        """The longest prefix that a running request has shared with others since it started. It
+        stays the same when the others end."""
         if not self.caches:
             return None
         name = request.request_id, request.num_preemptions
@@ -126,7 +126,7 @@ class KVBlocks:
         return SharedPrefix(tuple([b.block_id for b in blocks]), len(blocks) * self.sizes[0])
 
     def distinct(self, prefixes: Iterable[SharedPrefix | None]) -> int:
-        """Blocks that shared prefixes are, each block once."""
+        """KV blocks of all these prefixes together. A block of several prefixes counts once."""
         numbers: set[int] = set()
         for prefix in prefixes:
             if prefix is not None and prefix.blocks[-1] not in numbers:
@@ -138,9 +138,11 @@ class KVBlocks:
         cached = self._cached(request)
         return cached.tokens if cached else 0
 
-    def found_blocks(self, request: Request, own: int) -> int:
-        """Blocks of a request without blocks that are there: running requests hold them, or they
-        are the next of its prefix, and up to ``own`` of them."""
+    def present_blocks(self, request: Request, own: int) -> int:
+        """Blocks of a request without blocks that need not be allocated.
+
+        Running requests hold them. Of the blocks that follow in its prefix, ``own`` count as well.
+        """
         cached = self._cached(request)
         if not cached or not cached.blocks:
             return 0

@@ -297,7 +297,7 @@ class StepPlanner:
             return []
         load, by_id = self._load, {r.request_id: r for r in others}
         holds = self._workload.memory.holds(others, load.prefixes)
-        found = (
+        views = (
             request_views.best_effort_view(
                 r,
                 self._guard.seen(name, now_s),
@@ -308,9 +308,9 @@ class StepPlanner:
             for name, r in by_id.items()
         )
         if self._best_effort is None:
-            ranked = rank_best_effort(found, now_s, self._ageing_s, starved)
+            ranked = rank_best_effort(views, now_s, self._ageing_s, starved)
         else:
-            ranked = sorted(found, key=lambda view: self._ranks[view.request_id])
+            ranked = sorted(views, key=lambda view: self._ranks[view.request_id])
             aged = (r for r in ranked if now_s - r.waiting_since_s > self._ageing_s)
             starved = next((r.request_id for r in aged), None)
         if not (self.decodes or self.prefills or self.others):
@@ -319,8 +319,8 @@ class StepPlanner:
         unpromised = [t.request for t in (*self.decodes, *self.prefills) if not t.promised]
         planned = sum(self._workload.memory.holds(unpromised, load.prefixes).values())
 
-        def found_blocks(name: str) -> int:
-            return self._blocks.found_blocks(by_id[name], self._own_warm_blocks(name))
+        def present_blocks(name: str) -> int:
+            return self._blocks.present_blocks(by_id[name], self._own_warm_blocks(name))
 
         memory = Memory(
             self._blocks.total,
@@ -334,7 +334,7 @@ class StepPlanner:
             request_views.with_cached(view, self._blocks.cached_tokens(by_id[view.request_id]))
             if view.starts
             else view
-            for view in fitting(ranked, memory, starved, found=found_blocks)
+            for view in fitting(ranked, memory, starved, present=present_blocks)
         ]
 
     def _own_warm_blocks(self, request_id: str) -> int:

@@ -50,8 +50,8 @@ class WarmPrefixes:
         self._ahead = 0
 
     def free_blocks(self) -> int:
-        """Warm blocks that no request holds, as far as the pool has not changed much since they
-        were counted."""
+        """Warm blocks that no request holds. They are counted again when the pool has changed by an
+        eighth of them."""
         if not self._held:
             return 0
         moved = abs(self._pool.get_num_free_blocks() - self._counted_at)
