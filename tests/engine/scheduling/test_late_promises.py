@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -197,6 +198,27 @@ def test_a_turn_that_is_taken_back_leaves_what_was_asked_for(make: Make) -> None
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert tracked.deadline_s == tracked.begin_by_s == due_s
     assert tracked.tpot_s == tracked.reserved_tpot_s == pytest.approx(0.015)
+
+
+def test_a_first_token_after_a_turn_is_judged_by_what_was_asked_for(make: Make) -> None:
+    """Its session needed the first token sooner. What is left can still be in time, so the rest of
+    the answer is promised; the time that the session needed is no deadline any more."""
+    engine = make()
+    slo = SLO(tpot_ms=500, session_id="job", session_e2e_ms=9000, session_rounds=3)
+    engine.add("r", 400, 5, slo, max_tokens=5)
+    tracked = engine.scheduler.parts.tracker.get("r")
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.clock.advance(tracked.deadline_s + 1.0)
+    engine.scheduler.promise_now("r")
+    late = tracked.late
+    assert late is not None and not tracked.promised
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.clock.advance(late.deadline_s - 0.001 - engine.clock.now_s)
+    engine.step()
+    engine.step()
+    assert tracked.first_token_s > late.deadline_s
+    assert tracked.promised and tracked.late is None
+    assert tracked.deadline_s == math.inf
 
 
 def test_prompts_in_the_prefix_cache_say_little_of_what_is_left(make: Make) -> None:

@@ -159,7 +159,7 @@ class SLORequest:
         itself. Returns whether that token was promised earlier."""
         assert self.first_token_s is not None
         late = self.promised and self.first_token_s > self.deadline_s
-        self.deadline_s = self._asked_deadline_s
+        self.deadline_s = self._own_deadline_s = self._asked_deadline_s
         return late
 
     def next_stage(self) -> None:
