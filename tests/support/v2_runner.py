@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -26,6 +27,13 @@ class Slot:
     total: int
     computed: int
     blocks: list[int]
+
+
+class Place(NamedTuple):
+    """Where a block stands: which of a request's blocks it is."""
+
+    name: str
+    index: int
 
 
 class V2Requests:
@@ -56,11 +64,26 @@ class V2Requests:
         self._add(output)
         self._update(output)
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
-        written: Counter[int] = Counter()
+        written: dict[int, Place] = {}
         for name, tokens in output.num_scheduled_tokens.items():
-            written.update(self._compute(name, tokens, output))
-        held = Counter(block for slot in self.slots.values() for block in set(slot.blocks))
-        assert all(held[block] == count == 1 for block, count in written.items()), "a shared block"
+            places = self._compute(name, tokens, output)
+            assert written.keys().isdisjoint(places), "a shared block"
+            written |= places
+        self._check_held(written)
+
+    def _check_held(self, written: dict[int, Place]) -> None:
+        """What is written now may be read by others only as a whole block of a prefix. (A request
+        finds the prefix of one that is computed in the same step: keys and values of a layer are
+        written before they are read.)"""
+        for name, slot in self.slots.items():
+            assert len(set(slot.blocks)) == len(slot.blocks), "a block twice"
+            for index, block in enumerate(slot.blocks):
+                place = written.get(block)
+                if place is not None and place.name != name:
+                    end = (index + 1) * self._block_size
+                    assert place.index == index, "a shared block"
+                    assert end <= self.slots[place.name].computed, "a shared block"
+                    assert end <= slot.computed, "a shared block"
 
     def _add(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
@@ -87,8 +110,8 @@ class V2Requests:
             assert computed == slot.computed
             slot.blocks += blocks[0] if blocks else []
 
-    def _compute(self, name: str, tokens: int, output: SchedulerOutput) -> set[int]:
-        """Run a request; returns the blocks that are written."""
+    def _compute(self, name: str, tokens: int, output: SchedulerOutput) -> dict[int, Place]:
+        """Run a request; returns the blocks that are written, and where each stands in it."""
         slot = self.slots[name]
         assert not output.scheduled_spec_decode_tokens.get(name)
         first, end = slot.computed, slot.computed + tokens
@@ -101,4 +124,5 @@ class V2Requests:
             self.seen["decoded"] += tokens == 1
         else:
             self.seen["chunks"] += 1
-        return {*slot.blocks[first // self._block_size : (end - 1) // self._block_size + 1]}
+        places = range(first // self._block_size, (end - 1) // self._block_size + 1)
+        return {slot.blocks[index]: Place(name, index) for index in places}
