@@ -34,6 +34,9 @@ from vllm_slo.engine.telemetry.series import Members
 pytestmark = pytest.mark.slow
 
 ALWAYS = float("inf")
+COUNTED = "counted"
+"""The run whose calls are counted. By that name a new engine makes the same calls again; other
+names give other prompts."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +62,7 @@ def made(config_folder: Path) -> dict[str, Counter[Call]]:
     for name, scenario in SCENARIOS.items():
         engine = scenario.begin(config_folder)
         with counted(made[name], injectable()):
-            run = scenario.run(engine, "counted")
+            run = scenario.run(engine, COUNTED)
             run.play()
         run.check()
         assert engine.scheduler.parts.containment.failures == run.failed, name
@@ -169,7 +172,7 @@ def test_each_call_fails(
             if not fine:  # an engine that has learnt makes another number of calls
                 close(engine)
                 engine = scenario.begin(config_folder)
-                assert play_with(engine, scenario, Fault(call, first, **when), "anew")
+                assert play_with(engine, scenario, Fault(call, first, **when), COUNTED)
         except Exception as error:  # noqa: BLE001 (all are reported at the end)
             wrong[f"{call} (from call {first})"] = f"{type(error).__name__}: {error}"[:300]
         if scenario.once or not fine:

@@ -116,9 +116,9 @@ class WarmPrefixes:
             return
         self._used += blocks
         if self._used >= max(self._ahead / 2, self._entries / COST):
-            self.refresh()
+            self._refresh()
 
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """Make these blocks those that were used last; forget what is gone."""
         self._used, touched = 0.0, set[int]()
         for key, known in list(self._held.items()):
