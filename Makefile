@@ -61,7 +61,7 @@ test: setup ## run the tests; PYTEST_ARGS='-k word' narrows them, VLLM=0.31 or 0
 test-quick: setup ## the fast tests, without an engine: about three minutes
 	$(PYTEST) -m "not engine and not slow and not alone" $(PYTEST_ARGS)
 
-test-deep: setup ## all tests; random ones with ten times as many cases: about an hour
+test-deep: setup ## all tests; random ones with ten times as many cases: one to three hours
 	VLLMSLO_TEST_DEPTH=10 $(PYTEST) --session-timeout=14400 $(PYTEST_ARGS)
 
 check-cuda: setup ## whether it works on this GPU, under ten minutes; ARGS=--cpu without a GPU
