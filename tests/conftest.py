@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hermetic
 import patience
@@ -49,16 +50,26 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # --- time-outs -----------------------------------------------------------------------------------
 
+TIMEOUTS = ("timeout", "session_timeout")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Time-outs as long as this machine and these depths need; workers are handed those."""
+    """Time-outs as long as this machine and these depths need."""
     if is_worker(config):
+        for name in TIMEOUTS:
+            setattr(config.option, name, config.workerinput[name])  # type: ignore[attr-defined]
         return
-    for name in ("timeout", "session_timeout"):
+    for name in TIMEOUTS:
         asked = getattr(config.option, name, None)  # 0: no limit
         seconds = float(config.getini(name)) if asked is None else asked
         setattr(config.option, name, DEPTH * patience.patience(seconds))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers are handed these time-outs: they do not get the options as they were changed."""
+    node.workerinput |= {name: getattr(node.config.option, name) for name in TIMEOUTS}
 
 
 def pytest_report_header() -> str:

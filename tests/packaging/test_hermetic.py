@@ -32,13 +32,15 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def run(repository: Path, test: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    repository: Path, test: str, *options: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """A session with one file of tests, started by a user with these variables."""
     (repository / "tests" / "test_it.py").write_text(test)
     ours = (ROOT_VARIABLE, VARIABLE, depth.VARIABLE)
     outside = {k: v for k, v in os.environ.items() if k not in ours}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "tests"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *options, "tests"],
         cwd=repository,
         env={**outside, **environ},
         capture_output=True,
@@ -187,6 +189,14 @@ def test_time_outs_grow_with_the_slowness_of_the_machine(repository: Path) -> No
     assert "1 passed" in done.stdout
     assert "timeout: 600.0s" in done.stdout
     assert measure() >= 1.0
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_time_outs_reach_the_workers(repository: Path, workers: list[str]) -> None:
+    tells = "def test(pytestconfig): assert 0, pytestconfig.getvalue('timeout')\n"
+    chosen = {VARIABLE: "8", depth.VARIABLE: "10"}
+    done = run(repository, tells, *workers, **chosen)
+    assert "AssertionError: 4800.0" in done.stdout, done.stdout + done.stderr
 
 
 DRAWS = """
