@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Workers are handed these time-outs: they do not get the options as they were changed."""
+    """Hand these time-outs to the workers, which do not see options that were changed here."""
     node.workerinput |= {name: getattr(node.config.option, name) for name in TIMEOUTS}
 
 

@@ -72,9 +72,10 @@ class V2Requests:
         self._check_held(written)
 
     def _check_held(self, written: dict[int, Place]) -> None:
-        """What is written now may be read by others only as a whole block of a prefix. (A request
-        finds the prefix of one that is computed in the same step: keys and values of a layer are
-        written before they are read.)"""
+        """Others may hold a block that is written now only as a whole block of their own prefix.
+
+        vLLM lets a request find the prefix of one that is computed in the same step: each layer
+        writes keys and values before it reads them."""
         for name, slot in self.slots.items():
             assert len(set(slot.blocks)) == len(slot.blocks), "a block twice"
             for index, block in enumerate(slot.blocks):

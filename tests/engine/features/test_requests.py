@@ -107,7 +107,7 @@ def test_no_async_scheduling(group: Group) -> None:
 
 @row("`--kv-cache-dtype fp8`", "works", "works", "refused")
 def test_quantised_kv_cache(group: Group) -> None:
-    """On CPUs vLLM needs AVX-512 or AMX for it; without them its own error is what is seen."""
+    """On CPUs vLLM needs AVX-512 or AMX for it. Without them stock vLLM refuses, and so do we."""
     one = group["fp8"]
     assert one.refusal().startswith("ConfigError: --kv-cache-dtype fp8: ")
     if "refused" in one.stock:

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.slow
 
 ALWAYS = float("inf")
 COUNTED = "counted"
-"""The run whose calls are counted. By that name a new engine makes the same calls again; other
-names give other prompts."""
+"""Name of the run whose calls are counted. A new engine that plays it makes the same calls again: the
+name decides the prompts."""
 
 
 @pytest.fixture(scope="module", autouse=True)

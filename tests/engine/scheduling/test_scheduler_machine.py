@@ -391,8 +391,10 @@ class WatchedEngine(CheckedEngine):
             self.skipped[name] = self.skipped[name] + 1 if waits else 0
             beside = max(self.beside[name], len(self.scheduler.requests))
             self.beside[name] = beside if waits else 0
+        planned_for = parts.controller._planner._starts.is_planned_for
         live = parts.tracker.live.values()
-        kept = [one.tpot_s for one in live if one.promised or one.holds_tpot]
+        with unwatched():
+            kept = [one.tpot_s for one in live if one.promised or planned_for(one)]
         fullest = parts.clock.promise_model.time_to_tokens(min(kept, default=60.0))
         share = parts.config.best_effort_token_share * fullest
         if share < 1.0 or fullest < 2 * len(kept):
