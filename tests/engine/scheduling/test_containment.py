@@ -35,8 +35,8 @@ pytestmark = pytest.mark.slow
 
 ALWAYS = float("inf")
 COUNTED = "counted"
-"""Name of the run whose calls are counted. A new engine that plays it makes the same calls again: the
-name decides the prompts."""
+"""Name of the run whose calls are counted. A new engine that plays it makes the same calls again:
+the name decides the prompts."""
 
 
 @pytest.fixture(scope="module", autouse=True)
