@@ -131,11 +131,15 @@ def test_a_deadline_that_cannot_be_met_cuts_nothing() -> None:
 
 
 def test_all_tokens_of_the_decodes_count_when_a_step_is_cut() -> None:
-    """Three for the decode and seven for the prefill take more than 1.5: no cut would help."""
+    """Three for the decode and seven for the prefill take more than 1.5: no cut would help if the
+    decode cannot wait."""
+    prompt = PrefillView("p", 1.5, 7, 1.0)
+    decodes = [DecodeView("d", 2.9, 2.9, 1, 2.9, tokens=3)]
+    plan = plan_step(0.0, decodes, [prompt], [], SIX_A_UNIT, WIDE)
+    assert (plan.limit_s, plan.tokens) == (2.9, {"d": 3, "p": 7})
     decodes = [DecodeView("d", 3.0, 3.0, 1, 3.0, tokens=3)]
-    plan = plan_step(0.0, decodes, [PrefillView("p", 1.5, 7, 1.0)], [], SIX_A_UNIT, WIDE)
-    assert plan.limit_s == 3.0
-    assert plan.tokens == {"d": 3, "p": 7}
+    plan = plan_step(0.0, decodes, [prompt], [], SIX_A_UNIT, WIDE)
+    assert (plan.limit_s, plan.tokens) == (1.5, {"d": 0, "p": 7})
 
 
 def test_a_limit_short_by_a_rounding_error_drops_no_decode() -> None:
@@ -715,6 +719,18 @@ def test_a_deadline_is_met_by_a_step_without_the_decodes_that_can_wait() -> None
     plan = plan_step(0.0, decodes, [prompt], [], model, WIDE)
     assert plan.tokens == {"now": 1, "later": 0, "p": 30}
     assert plan.predicted_s <= 0.5
+
+
+def test_decodes_wait_for_a_deadline_if_the_step_after_it_is_in_time_for_them() -> None:
+    """That step decodes all of them and nothing else, though a full one would take ten times as
+    long as they can wait."""
+    model = StepTimeModel(((0.0, 0.0, 0.0), (0.01, 0.0, 0.0)), max_tokens=1000)
+    decodes = [DecodeView(f"d{i}", 1.0, 10.0, 10, 1.0) for i in range(20)]
+    prompts = [PrefillView("p", 0.5, 40, 1.0), PrefillView("later", 30.0, 900, 1.0)]
+    plan = plan_step(0.0, decodes, prompts, [], model, WIDE)
+    assert plan.tokens["p"] == 40 and plan.predicted_s <= 0.5
+    late = [decode._replace(due_s=0.6) for decode in decodes]  # they cannot wait for it
+    assert plan_step(0.0, late, prompts, [], model, WIDE).predicted_s > 0.5
 
 
 @pytest.mark.parametrize("drafted", [1, 4])

@@ -140,11 +140,11 @@ def _meet_next_deadline(
         if left >= 2 * full:
             break
         needed = model.predict_s(due + decoding, ahead + context, pairs=pairs + decode_pairs)
+        following = model.predict_s(decoding + 1, ahead + context)
         if needed > left + EPS_S:  # with the decodes that cannot wait for the step after
-            tokens, held, more = decodes.load_before(prefill.deadline_s + full)
+            tokens, held, more = decodes.load_before(prefill.deadline_s + max(left, following))
             needed = model.predict_s(due + tokens, ahead + held, pairs=pairs + more)
         # Ends in this step only if the next one would come too late for it.
-        following = model.predict_s(decoding + 1, ahead + context)
         if needed <= left + EPS_S and left < full + following:
             limit = min(limit, max(left, needed))
     return limit
