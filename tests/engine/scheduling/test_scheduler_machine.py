@@ -55,6 +55,7 @@ from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.clock import VirtualClock
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.scheduling import request_facts
+from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation.chains import Chains
 from vllm_slo.sim.harness import STOP_TOKEN, EngineShape, Outcome
@@ -145,6 +146,11 @@ class Ask:
         return self.slo not in INVALID
 
 
+def _keeps_ttft(tracked: SLORequest) -> bool:
+    """Whether a promise that is not a late one goes on, unbroken."""
+    return tracked.promised and tracked.late is None and not tracked.broken
+
+
 class WatchedEngine(CheckedEngine):
     """The virtual engine, with books of its own beside the scheduler's.
 
@@ -205,8 +211,7 @@ class WatchedEngine(CheckedEngine):
     ) -> dict[str, Any] | None:
         tracked = self.scheduler.parts.tracker.get(request.request_id)
         report = self._on_end(request, blocks)
-        in_time = tracked is not None and tracked.promised and tracked.late is None
-        self.ended_promised += in_time  # not withdrawn at its end
+        self.ended_promised += tracked is not None and _keeps_ttft(tracked)
         return report
 
     # What the machine does.
@@ -333,7 +338,7 @@ class WatchedEngine(CheckedEngine):
         follows = {n for n in live if self.asks[n].valid and (self.asks[n].extra or self.default)}
         assert set(tracked) == follows or (self.faults and set(tracked) <= follows)
         promised = {name for name, one in tracked.items() if one.promised}
-        in_time = {name for name in promised if tracked[name].late is None}
+        in_time = {name for name in promised if _keeps_ttft(tracked[name])}
         assert parts.tracker.unpromised == len(tracked) - len(promised)
         assert not promised & set(parts.guard.since_s), "a promise among those who wait"
         made = self.counted("admissions", outcome="promised")
@@ -344,9 +349,9 @@ class WatchedEngine(CheckedEngine):
         assert abs(dropped) <= self.faults, "a promise was dropped"
         for name, one in tracked.items():
             assert one.was_promised or one.late is not None or not one.promised
-            due_s = one.deadline_s if one.late is None else one.late.deadline_s
-            late = one.first_token_s is not None and one.first_token_s > due_s
-            assert self.faults or not (late and one.promised), f"{name} is late and still promised"
+            late = one.first_token_s is not None and one.first_token_s > one.deadline_s
+            told = one.broken or one.late is not None or not one.promised
+            assert self.faults or told or not late, f"{name} is late, and that was not counted"
         if parts.best_effort is not None and not self.faults:
             assert set(parts.best_effort._known) == set(live)
 

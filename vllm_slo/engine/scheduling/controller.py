@@ -27,7 +27,7 @@ from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.scheduling.intake import Intake
 from vllm_slo.engine.scheduling.late_promises import LatePromises
 from vllm_slo.engine.scheduling.outcomes import Outcomes
-from vllm_slo.engine.scheduling.promises import Promises
+from vllm_slo.engine.scheduling.promises import TTFT, Promises
 from vllm_slo.engine.scheduling.quotas import REASON, Quotas
 from vllm_slo.engine.scheduling.quotes import Quotes
 from vllm_slo.engine.scheduling.recovery import Recovery
@@ -199,8 +199,9 @@ class Controller:
             self._tracker.started(tracked)
             self._late.note_started(tracked)
             if tracked.note_beginning():
-                self._promises.withdraw(tracked, "ttft")
-            self._tracker.ended += tracked.late is not None  # its late promise is to be kept now
+                self._promises.begun_late(tracked)
+            # Its pace is to be kept now.
+            self._tracker.ended += tracked.late is not None or tracked.broken
 
     def on_end(
         self, request: Request, blocks: Sequence[KVCacheBlock] = ()
@@ -388,10 +389,11 @@ class Controller:
         self._guard.choose_starved(self._clock.now_s)
 
     def _withdraw_expired(self, start_s: float) -> None:
-        """An expired deadline makes a request best effort, never urgent."""
+        """An expired deadline makes a request best effort, never urgent. A first token that is on
+        its way is not late before it has come."""
         for tracked in list(self._tracker.promised_before_first_token()):
-            if tracked.deadline_s <= start_s:
-                self._promises.withdraw(tracked, "ttft")
+            if tracked.deadline_s <= start_s and not request_facts.is_decoding(tracked.request):
+                self._promises.withdraw(tracked, TTFT)
         if self._quotas is not None:
             for request_id in self._quotas.overdrawn(self._clock.now_s):
                 self._promises.withdraw(self._tracker.live[request_id], REASON)

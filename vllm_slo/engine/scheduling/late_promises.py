@@ -90,7 +90,7 @@ class LatePromises:
             self._rate.served(tracked.request.num_prompt_tokens - tracked.cached_tokens)
 
     def turns(self, start_s: float) -> Ruling:
-        """Whose late promises are kept like any other from now on. Admission is to rule after that,
+        """Whose promises, late or broken, are kept from now on. Admission is to rule after that,
         so that it counts them. ``start_s``: when the next step begins."""
         unpromised = self._tracker.without_promise()
         turns = (t.request.request_id for t in unpromised if _has_turn(t, start_s))
@@ -195,16 +195,15 @@ def _promises(
 
 def _has_turn(tracked: SLORequest, start_s: float) -> bool:
     """Whether the turn of a request has come, or it has begun before and missed an objective."""
-    if tracked.late is None:
-        return False
-    return tracked.late.has_come(start_s) or (_has_begun(tracked) and tracked.missed)
+    if tracked.late is not None and tracked.late.has_come(start_s):
+        return True
+    return _has_begun(tracked) and tracked.missed
 
 
 def _has_begun(tracked: SLORequest) -> bool:
-    """Whether the first token of a request came within its late promise. If the request can still
-    keep what it asked for, admission rules on that first."""
-    late, first_s = tracked.late, tracked.first_token_s
-    return late is not None and first_s is not None and first_s <= late.deadline_s
+    """Whether the answer of a request has begun that has a late promise or had one that is broken.
+    If it can still keep what it asked for, admission rules on that first."""
+    return tracked.first_token_s is not None and (tracked.late is not None or tracked.broken)
 
 
 def _asks(tracked: SLORequest) -> bool:

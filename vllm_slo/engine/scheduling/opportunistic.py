@@ -58,8 +58,7 @@ class OpportunisticStarts:
         keeping = [
             self._pace(t)
             for name, t in self._tracker.live.items()
-            if (t.promised or t.opportunistic or name in running)
-            and not t.missed
+            if (t.promised or ((t.opportunistic or name in running) and not t.missed))
             and t.reserved_tpot_s < INFINITY
         ]
         return has_headroom(keeping, self._pace(tracked), self._decoding.sustainable)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from vllm_slo.core.admission.late import LatePromise
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.engine.scheduling.admission import AdmissionController
@@ -16,6 +18,9 @@ from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
 from vllm_slo.slo.verdicts import Declined
+
+TTFT: Final = "ttft"
+"""Label of promises that broke because a first token came too late."""
 
 
 class Promises:
@@ -89,7 +94,8 @@ class Promises:
         self._metrics.admission(tracked.slo_class, "promised_late")
 
     def begin_turn(self, tracked: SLORequest) -> None:
-        """The late promise of a request is kept like any other from now on."""
+        """The late promise of a request, or the rest of a broken one, is kept like any other from
+        now on."""
         self._guard.remove(tracked.request.request_id)
         self._tracker.begin_turn(tracked)
 
@@ -119,8 +125,21 @@ class Promises:
         self._tracker.withdraw(tracked)
         if self._quotas is not None:
             self._quotas.ended(tracked, self._clock.now_s, refunded=True)
-        if tracked.late is None:
+        if tracked.late is None and not tracked.broken:
             self._metrics.broken(tracked.slo_class, objective)
+        tracked.broken = objective == TTFT
+
+    def begun_late(self, tracked: SLORequest) -> None:
+        """The first token of a request came later than promised. The rest of the answer still keeps
+        its pace: later promises were made beside it, and best effort may have to wait for long.
+
+        If that token is in time by what the request asked for itself, its late promise is
+        withdrawn, and admission may promise the rest as it was asked for.
+        """
+        if tracked.late is None:
+            self._metrics.broken(tracked.slo_class, TTFT)
+        elif tracked.first_token_s is not None and tracked.first_token_s <= tracked.deadline_s:
+            self.withdraw(tracked, TTFT)
 
     def refuse(
         self, tracked: SLORequest, reason: str, retry_after_s: float, *, beside: bool = False

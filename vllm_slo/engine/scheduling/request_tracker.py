@@ -80,7 +80,7 @@ class RequestTracker:
         self._note_promise(tracked)
 
     def begin_turn(self, tracked: SLORequest) -> None:
-        """A request's late promise is kept like any other from now on."""
+        """A request's late promise, or the rest of a broken one, is kept from now on."""
         tracked.begin_turn()
         self._note_promise(tracked)
 

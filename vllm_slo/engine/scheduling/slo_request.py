@@ -60,6 +60,8 @@ class SLORequest:
             Infinite for an answer of one token, which no step decodes.
         tpot: how it keeps them.
         promised: whether its objectives are guaranteed now, or its late promise is.
+        broken: whether its first token was promised earlier than it came, or is to come. Once it
+            is there, the rest is guaranteed.
         was_promised: whether its objectives ever were.
         late: what it was promised instead, or None.
         opportunistic: whether it could begin without, as there was room by typical step times.
@@ -87,6 +89,7 @@ class SLORequest:
         "arrival_s",
         "asked_tpot_s",
         "begin_by_s",
+        "broken",
         "cached_tokens",
         "deadline_s",
         "disturbed",
@@ -132,6 +135,7 @@ class SLORequest:
         self.tpot = StagedTPOT([INFINITY if ms is None else ms / 1e3 for ms in asked], window)
         self._set_tpot()
         self.promised = False
+        self.broken = False
         self.was_promised = False
         self.late: LatePromise | None = None
         self.opportunistic = False
@@ -159,6 +163,7 @@ class SLORequest:
         itself. Returns whether that token was promised earlier."""
         assert self.first_token_s is not None
         late = self.promised and self.first_token_s > self.deadline_s
+        self.broken |= late and self.late is None
         self.deadline_s = self._own_deadline_s = self._asked_deadline_s
         return late
 
@@ -204,16 +209,17 @@ class SLORequest:
         """Its objectives are guaranteed from now on."""
         self.begin_by_s = self.deadline_s if self.deadline_s < INFINITY else begin_by_s
         self.promised = True
+        self.broken = False
         self.was_promised = True
         self.late = None
 
     def begin_turn(self) -> None:
-        """Its late promise is kept like any other from now on."""
-        assert self.late is not None
-        self._own_deadline_s = self.deadline_s
-        self.deadline_s = self.begin_by_s = self.late.deadline_s
-        self.tpot.relax(self.late.slack)
-        self._set_tpot()
+        """Its late promise, or the rest of a broken one, is kept like any other from now on."""
+        if self.late is not None:
+            self._own_deadline_s = self.deadline_s
+            self.deadline_s = self.begin_by_s = self.late.deadline_s
+            self.tpot.relax(self.late.slack)
+            self._set_tpot()
         self.promised = True
 
     def withdraw(self) -> None:
