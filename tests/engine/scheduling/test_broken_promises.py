@@ -4,49 +4,24 @@ same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("vllm")
 
+from promise_engine import CHAT, ROOFLINE, Make, counts, maker
 from vllm.v1.core.sched.interface import PauseState
 
 from vllm_slo import SLO
-from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import Outcome, VirtualEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
-ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
-CHAT = SLO(ttft_ms=600, tpot_ms=60)
-Make: TypeAlias = Callable[..., VirtualEngine]
-
 
 @pytest.fixture
 def make(config_folder: Path) -> Make:
-    def engine(**options: Any) -> VirtualEngine:
-        return VirtualEngine(
-            Scheduler, config_folder, ROOFLINE.predict_shape_s, believed=ROOFLINE, **options
-        )
-
-    return engine
-
-
-def broken(engine: VirtualEngine) -> dict[str, float]:
-    """Promises that were not kept, by objective."""
-    text = generate_latest(engine.scheduler.parts.metrics.registry).decode()
-    return {
-        sample.labels["objective"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "vllm_slo:promises_broken_total"
-    }
+    return maker(config_folder)
 
 
 def begin_late(engine: VirtualEngine, name: str, by_s: float) -> None:
@@ -88,7 +63,7 @@ def test_an_answer_that_begins_late_goes_on_at_its_pace(make: Make, by_s: float)
     begin_late(engine, "late", by_s)
     serve_beside_overload(engine, "late")
     check_pace(engine.outcomes["late"])
-    assert broken(engine) == {"ttft": 1.0}
+    assert counts(engine, "promises_broken") == {("ttft",): 1.0}
 
 
 def test_an_answer_that_begins_long_after_its_deadline_goes_on_at_its_pace(make: Make) -> None:
@@ -100,10 +75,10 @@ def test_an_answer_that_begins_long_after_its_deadline_goes_on_at_its_pace(make:
     engine.clock.advance(0.7)
     engine.add("other", 600, 2, SLO(ttft_ms=600, tpot_ms=100), max_tokens=2)
     engine.step()
-    assert not tracked.promised and broken(engine) == {"ttft": 1.0}
+    assert not tracked.promised and counts(engine, "promises_broken") == {("ttft",): 1.0}
     serve_beside_overload(engine, "late")
     check_pace(engine.outcomes["late"])
-    assert broken(engine) == {"ttft": 1.0}
+    assert counts(engine, "promises_broken") == {("ttft",): 1.0}
 
 
 def test_a_first_token_on_its_way_is_not_late_before_it_has_come(make: Make) -> None:
@@ -124,7 +99,7 @@ def test_a_first_token_on_its_way_is_not_late_before_it_has_come(make: Make) -> 
     engine.run()
     report = engine.outcomes["r"].report
     assert report is not None and report["promised"] and report["attained"], report
-    assert broken(engine) == {}
+    assert not counts(engine, "promises_broken")
 
 
 def test_a_broken_promise_is_counted_once(make: Make) -> None:
@@ -133,10 +108,10 @@ def test_a_broken_promise_is_counted_once(make: Make) -> None:
     begin_late(engine, "late", 0.05)
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert not engine.scheduler.parts.tracker.get("late").promised
-    assert broken(engine) == {"ttft": 1.0}
+    assert counts(engine, "promises_broken") == {("ttft",): 1.0}
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()
-    assert broken(engine) == {"ttft": 1.0}
+    assert counts(engine, "promises_broken") == {("ttft",): 1.0}
 
 
 def test_an_answer_whose_late_promise_broke_goes_on_at_its_pace(make: Make) -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("vllm")
 
+from promise_engine import CHAT, Make, counts, maker
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from vllm_slo import SLO
 from vllm_slo.core.admission.late import MARGIN
-from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.sim.jobs import own_text
 from vllm_slo.slo.keys import GROUP_KEY
@@ -30,32 +27,10 @@ from vllm_slo.slo.verdicts import QUEUE, WAIT
 
 pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
-ROOFLINE = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
-CHAT = SLO(ttft_ms=600, tpot_ms=60)
-Make: TypeAlias = Callable[..., VirtualEngine]
-
 
 @pytest.fixture
 def make(config_folder: Path) -> Make:
-    def engine(**options: Any) -> VirtualEngine:
-        return VirtualEngine(
-            Scheduler, config_folder, ROOFLINE.predict_shape_s, believed=ROOFLINE, **options
-        )
-
-    return engine
-
-
-def counts(engine: VirtualEngine, name: str) -> dict[tuple[str, ...], float]:
-    text = generate_latest(engine.scheduler.parts.metrics.registry).decode()
-    found: dict[tuple[str, ...], float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == f"vllm_slo:{name}_total" and sample.value:
-                labels = {
-                    k: v for k, v in sample.labels.items() if k not in ("engine", "slo_class")
-                }
-                found[tuple(labels.values())] = sample.value
-    return found
+    return maker(config_folder)
 
 
 def burst(engine: VirtualEngine, requests: int, slo: SLO = CHAT, prompt: int = 400) -> list[str]:

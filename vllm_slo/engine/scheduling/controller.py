@@ -200,7 +200,7 @@ class Controller:
             self._late.note_started(tracked)
             if tracked.note_beginning():
                 self._promises.begun_late(tracked)
-            # Its pace is to be kept now.
+            # Admission looks again: the rest of such an answer is guaranteed from now on.
             self._tracker.ended += tracked.late is not None or tracked.broken
 
     def on_end(

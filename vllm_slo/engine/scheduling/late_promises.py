@@ -201,8 +201,8 @@ def _has_turn(tracked: SLORequest, start_s: float) -> bool:
 
 
 def _has_begun(tracked: SLORequest) -> bool:
-    """Whether the answer of a request has begun that has a late promise or had one that is broken.
-    If it can still keep what it asked for, admission rules on that first."""
+    """Whether the answer of a request has begun, and it has a late promise or a broken one. If it
+    can still keep what it asked for, admission rules on that first."""
     return tracked.first_token_s is not None and (tracked.late is not None or tracked.broken)
 
 

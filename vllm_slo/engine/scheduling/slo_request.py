@@ -60,8 +60,8 @@ class SLORequest:
             Infinite for an answer of one token, which no step decodes.
         tpot: how it keeps them.
         promised: whether its objectives are guaranteed now, or its late promise is.
-        broken: whether its first token was promised earlier than it came, or is to come. Once it
-            is there, the rest is guaranteed.
+        broken: whether its first token missed the deadline that was promised. Once that token has
+            come, the rest of the answer is guaranteed.
         was_promised: whether its objectives ever were.
         late: what it was promised instead, or None.
         opportunistic: whether it could begin without, as there was room by typical step times.
