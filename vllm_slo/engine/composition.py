@@ -127,8 +127,8 @@ def assemble(
     metrics = SchedulerMetrics(vllm_config.parallel_config.data_parallel_index)
     containment = Containment(clock, metrics, contains=contains_faults)
     tracker, blocks = RequestTracker(steps.now_s), KVBlocks(manager, state.connector)
-    recent, pressure = RecentObjectives(), Pressure(config.ageing_s / 2)
-    responsive = ResponsiveSteps(steps, recent)
+    responsive = ResponsiveSteps(state, steps, RecentObjectives(), max_step_tokens)
+    pressure = Pressure(config.ageing_s / 2)
     ordered = config.best_effort.order != "fcfs" and can_promise
     share = config.best_effort_token_share
     guard = StarvationGuard(config.ageing_s, share, keep_starved=not ordered)
@@ -193,7 +193,7 @@ def assemble(
     )
     controller = Controller(
         *(state, tracker, steps, intake, marks, workload, admission, late, planner, quotes, quotas),
-        *(best_effort, sessions, guard, groups, promises, recovery, recent, outcomes, reports),
+        *(best_effort, sessions, guard, groups, promises, recovery, responsive, outcomes, reports),
         *(metrics, endings, containment),
         tpot_window=config.tpot_window_tokens,
         can_promise=can_promise,

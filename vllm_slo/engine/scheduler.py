@@ -5,7 +5,8 @@
 plan of each step, and arranges what vLLM's ``schedule()`` reads (order of ``running``, the waiting
 queue, ``max_num_scheduled_tokens``, the tokens of each request) before calling it. vLLM keeps
 blocks, prefix cache, encoder inputs, connectors, LoRA and speculation. While no live request
-carries an SLO, nothing is arranged and the scheduler is vLLM's, decision for decision.
+carries an SLO, nothing is arranged and the scheduler is vLLM's, decision for decision; but for a
+minute after an SLO, steps of prompts are kept short enough for the next one (`ResponsiveSteps`).
 
 Each call of ours is in a block of `Containment`. The code behind such a block is what is done if
 the block fails: the engine goes on, and vLLM schedules the step.

@@ -14,7 +14,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -33,6 +32,7 @@ from vllm_slo.engine.scheduling.quotes import Quotes
 from vllm_slo.engine.scheduling.recovery import Recovery
 from vllm_slo.engine.scheduling.replica_reports import ReplicaReports
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
 from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.slo_request import UNLABELLED, SLORequest
 from vllm_slo.engine.scheduling.stage_marks import StageMarks
@@ -56,6 +56,7 @@ class Controller:
     Args:
         quotas: how much each tenant may be promised; None: as much as there is.
         best_effort: in which order requests without a promise are served; None: as they arrive.
+        responsive: how long a step may be that best effort alone causes.
         endings: ends the requests that are not served.
         containment: holds the faults that cost one request or one series, and no step's plan.
         tpot_window: tokens over which a TPOT is judged.
@@ -82,7 +83,7 @@ class Controller:
         groups: ChoiceGroups,
         promises: Promises,
         recovery: Recovery,
-        recent: RecentObjectives,
+        responsive: ResponsiveSteps,
         outcomes: Outcomes,
         reports: ReplicaReports,
         metrics: SchedulerMetrics,
@@ -109,7 +110,7 @@ class Controller:
         self._groups = groups
         self._promises = promises
         self._recovery = recovery
-        self._recent = recent
+        self._responsive = responsive
         self._outcomes = outcomes
         self._reports = reports
         self._metrics = metrics
@@ -124,10 +125,11 @@ class Controller:
 
     @property
     def active(self) -> bool:
-        """Whether any live request carries an SLO, or there is an order for those without."""
+        """Whether any live request carries an SLO, or the next one would find too long a step, or
+        there is an order for those without."""
         ordered = self._best_effort is not None and bool(self._state.requests)
         held = bool(self._endings.refused) or bool(self._quotes)
-        return bool(self._tracker.live) or held or ordered
+        return bool(self._tracker.live) or held or ordered or self._responsive.are_needed
 
     @property
     def answers_waiting(self) -> int:
@@ -171,7 +173,8 @@ class Controller:
         if request_facts.may_stop(tracked.request):
             self.may_stop.add(tracked.request.request_id)
         ttft_s = tracked.deadline_s - tracked.arrival_s
-        self._recent.add(ttft_s, tracked.reserved_tpot_s, self._clock.clock.monotonic_s())
+        if self._can_promise:
+            self._responsive.note(ttft_s, tracked.reserved_tpot_s)
         if tracked.slo.effective_tier != "guaranteed":
             stands_back = tracked.reason is not None
             outcome = "best_effort" if stands_back else "best_effort_asked"
@@ -298,7 +301,9 @@ class Controller:
         if self._admission.is_due or self._late.is_due(start_s):
             self._admit(start_s)
         schedule = None
-        if self._can_promise and (self._tracker.live or self._orders_waiting()):
+        if self._can_promise and (
+            self._tracker.live or self._responsive.are_needed or self._orders_waiting()
+        ):
             schedule = self._planner.plan(start_s)
         if self._stalled:
             # Nothing of the last plan could be done: vLLM serves who runs, and frees memory.

@@ -5,15 +5,42 @@ from __future__ import annotations
 
 from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.step_clock import StepClock
 
 
 class ResponsiveSteps:
-    """The longest step that best effort may cause; see `RecentObjectives`."""
+    """The longest step that best effort may cause; see `RecentObjectives`.
 
-    def __init__(self, clock: StepClock, recent: RecentObjectives) -> None:
+    Args:
+        recent: the objectives that requests had of late; they are noted here.
+        max_step_tokens: tokens of vLLM's longest step.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        clock: StepClock,
+        recent: RecentObjectives,
+        max_step_tokens: int,
+    ) -> None:
+        self._state = state
         self._clock = clock
         self._recent = recent
+        self._max_step_tokens = max_step_tokens
+
+    def note(self, ttft_s: float, tpot_s: float) -> None:
+        """A request with these objectives arrived (seconds; infinite: none)."""
+        self._recent.add(ttft_s, tpot_s, self._clock.clock.monotonic_s())
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether vLLM alone might make a step of prompts that is too long for the next request
+        with an objective. Steps that only decode are short."""
+        model = self._clock.promise_model
+        return (self._state.any_waits or self._state.any_prefills) and (
+            self.longest_s(model) < model.predict_s(self._max_step_tokens)
+        )
 
     def longest_s(self, model: StepTimeModel, tpots: float = 2.0) -> float:
         """Seconds of that step by a model that keeps the margin of promises; ``tpots`` times the

@@ -23,7 +23,7 @@ supports that and where it saves passes of a model:
 With full CUDA graphs, a step whose drafts are not all of full length runs without them. Beside
 prompts that is so anyway. In other steps lengths change only for a clear gain.
 
-Nothing is trimmed while no live request carries an SLO.
+Nothing is trimmed while steps are left to vLLM (`Controller.active`).
 """
 
 from __future__ import annotations
