@@ -304,7 +304,8 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dry", action="store_true", help="only show the result, write none")
     add("--systems", type=lambda text: text.split(","), default=list(SYSTEMS),
         help="stock, priority, sarathi, chain-K, dynamic, ngram-K, ours, ours-no-trees, "
-        "ours-without-slo (-throughput, -adaptation, -calibration, -waiting); "
+        "ours-chain-K: ours with vLLM's chains; ours-without-slo (-throughput, -adaptation, "
+        "-calibration, -waiting); ours-chain-K-without-lengths; "
         "+priority and +chunk-N change vLLM's own (chain-2+priority)")  # fmt: skip
     add("--rates", type=numbers_list, default=list(RATES), help="requests/s")
     add("--urgent", type=numbers_list, help="shares of category 1 (figure 10); default: trace's")

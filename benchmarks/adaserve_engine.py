@@ -134,7 +134,7 @@ def _without_adaptation() -> None:
     from vllm_slo.core.speculation.model_chain import ModelChains, Plan
     from vllm_slo.engine.speculation import next_drafts
 
-    _replace(next_drafts, "depth_and_width", lambda *_: FIXED)
+    _replace(next_drafts, "depth_and_width", lambda *_, **__: FIXED)
     _replace(ModelChains, "choose", lambda *_: Plan((0,), *FIXED))
 
 
@@ -152,6 +152,18 @@ def _without_waiting() -> None:
     _replace(OpportunisticStarts, "had_better_wait", lambda *_: False)
 
 
+def _without_lengths() -> None:
+    """Every request verifies all drafts of its chain."""
+    from vllm_slo.engine.speculation.chain_lengths import ChainLengths
+
+    choose = ChainLengths.choose
+
+    def all_of_them(self: Any, *args: Any, **kwargs: Any) -> list[int]:
+        return [self._longest] * len(choose(self, *args, **kwargs))
+
+    _replace(ChainLengths, "choose", all_of_them)
+
+
 FIXED: Final = (4, 2)
 ABLATIONS: Final = {
     "slo": _without_slo,
@@ -159,6 +171,7 @@ ABLATIONS: Final = {
     "adaptation": _without_adaptation,
     "calibration": _without_calibration,
     "waiting": _without_waiting,
+    "lengths": _without_lengths,
 }
 
 
@@ -314,15 +327,19 @@ class Server:
         gc.freeze()  # as vLLM does once its engine has started
 
     def run(self, ask: Ask) -> dict[str, Given]:
-        """Serve a workload with an empty prefix cache."""
+        """Serve a workload with an empty prefix cache; RuntimeError if planning failed in a step."""
         self.ask = ask
         self.engine.reset_prefix_cache()
         self.steps.rows.clear()
         if not ask["alone"]:
-            return self.serve(ask["requests"], ask["limit_s"])
-        seen: dict[str, Given] = {}
-        for one in ask["requests"]:
-            seen.update(self.serve([{**one, "arrival_s": 0.0}], ask["limit_s"]))
+            seen = self.serve(ask["requests"], ask["limit_s"])
+        else:
+            seen = {}
+            for one in ask["requests"]:
+                seen.update(self.serve([{**one, "arrival_s": 0.0}], ask["limit_s"]))
+        parts = getattr(self.steps.scheduler, "parts", None)
+        if parts is not None and parts.containment.failures:
+            raise RuntimeError(f"planning failed {parts.containment.failures} times")
         return seen
 
 

@@ -91,18 +91,23 @@ def _speculation(base: str, models: Models, dynamic: Sequence[Sequence[int]]) ->
         return {"method": "ngram", "num_speculative_tokens": int(number)} | lookup
     raise SystemExit(
         f"system {base!r} is unknown: stock, chain-K, dynamic, adaptive, ngram-K, ours, "
-        "ours-no-trees, ours-without-PART (slo, throughput, adaptation, calibration, waiting), "
-        "each with +priority or +chunk-N; sarathi; priority; or a --variant"
+        "ours-no-trees, ours-chain-K, each of ours with -without-PART (slo, throughput, "
+        "adaptation, calibration, waiting; for ours-chain-K waiting, lengths), all with +priority "
+        "or +chunk-N; sarathi; priority; or a --variant"
     )
 
 
-def _ours(trees: bool, models: Models, slo_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that make vLLM's engine vllm-slo's."""
+def _ours(base: str, models: Models, slo_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that make vLLM's engine vllm-slo's: with trees, without drafts (``ours-no-trees``),
+    or with vLLM's chains (``ours-chain-K``)."""
     engine: dict[str, Any] = {
         "scheduler_cls": SCHEDULER,
         "additional_config": {"slo_config": dict(slo_config)},
     }
-    if not trees:
+    if base == "ours-no-trees":
+        return engine
+    if base.startswith("ours-chain-"):
+        engine["speculative_config"] = _speculation(base.removeprefix("ours-"), models, DYNAMIC)
         return engine
     nodes = dict(slo_config.get("speculation", {})).get("max_nodes", MAX_NODES)
     engine["additional_config"]["draft_model"] = str(models.draft)
@@ -136,13 +141,13 @@ class Kitchen:
         whole = {"priority": "stock+priority", "sarathi": f"stock+chunk-{CHUNK}"}.get(name, name)
         base, *extras = whole.split("+")
         engine = {"model": str(self.models.target), **ENGINE, **(self.engine or {})}
-        without = base.removeprefix("ours-without-") if base.startswith("ours-without-") else ""
+        base, _, without = base.partition("-without-")
         if without and without not in ABLATIONS:
             raise SystemExit(f"system {name!r}: {without!r} is unknown: one of {list(ABLATIONS)}")
-        ours = bool(without) or base in self.variants or base in ("ours", "ours-no-trees")
+        ours = base in ("ours", "ours-no-trees", *self.variants) or base.startswith("ours-chain-")
         if ours:
             config = merged(self.slo_config, self.variants.get(base, {}))
-            engine |= _ours(base != "ours-no-trees", self.models, config)
+            engine |= _ours(base, self.models, config)
         elif base != "stock":
             engine["speculative_config"] = _speculation(base, self.models, self.dynamic)
         for extra in extras:

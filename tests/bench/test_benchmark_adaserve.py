@@ -188,6 +188,15 @@ def test_ours_its_variants_and_without_trees():
     assert plain.engine["scheduler_cls"] == ways.SCHEDULER
 
 
+def test_ours_with_vllms_chains():
+    chain = KITCHEN.system("ours-chain-3-without-lengths")
+    assert chain.ours and chain.send_slo and chain.without == "lengths"
+    assert (
+        chain.engine["speculative_config"] == KITCHEN.system("chain-3").engine["speculative_config"]
+    )
+    assert chain.engine["scheduler_cls"] == ways.SCHEDULER and "worker_cls" not in chain.engine
+
+
 def test_ours_without_a_part():
     assert KITCHEN.system("ours").without == ""
     for part in engine.ABLATIONS:
@@ -204,7 +213,10 @@ def test_every_part_that_can_be_left_out_is_there():
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-@pytest.mark.parametrize("name", ["chain", "chain-0", "chain-x", "magic", "stock+fast", "ngram"])
+@pytest.mark.parametrize(
+    "name",
+    ["chain", "chain-0", "chain-x", "magic", "stock+fast", "ngram", "ours-chain-0", "ours-magic"],
+)
 def test_unknown_systems_are_refused(name):
     with pytest.raises(SystemExit, match="unknown"):
         KITCHEN.system(name)
