@@ -47,9 +47,10 @@ LABELS: Final = {
     "preemptive": "preemptive", "foreseen": "foreseen", "bound": "bound",
 }  # fmt: skip
 OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
-    **{order: {"order": order} for order in ORDERS[:4]},
-    "preemptive": {"order": "laps_sd", "preempt_known": True},
-    "foreseen": {"order": "laps_sd", "preempt_known": True, "stable_rounds": 0},
+    **{order: {"order": order} for order in ORDERS[:3]},
+    "laps_sd": {"order": "laps_sd", "stable_rounds": 3},
+    "preemptive": {"order": "laps_sd", "stable_rounds": 3, "preempt_known": True},
+    "foreseen": {"order": "laps_sd", "preempt_known": True},
 }
 """Keys of ``best_effort:``."""
 SPECULATIVE: Final = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3}

@@ -162,13 +162,12 @@ class BestEffortConfig(Section):
         "requests wait less under steady load, and more KV is computed again.",
     )
     stable_rounds: int = Field(
-        default=3,
+        default=0,
         ge=0,
         le=1_000,
         description="Rounds in which a request's acceptance rate must be stable to be used "
-        "(gamma), up to 1000. 0: the typical rate is used until its own is known; best where "
-        "lengths are predicted well. Scope: server. Too low: an accidental rate is used; too high: "
-        "the rate is known too late to be of use.",
+        "(gamma), up to 1000. 0: the typical rate is used until its own is known; the paper has 3. "
+        "Scope: server. Too high: the rate is known too late to be of use.",
     )
     stable_change: float = Field(
         default=0.2,

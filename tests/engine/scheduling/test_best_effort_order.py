@@ -102,13 +102,14 @@ def test_short_requests_wait_less_where_their_work_is_perceived(engine: Make, pl
     assert found["laps_sd"] < 0.9 * found["las"]
 
 
-FORESEEN: dict[str, Any] = {"stable_rounds": 0, "preempt_known": True}
+FORESEEN: dict[str, Any] = {"preempt_known": True}
+PAPER: dict[str, Any] = {"stable_rounds": 3}
 
 
 def test_foretold_work_is_served_shortest_first_before_any_round_of_its_own(engine: Make) -> None:
     """One request has shown what rounds are like; the others have the same acceptance rate."""
     lengths = {"a": 90, "b": 15, "c": 300, "d": 40}
-    for known in ({"stable_rounds": 0}, FORESEEN):
+    for known in ({}, FORESEEN):
         one = engine("laps_sd", best_effort=known)
         one.add("first", 30, 40, declared(40), acceptance=0.5)
         one.step()
@@ -139,14 +140,14 @@ def test_who_turns_out_to_accept_little_gives_way_to_what_is_shorter(engine: Mak
 def test_foreseen_work_never_waits_longer_than_by_length_alone(engine: Make) -> None:
     mixed(foreseen := engine("laps_sd", best_effort=FORESEEN))
     mixed(by_length := engine("lp_sjf"))
-    mixed(paper := engine("laps_sd"))
+    mixed(paper := engine("laps_sd", best_effort=PAPER))
     assert mean_s(foreseen) < mean_s(by_length)
     assert mean_s(foreseen) < 0.95 * mean_s(paper)
 
 
 def test_with_one_place_a_newcomer_has_it_until_its_work_is_known(engine: Make) -> None:
     """The long one began alone and gives way; it is known by then, and so is its remainder."""
-    one = engine("laps_sd")
+    one = engine("laps_sd", best_effort=PAPER)
     one.add("long", 30, 300, declared(300), acceptance=0.5)
     for _ in range(40):
         one.step()
@@ -154,7 +155,7 @@ def test_with_one_place_a_newcomer_has_it_until_its_work_is_known(engine: Make) 
     one.run()
     assert ended(one) == ["long", "short"]  # it was known, and left its place: not taken again
 
-    one = engine("laps_sd", best_effort={"preempt_known": True})
+    one = engine("laps_sd", best_effort={**PAPER, "preempt_known": True})
     one.add("long", 30, 300, declared(300), acceptance=0.5)
     for _ in range(40):
         one.step()
