@@ -327,7 +327,11 @@ class Server:
         gc.freeze()  # as vLLM does once its engine has started
 
     def run(self, ask: Ask) -> dict[str, Given]:
-        """Serve a workload with an empty prefix cache; RuntimeError if planning failed in a step."""
+        """Serve a workload with an empty prefix cache.
+
+        Raises:
+            RuntimeError: planning failed in a step, so what was measured is not ours.
+        """
         self.ask = ask
         self.engine.reset_prefix_cache()
         self.steps.rows.clear()

@@ -18,6 +18,7 @@ from vllm_slo import SLO
 from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.engine.speculation.next_drafts import DEPTH_BESIDE_PROMPTS
 from vllm_slo.sim.harness import EngineShape
 
 pytestmark = pytest.mark.versions
@@ -76,6 +77,27 @@ def test_trees_go_on_beside_a_prompt_that_comes_in_chunks() -> None:
             beside.append(sum(map(len, engine.seen_trees[-1][1].parents.values())))
     assert len(beside) > 5
     assert max(beside) > 0
+
+
+def test_while_a_prompt_waits_trees_are_shallow() -> None:
+    """The prompt takes many steps, since the answers with a TPOT keep these short."""
+    shape = EngineShape(max_model_len=2048, max_num_seqs=8, block_size=32)
+    engine = TreeEngine(FLAT, shape=shape, honest=0.9)
+    for i in range(2):
+        engine.add(f"r{i}", 16, 400, SLO(tpot_ms=50.0))
+    for _ in range(20):
+        engine.step()
+    before = len(engine.seen_trees)
+    engine.add("long", 1500, 40, SLO(tpot_ms=60.0))
+    while engine.scheduler.requests["long"].num_output_tokens == 0:
+        engine.step()
+    beside = [step.plan.depth for _, step in engine.seen_trees[before + 1 : -1]]
+    assert len(beside) > 10
+    assert 0 < max(beside) <= DEPTH_BESIDE_PROMPTS
+    for _ in range(20):
+        engine.step()
+    assert engine.seen_trees[before - 1][1].plan.depth > DEPTH_BESIDE_PROMPTS
+    assert engine.seen_trees[-1][1].plan.depth > DEPTH_BESIDE_PROMPTS
 
 
 def test_drafting_stops_under_load_and_comes_back() -> None:

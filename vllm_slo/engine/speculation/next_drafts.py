@@ -16,6 +16,11 @@ from vllm_slo.engine.speculation.tree_limits import TreeLimits
 
 WIDTHS = 1, 2
 """Widths of trees to choose from, besides the widest that equation 9 allows."""
+DEPTH_BESIDE_PROMPTS = 3
+"""Most tokens that a tree guesses ahead while prompts wait. Then steps are as long as the request
+that is latest allows, and that is mostly one whose drafts are seldom accepted. The passes of deeper
+trees would take the time of its step, and of the prompts. Measured: see "Trees beside prompts" in
+benchmarks/results/ablation.md."""
 
 
 class NextDrafts:
@@ -59,6 +64,8 @@ class NextDrafts:
             self._drafting.nothing()
             return
         deepest, widest = self._depth_and_width(active)
+        if self._limits.prompts_wait():
+            deepest = max(min(deepest, DEPTH_BESIDE_PROMPTS), config.min_depth)
         least = min(config.min_width, widest)
         widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
         begun = sum(request.num_output_tokens == 1 for request in running)

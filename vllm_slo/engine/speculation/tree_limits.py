@@ -129,6 +129,11 @@ class TreeLimits:
                 found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found
 
+    def prompts_wait(self) -> bool:
+        """Whether prompts are to be computed of requests that are promised an objective, or may
+        begin without a promise."""
+        return any((t.promised or t.opportunistic) and not t.decodes for t in self._tracker)
+
     def counted_share(self, view: DecodeView) -> float:
         """Share of a tree's gain that a step may be stretched for."""
         hoped = max(self.ahead(), 1.0 + EPS)
