@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,16 @@ def test_draft_servers_are_counted_by_name() -> None:
     }
     assert expected == {name: got.get(f"vllm_slo:{name}") for name in expected}
     assert not any("drafter=,engine=0}" in name for name in got)
+
+
+def test_the_gauges_of_a_draft_server_that_is_gone_say_so() -> None:
+    series = remote()
+    series.speculation.draft_servers(ServersReport((drafter("there"),)), {})
+    got = samples(generate_latest(series.registry).decode())
+    gone = "{drafter=here,engine=0}"
+    assert got[f"vllm_slo:drafter_up{gone}"] == got[f"vllm_slo:drafter_granted_tokens{gone}"] == 0
+    for name in ("acceptance_ratio", "goodput_tokens", "utility"):
+        assert math.isnan(got[f"vllm_slo:drafter_{name}{gone}"])
 
 
 def test_draft_servers_without_end_are_not_all_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Final, Protocol
@@ -299,6 +300,12 @@ class ClientSeries:
         self._goodput.of(client).set(view.goodput)
         self._utility.of(client).set(view.utility)
 
+    def gone(self, client: str) -> None:
+        """A client is gone: it is granted nothing, and what its drafts were like is not known."""
+        self._granted.of(client).set(0)
+        for gauge in (self._acceptance, self._goodput, self._utility):
+            gauge.of(client).set(math.nan)
+
 
 class DraftServerSeries:
     """The series of draft servers, which an engine without any does not have.
@@ -342,6 +349,7 @@ class DraftServerSeries:
             "vllm_slo:draft_send_seconds", "Step time in which draft servers were sent to."
         ).of()
         self._shown = [""]
+        self._seen: set[str] = set()  # those whose last view is shown
 
     def show(self, step: DraftServersStep, clients: Mapping[str, ClientView]) -> None:
         """Count a step."""
@@ -355,6 +363,10 @@ class DraftServerSeries:
                 self._up.of(name).set(ready.get(name, False))
             if name in clients:
                 self._clients.show(name, clients[name])
+                self._seen.add(name)
+            elif name in self._seen:
+                self._clients.gone(name)
+                self._seen.remove(name)
         for name, reason, count in step.dropped:
             if name in self._shown:
                 self._dropped.of(name, reason).inc(count)
