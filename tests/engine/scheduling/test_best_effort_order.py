@@ -307,7 +307,7 @@ def test_a_place_lost_and_got_again_unseen_is_kept_anew(engine: Make) -> None:
 
 
 def test_what_was_foreseen_is_compared_with_what_came(engine: Make) -> None:
-    one = engine("laps_sd", best_effort={"output_length": "learnt"})
+    one = engine("laps_sd", best_effort={**PAPER, "output_length": "learnt"})
     mixed(one)
     metrics = one.scheduler.parts.metrics
     ratio, error = "vllm_slo:foreseen_service_ratio", "vllm_slo:output_length_error_ratio"
