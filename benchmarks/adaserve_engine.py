@@ -104,7 +104,7 @@ class Step(TypedDict):
     choosing_s: float
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
+def replace_attribute(owner: Any, name: str, value: Any) -> None:
     """Replace an attribute; AttributeError if it does not exist."""
     getattr(owner, name)
     setattr(owner, name, value)
@@ -119,14 +119,14 @@ def _without_slo() -> None:
     def changed(self: Any, place: int, needs: Any, *, promised: bool) -> None:
         require(self, place, needs._replace(owed=float("-inf")), promised=promised)
 
-    _replace(CandidateTrees, "require", changed)
+    replace_attribute(CandidateTrees, "require", changed)
 
 
 def _without_throughput() -> None:
     """No node is chosen to fill a step."""
     from vllm_slo.core.speculation import candidate_trees
 
-    _replace(candidate_trees, "worthwhile_nodes", lambda *_: 0)
+    replace_attribute(candidate_trees, "worthwhile_nodes", lambda *_: 0)
 
 
 def _without_adaptation() -> None:
@@ -134,22 +134,22 @@ def _without_adaptation() -> None:
     from vllm_slo.core.speculation.model_chain import ModelChains, Plan
     from vllm_slo.engine.speculation import next_drafts
 
-    _replace(next_drafts, "depth_and_width", lambda *_, **__: FIXED)
-    _replace(ModelChains, "choose", lambda *_: Plan((0,), *FIXED))
+    replace_attribute(next_drafts, "depth_and_width", lambda *_, **__: FIXED)
+    replace_attribute(ModelChains, "choose", lambda *_: Plan((0,), *FIXED))
 
 
 def _without_calibration() -> None:
     """The draft's probabilities are not calibrated."""
     from vllm_slo.core.speculation.calibration import DraftCalibration
 
-    _replace(DraftCalibration, "observe", lambda *_: None)
+    replace_attribute(DraftCalibration, "observe", lambda *_: None)
 
 
 def _without_waiting() -> None:
     """Requests begin when they arrive, promised or not."""
     from vllm_slo.engine.scheduling.opportunistic import OpportunisticStarts
 
-    _replace(OpportunisticStarts, "had_better_wait", lambda *_: False)
+    replace_attribute(OpportunisticStarts, "had_better_wait", lambda *_: False)
 
 
 def _without_lengths() -> None:
@@ -161,7 +161,7 @@ def _without_lengths() -> None:
     def all_of_them(self: Any, *args: Any, **kwargs: Any) -> list[int]:
         return [self._longest] * len(choose(self, *args, **kwargs))
 
-    _replace(ChainLengths, "choose", all_of_them)
+    replace_attribute(ChainLengths, "choose", all_of_them)
 
 
 FIXED: Final = (4, 2)

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import adaserve_engine as engine
 from adaserve_report import Numbers, numbers_of
-from adaserve_systems import Kitchen, Models, in_own_process, merged, say
+from adaserve_systems import Kitchen, Models, in_own_process, say
 from adaserve_workload import Lengths, Point, load_trace, tokenised, workload
 
 from vllm_slo import tiny
@@ -39,7 +39,7 @@ RATES: Final = (1.5, 3.0, 4.5, 9.0)
 TRACE: Final = "rps3.6"
 BEGAN_S: Final = 1e6
 """The first reading of the clock."""
-NONE: Final = {"others": 0.0, "slower": 1.0}
+UNDISTURBED: Final = {"others": 0.0, "slower": 1.0}
 """Nobody disturbs a virtual machine."""
 
 
@@ -121,7 +121,7 @@ class VirtualTime:
         from vllm_slo.core.clock import SystemClock
 
         for reading in ("monotonic_s", "epoch_s"):
-            engine._replace(SystemClock, reading, lambda _: self.now_s)
+            engine.replace_attribute(SystemClock, reading, lambda _: self.now_s)
 
 
 class VirtualSteps(engine.Steps):
@@ -236,7 +236,9 @@ def served(ask: Mapping[str, Any]) -> list[dict[str, Any]]:
                 server = VirtualServer(run, VirtualTime(cost), cost)  # type: ignore[arg-type]
                 server.warm_up()
             seen = server.run(run)  # type: ignore[arg-type]
-            numbers = numbers_of(requests, {"requests": seen, "steps": server.steps.rows, **NONE})
+            numbers = numbers_of(
+                requests, {"requests": seen, "steps": server.steps.rows, **UNDISTURBED}
+            )
             found.append({"seed": seed, "rate": rate, **asdict(numbers)})
     return found
 
@@ -276,7 +278,7 @@ def main() -> None:
         return
     models = Models(tiny.path("target"), tiny.path("draft"))
     variants = {k: json.loads(v) for k, _, v in (one.partition("=") for one in args.variant)}
-    kitchen = Kitchen(models, merged({"tpot_window_tokens": 128}, {}), variants)
+    kitchen = Kitchen(models, {"tpot_window_tokens": 128}, variants)
     asks = {}
     for name in (*args.systems, *variants):
         system = kitchen.system(name)

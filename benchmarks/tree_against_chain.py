@@ -49,11 +49,11 @@ class Forced:
 
         from vllm_slo.core.speculation.candidate_trees import StepNodes
         from vllm_slo.core.speculation.model_chain import ModelChains, Plan
-        from vllm_slo.engine.speculation import trees
+        from vllm_slo.engine.speculation import next_drafts, trees
 
         self.shape = SHAPES["tree"]
-        replace = adaserve_engine._replace
-        replace(trees, "depth_and_width", lambda *_: self.shape)
+        replace = adaserve_engine.replace_attribute
+        replace(next_drafts, "depth_and_width", lambda *_, **__: self.shape)
         replace(ModelChains, "choose", lambda *_: Plan((0,), *self.shape))
         replace(
             trees,

@@ -25,6 +25,7 @@ traces = load("adaserve_workload")
 ways = load("adaserve_systems")
 report = load("adaserve_report")
 bench = load("adaserve")
+virtual = load("adaserve_virtual")
 
 RATIOS = {"copilot": 1.2, "chatbot": -50.0, "summarization": -150.0}
 LENGTHS = traces.Lengths(prompt=0.5, output=0.25, most=100)
@@ -554,3 +555,25 @@ def test_an_engine_that_ends_says_why(engines):
         with pytest.raises(RuntimeError, match="no such model"):
             engines.ask(ask_for("b", fail=True))
     assert engines.ask(ask_for("a"))["asked"] == []
+
+
+# Virtual time.
+
+
+def test_what_drafting_costs_by_hand():
+    """0.9 ms at all, 1.5 ms for each of three passes, 0.02 ms for each of their 30 tokens."""
+    cost = virtual.Cost()
+    assert cost.drafting_s([]) == 0.0
+    assert cost.drafting_s([20, 5, 5]) == pytest.approx(0.9e-3 + 4.5e-3 + 0.6e-3)
+    assert "0.65 ms for each token" in cost.describe()
+
+
+def test_every_system_meets_the_same_machine():
+    calm = virtual.VirtualTime(virtual.Cost(drift=0.0, jitter=0.0, pauses=0.0))
+    calm.take(0.25)
+    assert calm.now_s == virtual.BEGAN_S + 0.25
+    one, other = (virtual.VirtualTime(virtual.Cost()) for _ in range(2))
+    for _ in range(50):
+        one.take(0.1)
+        other.take(0.1)
+    assert one.now_s == other.now_s != virtual.BEGAN_S + 5.0

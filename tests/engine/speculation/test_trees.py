@@ -17,8 +17,8 @@ from virtual_trees import TreeEngine
 from vllm_slo import SLO
 from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.speculation.model_chain import Plan
+from vllm_slo.core.speculation.tree_budget import DEPTH_BESIDE_PROMPTS
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.engine.speculation.next_drafts import DEPTH_BESIDE_PROMPTS
 from vllm_slo.sim.harness import EngineShape
 
 pytestmark = pytest.mark.versions

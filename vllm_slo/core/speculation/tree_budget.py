@@ -23,6 +23,10 @@ from vllm_slo.core.step_time.model import StepTimeModel
 SHORTEST_S = 1e-9
 TREE = 8
 """Most nodes of a tree that an objective is assumed to need."""
+DEPTH_BESIDE_PROMPTS = 3
+"""Greatest depth of a tree while prompts wait. Steps then last as long as the latest request
+allows. Its drafts are mostly seldom accepted. Passes for deeper trees would take time from it and
+from the prompts. Measured: "Trees beside prompts" in benchmarks/results/ablation.md."""
 
 
 def depth_and_width(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
-from vllm_slo.core.speculation.tree_budget import depth_and_width
+from vllm_slo.core.speculation.tree_budget import DEPTH_BESIDE_PROMPTS, depth_and_width
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
@@ -16,11 +16,6 @@ from vllm_slo.engine.speculation.tree_limits import TreeLimits
 
 WIDTHS = 1, 2
 """Widths of trees to choose from, besides the widest that equation 9 allows."""
-DEPTH_BESIDE_PROMPTS = 3
-"""Most tokens that a tree guesses ahead while prompts wait. Then steps are as long as the request
-that is latest allows, and that is mostly one whose drafts are seldom accepted. The passes of deeper
-trees would take the time of its step, and of the prompts. Measured: see "Trees beside prompts" in
-benchmarks/results/ablation.md."""
 
 
 class NextDrafts:
@@ -64,8 +59,6 @@ class NextDrafts:
             self._drafting.nothing()
             return
         deepest, widest = self._depth_and_width(active)
-        if self._limits.prompts_wait():
-            deepest = max(min(deepest, DEPTH_BESIDE_PROMPTS), config.min_depth)
         least = min(config.min_width, widest)
         widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
         begun = sum(request.num_output_tokens == 1 for request in running)
@@ -95,6 +88,8 @@ class NextDrafts:
             verifier_tokens=max(min(tokens, self._max_step_tokens), 1),
             speculator_tokens=config.draft_tokens,
             min_depth=config.min_depth,
-            max_depth=config.max_depth,
+            max_depth=min(config.max_depth, DEPTH_BESIDE_PROMPTS)
+            if self._limits.prompts_wait()
+            else config.max_depth,
             max_width=config.max_width,
         )

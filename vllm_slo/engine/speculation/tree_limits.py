@@ -132,7 +132,10 @@ class TreeLimits:
     def prompts_wait(self) -> bool:
         """Whether prompts are to be computed of requests that are promised an objective, or may
         begin without a promise."""
-        return any((t.promised or t.opportunistic) and not t.decodes for t in self._tracker)
+        tracker = self._tracker
+        if any(True for _ in tracker.promised_before_first_token()):
+            return True
+        return any(t.opportunistic and not t.decodes for t in tracker.without_promise())
 
     def counted_share(self, view: DecodeView) -> float:
         """Share of a tree's gain that a step may be stretched for."""

@@ -349,7 +349,7 @@ class DraftServerSeries:
             "vllm_slo:draft_send_seconds", "Step time in which draft servers were sent to."
         ).of()
         self._shown = [""]
-        self._seen: set[str] = set()  # those whose last view is shown
+        self._with_view: set[str] = set()
 
     def show(self, step: DraftServersStep, clients: Mapping[str, ClientView]) -> None:
         """Count a step."""
@@ -363,10 +363,10 @@ class DraftServerSeries:
                 self._up.of(name).set(ready.get(name, False))
             if name in clients:
                 self._clients.show(name, clients[name])
-                self._seen.add(name)
-            elif name in self._seen:
+                self._with_view.add(name)
+            elif name in self._with_view:
                 self._clients.gone(name)
-                self._seen.remove(name)
+                self._with_view.remove(name)
         for name, reason, count in step.dropped:
             if name in self._shown:
                 self._dropped.of(name, reason).inc(count)
