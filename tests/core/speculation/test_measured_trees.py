@@ -37,3 +37,15 @@ def test_windows_are_told_apart_by_request() -> None:
     assert measured.share() == 2.0  # of three windows two are the fast one's
     measured.forget("slow")
     measured.forget("never seen")
+
+
+def test_the_spread_is_that_of_windows_and_follows_new_ones() -> None:
+    """Windows yield 0.5 and 1.5 of what was expected, by turns; then all yield 1.0."""
+    measured = MeasuredTrees(4, 0.5)
+    assert measured.spread() == 0.0
+    for window in range(100):
+        measured.observe("a", 4.0, 6 if window % 2 else 2)
+    assert measured.spread() == pytest.approx(0.5)
+    for _ in range(1000):
+        measured.observe("a", 4.0, 4)
+    assert measured.spread() == 0.0

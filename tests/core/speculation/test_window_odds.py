@@ -96,12 +96,39 @@ def test_more_tokens_take_longer_and_luck_only_helps(
     assert odds.sure_s(0.0, tokens) == pytest.approx(math.ceil(tokens) * step_s.min())
 
 
-def test_long_windows_are_several_in_a_row() -> None:
+def exact_steps(acceptance: float, length: int, tokens: int) -> int:
+    """The fewest steps of ``length`` that yield so many tokens with probability 1 - `DOUBT`."""
+    each, have, steps = np.array([0.0, *yields(acceptance, length)]), np.ones(1), 0
+    while have[:tokens].sum() > DOUBT:
+        have, steps = np.convolve(have, each), steps + 1
+    return steps
+
+
+@given(acceptances, st.integers(2, 5), st.integers(MOST_TOKENS + 1, 8 * MOST_TOKENS))
+def test_the_luck_of_a_long_window_evens_out(acceptance: float, length: int, tokens: int) -> None:
+    """Within two steps and 3% of the exact number, where windows of 32 tokens in a row would each
+    be allowed to be unlucky."""
+    odds = WindowOdds(np.array([*[1e9] * (length - 1), 1.0]))  # no other length pays
+    exact = exact_steps(acceptance, length, tokens)
+    assert odds.sure_s(acceptance, tokens) == pytest.approx(exact, abs=2.0, rel=0.03)
+
+
+def test_long_windows_are_judged_as_short_ones_at_their_pace() -> None:
     odds = WindowOdds(np.array([0.030, 0.035, 0.040]))
-    whole, part = odds.sure_s(0.6, MOST_TOKENS), odds.sure_s(0.6, 5)
-    assert odds.sure_s(0.6, 2 * MOST_TOKENS + 5) == pytest.approx(2 * whole + part)
+    whole = odds.sure_s(0.6, MOST_TOKENS)
+    assert whole < odds.sure_s(0.6, MOST_TOKENS + 1) < 1.1 * whole
+    assert odds.sure_s(0.6, 4 * MOST_TOKENS) < 3.9 * whole
     short, long = window(10, 0.2, 0.02), window(100, 2.0, 0.02)
     assert odds.surest_length(0.0, long, 0.6) == odds.surest_length(0.0, short, 0.6) == 3
+
+
+def test_a_window_that_no_step_keeps_surely_gets_the_surest_step() -> None:
+    """Ten tokens in 200 ms. Steps of two tokens take 31 ms, those of one 30: two are the surest.
+    20 ms are left for each token, so a step of 31 ms counts on 1.55 of them."""
+    odds, decode = WindowOdds(np.array([0.030, 0.031])), window(10, 0.2, 0.025)
+    counted = odds.surest_tokens(0.0, decode, 0.5)
+    assert counted == pytest.approx(1.55)
+    assert stretched_s(0.0, decode, counted) == pytest.approx(0.031)
 
 
 def test_a_step_that_yields_one_token_can_be_made_up_for() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.window_pace import (
     GRID,
-    counted_tokens,
     stretched_s,
     working_tpot_s,
 )
@@ -54,44 +53,6 @@ def test_no_pace_is_asked_for_that_cannot_be_reached() -> None:
 
 
 # --- what a step may be stretched for -------------------------------------------------------------
-
-
-def test_a_step_that_yields_nothing_can_be_made_up_for() -> None:
-    """Ten tokens at 50 ms, 30 ms a step without drafts: 500 - 9 x 30 ms may go into one step."""
-    decode = DecodeView("r", 0.050, 0.500, 10.0, 0.050)
-    counted = counted_tokens(0.0, decode, 9.0, 0.030)
-    assert stretched_s(0.0, decode, counted) == pytest.approx(0.230)
-    assert counted_tokens(0.0, decode, 2.5, 0.030) == 2.5, "no more than it yields"
-
-
-@given(
-    st.floats(0.02, 0.2), st.integers(1, 50), st.floats(-0.05, 0.3), st.floats(0.1, 0.99), seconds
-)
-def test_a_window_survives_steps_of_single_tokens(
-    tpot_s: float, left: int, late: float, sure: float, hoped: float
-) -> None:
-    """Every step is stretched as far as it may be and yields one token: the window is kept as long
-    as steps without drafts could keep it when it began."""
-    sure_s, now_s, end_s = sure * tpot_s, 0.0, left * tpot_s * (1.0 - late)
-    assume(left * sure_s <= end_s)
-    while left:
-        due_s = end_s - (left - 1) * tpot_s
-        decode = DecodeView("r", due_s, end_s, float(left), tpot_s)
-        counted = counted_tokens(now_s, decode, 1.0 + 20.0 * hoped, sure_s)
-        assert 1.0 <= counted <= max(1.0 + 20.0 * hoped, 1.0)
-        now_s += max(stretched_s(now_s, decode, counted), sure_s)
-        left -= 1
-        assert now_s + left * sure_s <= end_s + 1e-9
-
-
-def test_where_only_drafts_keep_the_tpot_the_last_tokens_count_on_no_luck() -> None:
-    shares = [
-        counted_tokens(0.0, DecodeView("r", 0.02, 0.02 * n, float(n), 0.02), 3.0, 0.030)
-        for n in range(1, 20)
-    ]
-    assert shares[0] == 1.0
-    assert shares == sorted(shares)
-    assert shares[-1] == 3.0
 
 
 @given(seconds, st.floats(1.0, 40.0), seconds, seconds)

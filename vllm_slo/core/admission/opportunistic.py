@@ -7,6 +7,7 @@ others, it loses its TPOT, and so do they.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -15,11 +16,10 @@ from vllm_slo.core.admission.program import Speculated, tokens_of_step
 Sustainable: TypeAlias = Callable[[float], tuple[float, Speculated]]
 """A TPOT -> how many requests typical steps keep it for, and what decoding is then like."""
 
-HEADROOM_SHARE: Final = 0.7
-"""Of the tokens that typical steps have for decoding, how much such requests may take together. A
-request that has begun cannot be sent back, while steps and what trees yield vary. The value is a
-choice. With a larger one more requests begin and more of them lose their TPOT; with a smaller one
-they wait longer for their first token."""
+PACES: Final = tuple(1.0 - 0.05 * step for step in range(12))
+"""Shares of the tightest TPOT that steps may be planned to take, of which the best is searched."""
+LEAST_SPREAD: Final = 1e-3
+"""No steps are steadier than this."""
 
 
 class Pace(NamedTuple):
@@ -35,16 +35,51 @@ class Pace(NamedTuple):
     prompt: float
 
 
-def has_headroom(running: Sequence[Pace], newcomer: Pace, sustainable: Sustainable) -> bool:
-    """Whether a request may begin beside those that run; always where none runs."""
+def most_in_time(
+    tpot_s: float, sustainable: Sustainable, spread: float
+) -> tuple[float, Speculated]:
+    """How many requests are to decode together, so that most of them are expected to keep a TPOT.
+
+    If typical steps take a share s of the TPOT, windows are kept with probability
+    P(s (1 + spread Z) <= 1), where Z is normally distributed. The shorter the steps, the surer are
+    the windows, but the fewer requests fit into the steps. The number of requests times the
+    probability is greatest at some share.
+
+    Args:
+        tpot_s: the objective.
+        sustainable: how many requests typical steps keep a TPOT for.
+        spread: standard deviation of the tokens that come in time, as a share of the typical ones.
+
+    Returns:
+        The requests, and what decoding is like then.
+    """
+    best, most = 0.0, sustainable(tpot_s)
+    for share in PACES:
+        requests, speculated = sustainable(share * tpot_s)
+        deviations = (1.0 / share - 1.0) / max(spread, LEAST_SPREAD)
+        kept = requests * 0.5 * (1.0 + math.erf(deviations / math.sqrt(2.0)))
+        if kept > best:
+            best, most = kept, (requests, speculated)
+    return most
+
+
+def has_headroom(
+    running: Sequence[Pace], newcomer: Pace, sustainable: Sustainable, spread: float
+) -> bool:
+    """Whether a request may begin beside those that run; always where none runs.
+
+    Args:
+        running, newcomer: what they ask of the steps.
+        sustainable, spread: as `most_in_time` takes them.
+    """
     if not running:
         return True
     paces = [*running, newcomer]
     tightest_s = min(pace.tpot_s for pace in paces)
-    requests, speculated = sustainable(tightest_s)
+    requests, speculated = most_in_time(tightest_s, sustainable, spread)
     step_s = tightest_s * speculated.tokens_out
     asked = 0.0
     for pace in paces:
         tokens = step_s / pace.tpot_s
         asked += tokens_of_step(tokens, speculated) + tokens * pace.prompt
-    return asked <= HEADROOM_SHARE * requests * speculated.tokens_in
+    return asked <= requests * speculated.tokens_in

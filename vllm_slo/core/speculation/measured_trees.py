@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 
 class MeasuredTrees:
     """A low quantile of the tokens that drafts yielded over those that were expected.
@@ -26,6 +28,7 @@ class MeasuredTrees:
         self._window = window
         self._quantile = quantile
         self._open: dict[str, tuple[float, int]] = {}
+        self._spread: float | None = None
         self._shares: deque[float] = deque(maxlen=self.REMEMBERED)
 
     def observe(self, request_id: str, expected: float, tokens: int) -> None:
@@ -35,12 +38,21 @@ class MeasuredTrees:
         due, had = due + expected, had + tokens
         if due >= self._window:
             self._shares.append(had / due)
+            self._spread = None
             due, had = 0.0, 0
         self._open[request_id] = due, had
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._open.pop(request_id, None)
+
+    def spread(self) -> float:
+        """The standard deviation of the ratio; 0 before `ENOUGH` windows."""
+        if len(self._shares) < self.ENOUGH:
+            return 0.0
+        if self._spread is None:
+            self._spread = float(np.std(np.fromiter(self._shares, np.float64)))
+        return self._spread
 
     def share(self) -> float:
         """The share of expected tokens to count on; 0 before `ENOUGH` windows."""

@@ -24,7 +24,7 @@ from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN
 from vllm_slo.core.types import DecodeView
 
 MOST_TOKENS = 32
-"""Tokens of a window up to which its odds are computed; a longer window is taken for several."""
+"""Tokens of a window up to which its odds are computed."""
 DOUBT = 0.005
 """Probability of missing a window that is accepted: of 200 windows one may be lost by bad luck."""
 ACCEPTANCES = 64
@@ -71,6 +71,16 @@ def _sure_steps(place: int, longest: int) -> Floats:
     return steps
 
 
+@lru_cache(maxsize=256)
+def _long_windows(place: int, longest: int) -> tuple[Floats, Floats]:
+    """(longest,) by length - 1: the mean number of steps for each token, and what is added times
+    the square root of the tokens, so that `_sure_steps` is met at `MOST_TOKENS`."""
+    acceptance, lengths = place / ACCEPTANCES, range(1, longest + 1)
+    mean = np.array([1.0 / expected_tokens(acceptance, length) for length in lengths])
+    luck = _sure_steps(place, longest)[:, MOST_TOKENS] - MOST_TOKENS * mean
+    return mean, luck / math.sqrt(MOST_TOKENS)
+
+
 class WindowOdds:
     """How likely steps without prompts keep a window.
 
@@ -85,14 +95,19 @@ class WindowOdds:
     def sure_s(self, acceptance: float, tokens: float) -> float:
         """Seconds after which ``tokens`` tokens have come with probability 1 - `DOUBT`, by steps of
         the best length. A fraction of a token counts as a whole one.
+
+        Beyond `MOST_TOKENS` the mean number of steps grows with the tokens, and what luck may add
+        to it with their square root, as the deviation of a sum of independent yields does.
         """
-        place = math.floor(acceptance * ACCEPTANCES)
+        place, wanted = math.floor(acceptance * ACCEPTANCES), math.ceil(tokens)
+        if wanted > MOST_TOKENS:
+            mean, luck = _long_windows(place, len(self._step_s))
+            steps = wanted * mean + math.sqrt(wanted) * luck
+            return float((steps * self._step_s).min())
         if place not in self._sure_s:
             steps = _sure_steps(place, len(self._step_s))
             self._sure_s[place] = (steps * self._step_s[:, None]).min(axis=0)
-        sure_s = self._sure_s[place]
-        whole, rest = divmod(math.ceil(tokens), MOST_TOKENS)
-        return float(whole * sure_s[MOST_TOKENS] + sure_s[rest])
+        return float(self._sure_s[place][wanted])
 
     def counted_tokens(
         self, start_s: float, decode: DecodeView, acceptance: float, length: int
@@ -111,12 +126,17 @@ class WindowOdds:
             length: tokens verified of it in this step.
         """
         left = decode.window_left
-        pace_s = min((decode.window_end_s - start_s) / left, decode.tpot_s)
         plain_s = STEP_TIME_MARGIN * float(self._step_s[0])
         luck = acceptance if plain_s > decode.tpot_s else 0.0
         rest_s = STEP_TIME_MARGIN * self.sure_s(luck, left - 1.0)
-        counted = left - rest_s / max(pace_s, EPS)
+        counted = left - rest_s / _pace_s(start_s, decode)
         return max(min(counted, expected_tokens(acceptance, length)), LEAST_COUNTED)
+
+    def surest_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
+        """Tokens for which a request's step may be stretched to the time of a step of
+        `surest_length`: what is left to a request whose window no step keeps surely."""
+        length = self.surest_length(start_s, decode, acceptance)
+        return float(self._step_s[length - 1]) / _pace_s(start_s, decode)
 
     def surest_length(self, start_s: float, decode: DecodeView, acceptance: float) -> int:
         """The length of steps that most likely keep a request's window; of equals the shortest.
@@ -129,3 +149,8 @@ class WindowOdds:
         steps = np.minimum(left_s / self._step_s, MOST_TOKENS).astype(np.int64)
         chances = _kept_chances(math.floor(acceptance * ACCEPTANCES), len(steps))
         return 1 + int(np.argmax(chances[np.arange(len(steps)), steps, wanted]))
+
+
+def _pace_s(start_s: float, decode: DecodeView) -> float:
+    """Seconds for each token that is left of a request's window, at most its TPOT."""
+    return max(min((decode.window_end_s - start_s) / decode.window_left, decode.tpot_s), EPS)

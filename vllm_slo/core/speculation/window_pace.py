@@ -18,8 +18,6 @@ convention: no measurement of it is kept."""
 PROMISED_WINDOW: Final = 16
 """Most tokens of a window over which promises average what drafts yield; a TPOT window may be
 longer. A convention: no measurement of it is kept."""
-EVENED_OUT: Final = 16.0
-"""Tokens over which what drafts yield is taken to be close to its mean."""
 GRID: Final = 1.15
 """Ratio of neighbouring working TPOTs of late requests: they are rounded, so that there are few."""
 EPS: Final = 1e-9
@@ -46,29 +44,6 @@ def working_tpot_s(start_s: float, decode: DecodeView, fastest_s: float) -> floa
         return max(tpot_s, fastest_s)
     steps = math.ceil(math.log(tpot_s / pace_s) / math.log(GRID) - EPS)
     return max(tpot_s / GRID**steps, fastest_s)
-
-
-def counted_tokens(
-    start_s: float, decode: DecodeView, expected: float, plain_step_s: float
-) -> float:
-    """Tokens of one request's step that its TPOT may be stretched for, from 1 to ``expected``.
-
-    A step may accept no draft. Where steps without drafts keep the TPOT, a step is stretched only
-    so far that such steps could still save the window after it yielded a single token. Where
-    nothing but drafts keeps the TPOT, luck evens out over the steps that are left: the fewer of
-    them, the fewer tokens are counted.
-
-    Args:
-        start_s: when the step begins.
-        decode: the request before that step.
-        expected: mean number of tokens that the step yields of it.
-        plain_step_s: seconds of a step of all requests without drafts.
-    """
-    left = decode.window_left
-    pace_s = min((decode.window_end_s - start_s) / left, decode.tpot_s)
-    if plain_step_s < decode.tpot_s:
-        return max(min(expected, left - (left - 1.0) * plain_step_s / pace_s), 1.0)
-    return 1.0 + min((left - 1.0) / EVENED_OUT, 1.0) * (expected - 1.0)
 
 
 def stretched_s(start_s: float, decode: DecodeView, counted: float) -> float:

@@ -48,6 +48,10 @@ class DecodeModel(Protocol):
     def sustainable(self, tpot_s: float, /) -> tuple[float, Speculated]:
         """How many requests typical steps keep a TPOT for, and what a step yields then."""
 
+    def spread(self) -> float:
+        """Standard deviation of the tokens that come in time, of a request in a TPOT window, as a
+        share of those that typical steps yield."""
+
 
 class PlainDecoding:
     """Decoding without drafts: each step yields one token of a request."""
@@ -66,3 +70,6 @@ class PlainDecoding:
 
     def sustainable(self, tpot_s: float, /) -> tuple[float, Speculated]:
         return self._clock.verifying_model.time_to_tokens(tpot_s), PLAIN
+
+    def spread(self) -> float:
+        return self._clock.spread

@@ -9,6 +9,7 @@ from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling.decode_model import DecodeModel
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.request_views import decode_view
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.workload import Workload
@@ -61,7 +62,9 @@ class OpportunisticStarts:
             if (t.promised or ((t.opportunistic or name in running) and not t.missed))
             and t.reserved_tpot_s < INFINITY
         ]
-        return has_headroom(keeping, self._pace(tracked), self._decoding.sustainable)
+        decoding = self._decoding
+        pace = self._pace(tracked)
+        return has_headroom(keeping, pace, decoding.sustainable, decoding.spread())
 
     def is_planned_for(self, tracked: SLORequest) -> bool:
         """Whether a request without a promise is planned for like a promised one: until it begins,
@@ -73,9 +76,15 @@ class OpportunisticStarts:
         return tracked.holds_tpot and bool(self._decoding.yields.next_step)
 
     def _pace(self, tracked: SLORequest) -> Pace:
-        """What a request asks of steps while it runs."""
-        request = tracked.request
+        """What a request asks of steps while it runs. The time by which it is ahead in its TPOT
+        window is spread over an answer: one that begins now stays for a whole one."""
+        request, tpot_s = tracked.request, tracked.reserved_tpot_s
         length = self._workload.lengths.predict(
             tracked.slo_class, request.max_tokens, tracked.slo.expected_output_tokens
         )
-        return Pace(tracked.reserved_tpot_s, request.num_prompt_tokens / length.tokens)
+        if tracked.decodes:
+            start_s = self._clock.start_s
+            view = decode_view(tracked, start_s)
+            ahead_s = view.window_end_s - start_s - view.window_left * tpot_s
+            tpot_s += max(ahead_s, 0.0) / length.tokens
+        return Pace(tpot_s, request.num_prompt_tokens / length.tokens)

@@ -9,6 +9,7 @@ Time in which the engine had nothing to do is not counted.
 from __future__ import annotations
 
 from collections import deque
+from statistics import NormalDist
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,6 +58,7 @@ class StepClock:
         mean_s: mean of the last steps (`MEAN_STEPS`), drafting included; 0 before the first.
         fastest_model: the shortest of the plain promise models that came of enough steps, or None.
         jitter: share of its time by which a single step may overrun the expected one.
+        spread: standard deviation of step times, as a share of the expected ones.
         strength: share of a TPOT to work towards, at most 1 (see `request_views.decode_view`).
         first_strength: the same in the first window of an answer.
     """
@@ -72,6 +74,7 @@ class StepClock:
         self.mean_s = 0.0
         self.fastest_model: StepTimeModel | None = None
         self._quantile = quantile
+        self._deviations = NormalDist().inv_cdf(quantile)
         self._window = window
         self._flight: deque[_Step] = deque()
         self._busy_until_s = self.now_s
@@ -165,6 +168,7 @@ class StepClock:
             if known is None or now.predict_s(TYPICAL_TOKENS) < known.predict_s(TYPICAL_TOKENS):
                 self.fastest_model = now
         self.jitter = self.estimator.correction.jitter(self._quantile)
+        self.spread = (self.margin - 1.0) / self._deviations
         self.strength = 1.0 - min(self.jitter / self._window, MOST_STRENGTHENED)
         # An answer that ends in its first window is judged by the few steps that it had.
         self.first_strength = 1.0 - min(self.jitter, MOST_STRENGTHENED)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -156,6 +157,9 @@ class ChainCosts:
             (self.acceptance.acceptance(t.slo_class) for t in self._tracker if t.tpot_s < INFINITY),
             default=self.acceptance.acceptance(),
         )
+
+    def spread(self) -> float:
+        return math.hypot(self._clock.spread, self._measured.spread())
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
         """As `DecodeModel.sustainable`; asked for every request that waits, so answered once a

@@ -258,6 +258,9 @@ class Chains:
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
         return self._costs.sustainable(tpot_s)
 
+    def spread(self) -> float:
+        return self._costs.spread()
+
     # With a step.
 
     def select(self, _schedule: StepSchedule | None) -> None:

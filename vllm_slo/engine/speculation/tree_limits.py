@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 from vllm.v1.request import Request
 
 from vllm_slo.config.model import SLOConfig
@@ -14,11 +16,8 @@ from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
-from vllm_slo.core.speculation.window_pace import (
-    PROMISED_WINDOW,
-    STEP_TIME_MARGIN,
-    counted_tokens,
-)
+from vllm_slo.core.speculation.window_odds import WindowOdds
+from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import DecodeView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -58,6 +57,8 @@ class TreeLimits:
         self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._ahead_s: Floats | None = None
         self._dear_s = 0.0
+        self._odds: tuple[WindowOdds, float, int] | None = None
+        self._shares: dict[str, float] = {}
         self._sustained: dict[float, tuple[float, Speculated]] = {}
 
     def begin_step(self) -> None:
@@ -66,6 +67,8 @@ class TreeLimits:
         self._views.clear()
         self._known_limits = [], []
         self._ahead_s = None
+        self._odds = None
+        self._shares.clear()
 
     def note_drafting(self, drafting_s: float) -> None:
         """So many seconds of drafting follow the step that is being planned."""
@@ -139,15 +142,32 @@ class TreeLimits:
 
     def counted_share(self, view: DecodeView) -> float:
         """Share of a tree's gain that a step may be stretched for."""
-        hoped = max(self.ahead(), 1.0 + EPS)
-        counted = counted_tokens(self._clock.start_s, view, hoped, self._sure_s())
-        return (counted - 1.0) / (hoped - 1.0)
+        if view.request_id not in self._shares:
+            hoped, start_s = max(self.ahead(), 1.0 + EPS), self._clock.start_s
+            odds, acceptance, longest = self._window_odds()
+            counted = odds.counted_tokens(start_s, view, acceptance, longest)
+            if counted < 1.0:
+                counted = max(counted, odds.surest_tokens(start_s, view, acceptance))
+            self._shares[view.request_id] = min(max((counted - 1.0) / (hoped - 1.0), 0.0), 1.0)
+        return self._shares[view.request_id]
 
-    def _sure_s(self) -> float:
-        """Seconds of a step of all who decode without trees."""
-        model = self._clock.plain_promise_model
-        plain_s = model.predict_s(max(len(self._state.running), 1), self.context())
-        return STEP_TIME_MARGIN * (plain_s + self._dear_s)
+    def _window_odds(self) -> tuple[WindowOdds, float, int]:
+        """The odds of TPOT windows in steps that verify the best path of each tree, the acceptance
+        with which such paths yield what is typical of them, and their greatest length."""
+        if self._odds is None:
+            chances = self._drafting.typical[:, 0]
+            requests = max(len(self._state.running), 1)
+            model, context = self._clock.plain_promise_model, self.context()
+            drafting_s = np.maximum(self.drafting_s(), self._dear_s)
+            step_s = [model.predict_s(requests, context) + self._dear_s]
+            step_s += [
+                model.predict_s(requests * (2 + depth), context) + drafting_s[depth]
+                for depth in range(len(chances))
+            ]
+            # Guesses accepted of those that were reached.
+            acceptance = float(chances.sum() / (1.0 + chances[:-1].sum()))
+            self._odds = WindowOdds(np.array(step_s)), acceptance, len(step_s)
+        return self._odds
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
         """As `DecodeModel.sustainable`; asked for every request that waits, so answered once a
@@ -164,6 +184,9 @@ class TreeLimits:
             )
             self._sustained[tpot_s] = most, trees
         return self._sustained[tpot_s]
+
+    def spread(self) -> float:
+        return math.hypot(self._clock.spread, self._measured.spread())
 
     def plain(self) -> StepTimeModel:
         return self._plain.plain()

@@ -191,6 +191,9 @@ class Trees:
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:
         return self._limits.sustainable(tpot_s)
 
+    def spread(self) -> float:
+        return self._limits.spread()
+
     def _propose_promised(self, step: StepCandidates) -> None:
         """Choose trees for a step of all roots, and give promised requests theirs."""
         trees = step.trees
