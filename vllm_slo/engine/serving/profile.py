@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-slo profile MODEL``: measure a model's step times and fit the step-time model to them.
 
+With ``--draft-model D`` it also measures what drafts are worth (`profile_speculation`).
 vLLM is imported when something is measured, not when this module is.
 """
 
@@ -15,8 +16,9 @@ from typing import Any
 from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileReport
 from vllm_slo.core.step_time.fit import fit
+from vllm_slo.engine.serving import profile_speculation as speculation
 from vllm_slo.engine.serving.profile_measurement import Progress, in_process_llm, measure
-from vllm_slo.errors import ProfileError, VllmSLOError
+from vllm_slo.errors import ConfigError, ProfileError, VllmSLOError
 
 WORST_R2 = 0.5
 """Below it a profile is not stored: a server that learns its step times online does better."""
@@ -35,6 +37,7 @@ def profile(
     Prefix caching and asynchronous scheduling are off meanwhile (see RecordingScheduler).
 
     Args:
+        model: name or folder; ``tiny`` is the built-in one.
         time_limit_s: for the measuring itself; None: 25 s if quick, else 300 s.
         on_progress: is told the scenarios done and their number.
         engine_args: arguments of ``vllm.LLM``, those with which the server will run.
@@ -42,8 +45,18 @@ def profile(
     if time_limit_s is None:
         time_limit_s = 25.0 if quick else 300.0
     from vllm_slo.engine.scheduling.step_time_profile import profile_key
+    from vllm_slo.engine.telemetry.recording import RecordingScheduler
 
-    with in_process_llm(model, engine_args) as llm:
+    name, memory = speculation.resolved(model, engine_args)
+    arguments = {
+        "skip_tokenizer_init": True,
+        **memory,
+        **engine_args,
+        "scheduler_cls": RecordingScheduler,
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+    }
+    with in_process_llm(name, arguments) as llm:
         samples = measure(llm, quick=quick, time_limit_s=time_limit_s, on_progress=on_progress)
         key = profile_key(llm.llm_engine.vllm_config)
     return ProfileReport(key, fit(samples), tuple(samples))
@@ -68,10 +81,25 @@ _ENGINE_FLAGS: dict[str, dict[str, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``vllm-slo profile``."""
-    parser.add_argument("model", help="model name or folder, as for 'vllm serve'")
-    parser.add_argument("--quick", action="store_true", help="a coarser grid, under a minute")
+    parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
+    parser.add_argument("--quick", action="store_true", help="coarser: a minute, with drafts two")
     parser.add_argument("--out", type=Path, help="write here, not into the cache folder")
     parser.add_argument("--plot", type=Path, help="PNG of measured against predicted times")
+    drafts = parser.add_argument_group("speculation", "does it help on this model?")
+    drafts.add_argument(
+        "--draft-model",
+        "--draft_model",
+        action="append",
+        help="name or folder of a draft model, whose drafts are measured, too; 'tiny' is the "
+        "built-in one",
+    )
+    drafts.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='with --draft-model: texts to measure with, one a line, or {"prompt": "..."} in each '
+        "line of a .jsonl file; without it, Python code",
+    )
     engine = parser.add_argument_group("engine", "as for 'vllm serve': give what you serve with")
     for flag, options in _ENGINE_FLAGS.items():
         engine.add_argument(flag, default=argparse.SUPPRESS, **options)
@@ -87,15 +115,29 @@ def run(args: argparse.Namespace) -> int:
     names = [flag.removeprefix("--").replace("-", "_") for flag in _ENGINE_FLAGS]
     engine_args = {name: getattr(args, name) for name in names if hasattr(args, name)}
     try:
+        if args.prompts is not None and args.draft_model is None:
+            raise ConfigError("--prompts: they are for measuring drafts; name a --draft-model, too")
+        drafted, engine = None, None
         with Bar(console=console, transient=True) as bar:
-            task = bar.add_task(f"measuring {args.model}", total=None)
+            if args.draft_model is not None:
+                engine = speculation.DraftedEngine.of(args.model, args.draft_model, engine_args)
+                engine_args = engine.without_drafts()
+                # First: this process lends its cores and its memory to no engine yet.
+                drafted = speculation.profile_speculation(
+                    engine,
+                    prompts=args.prompts,
+                    quick=args.quick,
+                    on_progress=_shown(bar, f"measuring drafts of {engine.draft}"),
+                )
             report = profile(
                 args.model,
                 quick=args.quick,
-                on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+                on_progress=_shown(bar, f"measuring {args.model}"),
                 **engine_args,
             )
         console.print(table(report))
+        if drafted is not None and engine is not None:
+            _print_drafted(console, drafted, f"{args.model} with drafts of {engine.draft}")
         if args.out is None and report.fit.r2 < WORST_R2:
             raise ProfileError(
                 f"R\u00b2 is {report.fit.r2:.2f}: something else kept this machine busy, so "
@@ -109,6 +151,18 @@ def run(args: argparse.Namespace) -> int:
         Console(stderr=True).print(line, style="red", soft_wrap=True, markup=False)
         return 2
     return 0
+
+
+def _shown(bar: Any, text: str) -> Progress:
+    """What shows progress as a line of a ``rich`` progress bar."""
+    task = bar.add_task(text, total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_drafted(console: Any, report: speculation.SpeculationReport, title: str) -> None:
+    console.print(speculation.table(report, title))
+    for sentence in speculation.sentences(report):
+        console.print(f"- {sentence}", markup=False, highlight=False)
 
 
 def draw(report: ProfileReport, path: Path) -> Path:

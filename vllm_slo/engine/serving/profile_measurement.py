@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,18 @@ class Limits:
         )
 
 
+def limits_of(llm: Any) -> Limits:
+    """The limits of an ``LLM`` whose engine core lives in this process."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    config = llm.llm_engine.vllm_config
+    return Limits(
+        requests=config.scheduler_config.max_num_seqs,
+        step_tokens=scheduler.max_num_scheduled_tokens,
+        request_tokens=config.model_config.max_model_len,
+        kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+    )
+
+
 def scenarios(limits: Limits, *, fill_tokens: int, quick: bool = False) -> list[Scenario]:
     """The grid: prefill chunks, decode batches and both at once, at short to long contexts.
 
@@ -104,14 +116,8 @@ class _Driver:
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        config = self.engine.vllm_config
-        self.limits = Limits(
-            requests=config.scheduler_config.max_num_seqs,
-            step_tokens=self.scheduler.max_num_scheduled_tokens,
-            request_tokens=config.model_config.max_model_len,
-            kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-        )
-        self._vocabulary = config.model_config.get_vocab_size()
+        self.limits = limits_of(llm)
+        self._vocabulary = self.engine.vllm_config.model_config.get_vocab_size()
         self._random = random.Random(0)
         self._ids = map(str, itertools.count())
 
@@ -227,8 +233,11 @@ def _order(shape: BatchShape) -> tuple[int, int, int]:
 
 
 @contextmanager
-def in_process_llm(model: str, engine_args: dict[str, Any]) -> Iterator[Any]:
-    """An ``LLM`` whose engine core, and with it the scheduler, lives in this process."""
+def in_process_llm(model: str, engine_args: Mapping[str, Any]) -> Iterator[Any]:
+    """An ``LLM`` whose engine core, and with it the scheduler, lives in this process.
+
+    ``engine_args``: arguments of ``vllm.LLM``, the scheduler among them.
+    """
     before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     llm = None
@@ -236,15 +245,7 @@ def in_process_llm(model: str, engine_args: dict[str, Any]) -> Iterator[Any]:
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        from vllm_slo.engine.telemetry.recording import RecordingScheduler
-
-        llm = LLM(
-            model,
-            **{"skip_tokenizer_init": True, "disable_log_stats": True, **engine_args},
-            scheduler_cls=RecordingScheduler,
-            async_scheduling=False,
-            enable_prefix_caching=False,
-        )
+        llm = LLM(model, **{"disable_log_stats": True, **engine_args})
         yield llm
     finally:
         if llm is not None:

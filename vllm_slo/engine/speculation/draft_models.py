@@ -162,6 +162,7 @@ class DraftModels:
         chains: which models work, and how.
         calibrations: what each one's probabilities are worth.
         plan: what is drafted after the step that is being planned.
+        fixed: drafted after every step from now on; None: what is fastest. For measurements.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class DraftModels:
             config.pool, config.max_depth, config.max_width, path_tokens, config.draft_tokens
         )
         self.plan = NO_DRAFT
+        self.fixed: Plan | None = None
         self._drafted = _Drafted(NO_DRAFT, 0.0, quiet=False)
         for name in self.names[:-1]:
             metrics.draft_model_up(name, up=True)
@@ -192,7 +194,10 @@ class DraftModels:
 
     def decide(self, load: DraftLoad) -> None:
         clock = self._clock
-        self.plan = self.chains.choose(load, clock.verifying_model, clock.now_s)
+        if self.fixed is None:
+            self.plan = self.chains.choose(load, clock.verifying_model, clock.now_s)
+        else:
+            self.plan = self.fixed
         prompt_s = sum(self.chains.times[model].token_s for model in self.plan.chain)
         clock.drafting(self.plan.drafting_s, prompt_s)
 

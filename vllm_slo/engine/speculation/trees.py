@@ -80,6 +80,8 @@ class Trees:
         drafting: which draft models or servers work, and what their drafts are worth.
         draft_padding: 0. A tree has no placeholders.
         yields: tokens that the step is expected to yield, of promised requests with trees.
+        fixed_nodes: verified of each request on average, whether they pay or not; None: those
+            that pay. For measurements.
     """
 
     draft_padding = 0
@@ -106,6 +108,7 @@ class Trees:
         self._max_step_tokens = max_step_tokens
         self.config = config.speculation
         self.yields = TokenYields()
+        self.fixed_nodes: int | None = None
         on_cpu = state.vllm_config.device_config.device_type == "cpu"
         path_tokens = PATH_TOKENS if on_cpu else 0.0
         self._multiple = CPU_MULTIPLE if on_cpu else 1
@@ -232,6 +235,9 @@ class Trees:
         self._selection_s += time.perf_counter() - began_s
 
     def _choose(self, trees: CandidateTrees, load: StepLoad) -> StepNodes:
+        if self.fixed_nodes is not None:
+            nodes = self.fixed_nodes * int(np.count_nonzero(trees.limits))
+            return StepNodes(trees.select(nodes, 0.0, 0.0), 0.0)
         return nodes_of_step(trees, load, self._clock.expected_model, self._clock.promise_model)
 
     def _load(self, step: StepCandidates, schedule: StepSchedule | None) -> StepLoad:
