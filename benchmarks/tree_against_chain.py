@@ -41,27 +41,20 @@ ANSWER: Final = 60
 # --- in an engine's own process -------------------------------------------------------------------
 
 
-class Forced:
+class Fixed:
     """Every request's tree has the same shape, and every step verifies ``NODES`` for each."""
 
-    def __init__(self) -> None:
-        import numpy as np
+    def __init__(self, scheduler: Any) -> None:
+        self._trees = scheduler.parts.speculation
+        self._trees.fixed_nodes = NODES
+        self.use("tree")
 
-        from vllm_slo.core.speculation.candidate_trees import StepNodes
-        from vllm_slo.core.speculation.model_chain import ModelChains, Plan
-        from vllm_slo.engine.speculation import next_drafts, trees
+    def use(self, shape: str) -> None:
+        """From now on."""
+        from vllm_slo.core.speculation.model_chain import Plan
 
-        self.shape = SHAPES["tree"]
-        replace = adaserve_engine.replace_attribute
-        replace(next_drafts, "depth_and_width", lambda *_, **__: self.shape)
-        replace(ModelChains, "choose", lambda *_: Plan((0,), *self.shape))
-        replace(
-            trees,
-            "nodes_of_step",
-            lambda candidates, *_: StepNodes(
-                candidates.select(NODES * int(np.count_nonzero(candidates.limits)), 0.0, 0.0), 1.0
-            ),
-        )
+        depth, width = SHAPES[shape]
+        self._trees.drafting.fixed = Plan((0,), depth, width)
 
 
 def prompts(context: int, count: int) -> list[list[int]]:
@@ -83,14 +76,14 @@ def prompts(context: int, count: int) -> list[list[int]]:
 def measure(ask: dict[str, Any]) -> list[dict[str, Any]]:
     """Each batch at each context in each shape: accepted tokens, seconds."""
     server = adaserve_engine.Server(ask["run"])
-    forced = None if ask["chain"] else Forced()  # after the engine's start: it loads numba
+    fixed = None if ask["chain"] else Fixed(server.steps.scheduler)
     server.warm_up(turns=2)
     found = []
     for context, batch in itertools.product(ask["contexts"], ask["batches"]):
         given = prompts(context, batch)
-        for turn, shape in enumerate(list(SHAPES) if forced else ["vLLM's chain"]):
-            if forced:
-                forced.shape = SHAPES[shape]
+        for turn, shape in enumerate(list(SHAPES) if fixed else ["vLLM's chain"]):
+            if fixed:
+                fixed.use(shape)
             asked = [
                 adaserve_engine.Asked(
                     request_id=f"r{n}-{turn}", category="", arrival_s=0.0, prompt=ids,
