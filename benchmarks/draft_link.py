@@ -70,7 +70,7 @@ def be_drafter(address: str, name: str) -> None:
         max_model_len=1 << 20,
         max_sessions=64,
     )
-    serve(VerifierLink(address, TOKEN, hello), Parrot(), lambda: False)
+    serve([VerifierLink(address, TOKEN, hello)], Parrot(), lambda: False)
 
 
 def be_relay(address: str, kind: str) -> None:

@@ -26,7 +26,7 @@ COMMANDS = {
 REPLICAS = "vllm_slo.router.serve"
 """The module that runs ``serve`` with several replicas."""
 
-FLEET = "vllm_slo.router.draft_fleet"
+BESIDE = "vllm_slo.router.draft_beside"
 """The module that starts draft servers beside ``serve``."""
 
 
@@ -45,15 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module(COMMANDS[name][0]).add_arguments(command)
             if name == "serve":
                 import_module(REPLICAS).add_arguments(command)
+                import_module(BESIDE).add_arguments(command)
     args, rest = parser.parse_known_args(argv)
     module = import_module(COMMANDS[args.command][0])
     try:
         if args.command == "serve":
             replicas = import_module(REPLICAS)
-            if replicas.asked_for(args):
-                return int(replicas.run(args, rest))
-            import_module(FLEET).beside(args)
-        if args.command in ("serve", "draft-server"):
+            runner = replicas if replicas.asked_for(args) else module
+            import_module(BESIDE).start(args, rest)
+            return int(runner.run(args, rest))
+        if args.command == "draft-server":
             return int(module.run(args, rest))
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")

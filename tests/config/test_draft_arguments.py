@@ -418,12 +418,12 @@ def test_a_folder_that_is_here_gets_its_whole_path(
     copy_of("draft", tmp_path)
     (tmp_path / "tiny").mkdir()  # the built-in name means the built-in model all the same
     whole = str(tmp_path / "copy-of-draft")
-    assert embedded_config(None, None, ["copy-of-draft"]) == {DRAFT_KEY: whole}
+    assert embedded_config(None, None, {DRAFT_KEY: "copy-of-draft"}) == {DRAFT_KEY: whole}
     said = embedded_config({"speculation": {"draft_model": "copy-of-draft"}}, None)
     assert SLOConfig.from_additional_config(said).speculation.draft_model == whole
-    assert embedded_config(None, None, ["tiny"]) == {DRAFT_KEY: "tiny"}
+    assert embedded_config(None, None, {DRAFT_KEY: "tiny"}) == {DRAFT_KEY: "tiny"}
     pool = ["tiny", "tiny-middle", "copy-of-draft"]
-    assert embedded_config(None, None, pool) == {DRAFT_KEY: [*pool[:2], whole]}
+    assert embedded_config(None, None, {DRAFT_KEY: pool}) == {DRAFT_KEY: [*pool[:2], whole]}
     assert embedded_config(None, '{"draft_model": "a/b"}', None) == {DRAFT_KEY: "a/b"}
 
 
@@ -554,6 +554,7 @@ def test_padding_of_a_vocabulary_does_no_harm(tmp_path: Path) -> None:
 # --- draft servers -------------------------------------------------------------------------------
 
 ADDRESS = "tcp://127.0.0.1:5700"
+SPEC_FLAG = "--speculative-config"
 REMOTE_SPEC = {**SPEC, "model": REMOTE_PROPOSER}
 
 
@@ -605,7 +606,15 @@ def test_the_token_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ),
         (
             ["--draft-servers", ADDRESS, "--replicas", "2"],
-            f"--draft-servers {ADDRESS}: cannot be combined with --replicas: ",
+            f"--draft-servers {ADDRESS}: each of 2 replicas needs a port of its own; write tcp://",
+        ),
+        (
+            ["--draft-servers", "tcp://127.0.0.1:*", "--max-replicas", "2"],
+            "--draft-servers tcp://127.0.0.1:*: each of 2 replicas needs a port of its own; ",
+        ),
+        (
+            ["--draft-servers", f"{ADDRESS}-5701", "--replicas", "2"],
+            f"--draft-token-file: not given, and {TOKEN_VARIABLE} is",
         ),
     ],
 )
@@ -638,9 +647,31 @@ def test_another_speculation_beside_draft_servers_is_refused(tmp_path: Path) -> 
         SLOConfig.from_additional_config({SERVERS_KEY: 5})
 
 
-def test_replicas_of_a_configuration_file_have_no_draft_servers() -> None:
-    with pytest.raises(ConfigError, match="cannot be combined with --replicas"):
-        checked(slo_config={"speculation": {"draft_servers": ADDRESS}})
+def test_replicas_of_a_configuration_file_need_as_many_ports() -> None:
+    one, two = ({"speculation": {"draft_servers": ADDRESS + end}} for end in ("", "-5701"))
+    with pytest.raises(ConfigError, match="each of 2 replicas needs a port of its own"):
+        checked(slo_config=one, replicas=2)
+    assert SPEC_FLAG in replica_line(checked(slo_config=one, replicas=1))
+    assert SPEC_FLAG in replica_line(checked(slo_config=two, replicas=2))
+
+
+def test_draft_servers_reach_every_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file with the token by its whole path, and the token itself nowhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(TOKEN_VARIABLE, secret := "a token of the tests' own")
+    (tmp_path / "token").write_text(secret)
+    router_serve = pytest.importorskip("vllm_slo.router.serve")
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    router_serve.add_arguments(parser)
+    address = f"{ADDRESS}-5701"
+    line = ["tiny", "--draft-servers", address, "--draft-token-file", "token", "--replicas", "2"]
+    args = AppArgs.checked(router_serve.app_args(*parser.parse_known_args(line)))
+    command = replica_line(args)
+    said = json.loads(value_of(command, "--additional-config"))
+    assert said == {SERVERS_KEY: address, TOKEN_FILE_KEY: str(tmp_path / "token")}
+    assert json.loads(value_of(command, SPEC_FLAG)) == REMOTE_SPEC
+    assert secret not in " ".join(command)
 
 
 @pytest.mark.usefixtures("token")

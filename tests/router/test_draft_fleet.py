@@ -52,24 +52,6 @@ def test_a_mistake_is_one_line_before_ray_starts(
     assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--draft-servers", "2"], "--draft-servers 2: name the one model that drafts"),
-        (
-            ["--draft-servers", "2", "--draft-model", "tiny", "--draft-model", "tiny-middle"],
-            "--draft-servers 2: name the one model",
-        ),
-        (["--draft-servers", "0", "--draft-model", "tiny"], "--draft-servers 0: choose 1 to 1024"),
-    ],
-)
-def test_a_server_says_what_it_lacks_for_draft_servers_of_its_own(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["serve", "tiny", *flags]) == 2
-    assert capsys.readouterr().err.startswith(f"vllm-slo: error: {said}")
-
-
 # One process's supervisor.
 
 
@@ -126,6 +108,27 @@ def test_a_process_that_cannot_use_its_flags_is_not_started_again(
         one = await until(watched, lambda one: bool(one["error"]))
         assert one["error"] == "vllm-slo: error: --model: no"
         assert (await watched.watch())["starts"] == 1
+        await watched.stop()
+
+    asyncio.run(play())
+
+
+def test_a_process_that_ran_and_then_cannot_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As for want of memory, at a time: that is no reason to end all draft servers."""
+    ran = tmp_path / "ran"
+    code = (
+        f"import pathlib, sys, time; ran = pathlib.Path({str(ran)!r})\n"
+        "ran.exists() and sys.exit(2)\nran.touch()\ntime.sleep(600)"
+    )
+
+    async def play() -> None:
+        watched = supervisor(monkeypatch, code)
+        first = await until(watched, lambda one: one["pid"] > 0 and ran.exists())
+        os.kill(first["pid"], signal.SIGKILL)
+        third = await until(watched, lambda one: one["starts"] == 3)
+        assert not third["error"]
         await watched.stop()
 
     asyncio.run(play())

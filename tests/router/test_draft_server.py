@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,29 +101,64 @@ def test_the_engine_is_told_what_suits_drafting_unless_the_user_says_otherwise()
     assert (other.model, other.kv_cache_memory_bytes) == ("some/model", None)
 
 
+@pytest.mark.engine
+def test_texts_are_no_longer_than_the_draft_model_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A served model's length may be passed on to a draft model that takes less."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_slo.engine.speculation.draft_engine import engine_arguments, fitted
+
+    def length(*flags: str) -> int | None:
+        given = engine_arguments("tiny", flags, max_sessions=5)
+        return fitted(EngineArgs.from_cli_args(given)).max_model_len
+
+    assert length() is None
+    assert length("--max-model-len", "512") == 512
+    taken = length("--max-model-len", "100000")
+    assert (
+        taken
+        == json.loads((tiny.path("draft") / "config.json").read_text())["max_position_embeddings"]
+    )
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert length("--max-model-len", "100000") == 100_000
+
+
 # --- one with a model ----------------------------------------------------------------------------
 
 
 @dataclass
 class Running:
-    """A draft server with the built-in model, and the verifier that it found."""
+    """A draft server with the built-in model, and the verifiers that it found.
+
+    Attributes:
+        link: of the verifier that most tests are about.
+        other: of the one that shares the model with it.
+    """
 
     link: DraftLink
+    other: DraftLink
     process: subprocess.Popen[bytes]
     log: Path
 
     def until_ready(self) -> None:
         end = time.monotonic() + START_S
-        while not any(drafter.ready for drafter in self.link.drafters):
+        while not all(any(one.ready for one in link.drafters) for link in (self.link, self.other)):
             assert self.process.poll() is None, self.log.read_text()[-4000:]
             assert time.monotonic() < end, self.log.read_text()[-4000:]
             self.link.poll()
+            self.other.poll()
             time.sleep(0.02)
 
     def draft(self, deadline_s: float = LONG_S, **asks: DraftAsk) -> Mapping[str, DraftTokens]:
         """Drafts by session."""
         self.until_ready()
-        done = self.link.exchange({"tiny": asks}, deadline_s=deadline_s)
+        return self.drafts_of(self.link, asks, deadline_s)
+
+    def drafts_of(
+        self, link: DraftLink, asks: Mapping[str, DraftAsk], deadline_s: float = LONG_S
+    ) -> Mapping[str, DraftTokens]:
+        """Drafts by session, of one of the verifiers."""
+        done = link.exchange({"tiny": asks}, deadline_s=deadline_s)
         assert not done.late or deadline_s < LONG_S, self.log.read_text()[-4000:]
         return done.answers
 
@@ -131,13 +168,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("draft_server")
     log, token = folder / "log", folder / "token"
     token.write_text(TOKEN)
-    link = DraftLink("tcp://127.0.0.1:*", TOKEN, vocab_size=VOCAB)
+    link, other = (DraftLink("tcp://127.0.0.1:*", TOKEN, vocab_size=VOCAB) for _ in range(2))
     link.bind()
+    other.bind()
     with log.open("wb") as out:
         process = subprocess.Popen(
             [
                 *(command("vllm-slo"), "draft-server", "--model", "tiny", "--name", "tiny"),
-                *("--connect", link.address, "--token-file", str(token), "--max-sessions", "4"),
+                *("--connect", link.address, "--connect", other.address),
+                *("--token-file", str(token), "--max-sessions", "4"),
                 *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
             ],
             stdout=out,
@@ -145,7 +184,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             cwd=folder,
             env=environment(),
         )
-    running = Running(link, process, log)
+    running = Running(link, other, process, log)
     try:
         running.until_ready()
         yield running
@@ -153,6 +192,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         process.kill()
         process.wait()
         running.link.close()
+        running.other.close()
 
 
 Odds = Callable[[Sequence[int], Sequence[int], float], list[list[float]]]
@@ -250,6 +290,50 @@ def test_what_the_model_cannot_take_harms_no_other_session(server: Running, odds
     assert set(drafts) == {"long", "good"}
     assert len(drafts["long"].tokens) == 2, "up to the longest text"
     assert is_greedy(odds, PROMPT, drafts["good"].tokens)
+
+
+@pytest.mark.engine
+def test_two_verifiers_share_the_model(server: Running, odds: Odds) -> None:
+    """At the same time and with sessions of one name: each text goes on as its own. Together they
+    have more sessions than the server takes of one verifier."""
+    server.until_ready()
+    texts = {server.link: PROMPT, server.other: PROMPT[35:]}
+
+    def follow(link: DraftLink) -> list[int]:
+        text = list(texts[link])
+        for _ in range(8):
+            asks = {f"s{place}": DraftAsk(text[place:], 4) for place in range(4)}
+            drafts = server.drafts_of(link, asks)
+            assert len(drafts) == 4
+            text += drafts["s0"].tokens
+        return text
+
+    with ThreadPoolExecutor() as threads:
+        for link, text in zip(texts, threads.map(follow, texts), strict=True):
+            prompt = texts[link]
+            assert len(text) == len(prompt) + 32
+            assert is_greedy(odds, prompt, text[len(prompt) :])
+            assert not link.faults
+
+
+@pytest.mark.engine
+def test_a_verifier_that_goes_away_loses_its_own_sessions_alone(
+    server: Running, odds: Odds
+) -> None:
+    """In the middle of its round, which is then over; the other one's sessions are still held."""
+    text = [*PROMPT, *server.draft(stays=DraftAsk(PROMPT, 5))["stays"].tokens]
+    long = {f"long{place}": DraftAsk(PROMPT[place:], 64) for place in range(4)}
+    server.other.exchange({"tiny": long}, deadline_s=0.0)
+    address = server.other.address
+    server.other.close()
+    done = server.link.exchange({"tiny": {"stays": DraftAsk(text, 5)}}, deadline_s=LONG_S)
+    assert is_greedy(odds, text, done.answers["stays"].tokens)
+    assert not server.link.faults
+    server.other = DraftLink(address, TOKEN, vocab_size=VOCAB)
+    server.other.bind()
+    server.until_ready()
+    again = server.drafts_of(server.other, {"again": DraftAsk(PROMPT, 6)})["again"]
+    assert is_greedy(odds, PROMPT, again.tokens)
 
 
 @pytest.mark.engine

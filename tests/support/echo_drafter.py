@@ -101,16 +101,23 @@ class HeldDrafter(EchoDrafter):
 
 @contextmanager
 def drafting(
-    address: str, name: str, *, token: str = TOKEN, drafter: EchoDrafter | None = None, **said: Any
+    address: str | Sequence[str],
+    name: str,
+    *,
+    token: str = TOKEN,
+    drafter: EchoDrafter | None = None,
+    **said: Any,
 ) -> Iterator[EchoDrafter]:
-    """A drafter in a thread, until the block ends."""
+    """A drafter in a thread, until the block ends; of one verifier, or of several."""
     drafter = drafter or EchoDrafter()
     stop = threading.Event()
-    link = VerifierLink(address, token, hello(name, **said))
+    addresses = [address] if isinstance(address, str) else address
+    links = [VerifierLink(one, token, hello(name, **said)) for one in addresses]
 
     def run() -> None:
-        serve(link, drafter, stop.is_set)
-        link.close()
+        serve(links, drafter, stop.is_set)
+        for link in links:
+            link.close()
 
     thread = threading.Thread(target=run, name=f"drafter {name}")
     thread.start()
@@ -160,7 +167,7 @@ class RawDrafter:
 
 def main(address: str, name: str) -> None:
     link = VerifierLink(address, read_token(None), hello(name))
-    serve(link, EchoDrafter(), StopSignal())
+    serve([link], EchoDrafter(), StopSignal())
     link.close()
 
 

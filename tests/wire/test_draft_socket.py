@@ -11,11 +11,14 @@ import zmq
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_socket import (
     MIN_TOKEN,
+    MOST_PORTS,
     TOKEN_VARIABLE,
     check_address,
+    connected_addresses,
     derive_keys,
     drafter_socket,
     read_token,
+    single_addresses,
 )
 
 TOKEN = "a token of the tests' own"
@@ -82,6 +85,11 @@ def test_without_a_connection_nothing_is_queued() -> None:
         ("tcp://127.0.0.1:*", True, False),
         ("tcp://127.0.0.1:0", True, False),
         ("tcp://*:5800", True, False),
+        ("tcp://10.0.0.1:5700-5702", True, True),
+        ("tcp://10.0.0.1:5700-5700", True, True),
+        ("tcp://*:5700-5702", True, False),
+        ("tcp://10.0.0.1:65530-65536", False, False),
+        ("tcp://10.0.0.1:5700-", False, False),
         ("tcp://10.0.0.1", False, False),
         ("tcp://10.0.0.1:65536", False, False),
         ("tcp://10.0.0.1:5800 ", False, False),
@@ -101,3 +109,29 @@ def test_addresses(address: str, binds: bool, connects: bool) -> None:
         with pytest.raises(ConfigError) as caught:
             check_address(address, "--connect", connects=asked)
         assert str(caught.value).startswith(f"--connect {address}: not an address; write tcp://")
+
+
+@pytest.mark.parametrize("ports", ["5700-5699", "0-3", "5700-5764"])
+def test_a_range_of_ports_is_bounded(ports: str) -> None:
+    said = rf"^--connect tcp://h:{ports}: not a range of ports; .* at most {MOST_PORTS} ports$"
+    for asked in (False, True):
+        with pytest.raises(ConfigError, match=said):
+            check_address(f"tcp://h:{ports}", "--connect", connects=asked)
+
+
+def test_a_range_stands_for_one_address_a_port() -> None:
+    assert single_addresses("tcp://[::1]:5700-5702") == [
+        f"tcp://[::1]:{port}" for port in (5700, 5701, 5702)
+    ]
+    for address in ("tcp://draft-host:5700", "ipc:///tmp/a-1:5-6", "tcp://*:*"):
+        assert single_addresses(address) == [address]
+
+
+def test_a_draft_server_connects_to_each_address_once() -> None:
+    given = ["tcp://b:5702-5703", "ipc:///tmp/a", "tcp://b:5700"]
+    expected = ["tcp://b:5702", "tcp://b:5703", "ipc:///tmp/a", "tcp://b:5700"]
+    assert connected_addresses(given, "--connect") == expected
+    with pytest.raises(ConfigError, match=r"^--connect tcp://b:5701: given twice; "):
+        connected_addresses(["tcp://b:5700-5702", "tcp://b:5701"], "--connect")
+    with pytest.raises(ConfigError, match=r"^--connect: 65 addresses; give at most 64$"):
+        connected_addresses(["tcp://b:5700-5763", "tcp://b:1"], "--connect")

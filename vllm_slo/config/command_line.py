@@ -20,6 +20,13 @@ _ALIASES: Final = {
     "-cc": "--compilation-config",
     "-ac": "--attention-config",
 }
+SHARED_WITH_DRAFTS: Final = (
+    *("--dtype", "--max-model-len", "--seed", "--enforce-eager", "--trust-remote-code"),
+    *("--config-format", "--load-format", "--model-loader-extra-config", "--download-dir"),
+)
+"""Flags of a served model that hold for its draft models too: those that a draft model beside it
+takes over in vLLM (``SpeculativeConfig``), and how weights are loaded. Draft servers are engines of
+their own, so its memory, parallel sizes, quantisation, ports and batches are not theirs."""
 _FLAGS: Final = (
     *("--data-parallel-size", "--tensor-parallel-size", "--pipeline-parallel-size"),
     *("--api-server-count", "--nnodes", "--distributed-executor-backend", "--headless", "--grpc"),
@@ -28,7 +35,9 @@ _FLAGS: Final = (
     *("--host", "--port", "--tokenizer", "--block-size", "--attention-backend"),
     *("--attention-config", "--compilation-config", "--scheduler-cls", "--middleware"),
     *("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--worker-cls"),
+    *SHARED_WITH_DRAFTS,
 )
+_NEGATED: Final = "--no-"
 _SHORTEST_PREFIX: Final = len("--xxx")
 
 
@@ -67,6 +76,12 @@ class Flags:
             for index in range(start, stop)
         }
         return Flags([word for index, word in enumerate(self.words) if index not in dropped])
+
+    def words_of(self, *flags: str) -> list[str]:
+        """The words of these flags and of their negations, ``--no-...``, in order."""
+        names = (*flags, *(_NEGATED + flag[2:] for flag in flags))
+        given = (found for found in self._scan() if found[0] in names)
+        return [word for name, values, _, _ in given for word in (name, *values)]
 
     def with_config_file(self) -> Flags:
         """What vLLM's ``--config`` file says, too; the command line wins. For questions only."""

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_slo.config.command_line import Flags, flag_of
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, tree_arguments
-from vllm_slo.config.speculation import DRAFT_KEY, pool_value
+from vllm_slo.config.speculation import DRAFT_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.errors import ConfigError
+from vllm_slo.wire.draft_socket import check_address, single_addresses
 
 API_KEY_ENV: Final = "VLLM_API_KEY"
 HEAD_NODE: Final = "node:__internal_head__"
@@ -209,11 +210,7 @@ class AppArgs(BaseModel):
             update["vllm_args"] = tuple(flags.without("--api-key").words)
         parsed = parsed.model_copy(update=update)
         speculation = parsed.slo().speculation
-        if speculation.draft_servers is not None:
-            raise ConfigError(
-                f"--draft-servers {speculation.draft_servers}: cannot be combined with --replicas: "
-                "draft servers draft for one engine; remove one of the two"
-            )
+        _check_ports(speculation.draft_servers, parsed.most)
         tree_arguments(speculation, given_arguments(flags.with_config_file()), spelled=flag_of)
         _ = parsed.parallel_size
         return parsed
@@ -269,31 +266,55 @@ class AppArgs(BaseModel):
         return SLOConfig.from_additional_config(self.additional_config())
 
 
+def _check_ports(address: str | None, replicas: int) -> None:
+    """Refuse an address for draft servers at which not every replica can listen.
+
+    All of them may be on one machine, and each one listens.
+
+    Raises:
+        ConfigError: it is not an address, or there are fewer ports than replicas.
+    """
+    if address is None:
+        return
+    check_address(address, "--draft-servers")
+    if len(single_addresses(address)) < replicas or (replicas > 1 and address.endswith("*")):
+        raise ConfigError(
+            f"--draft-servers {address}: each of {replicas} replicas needs a port of its own; "
+            f"write tcp://HOST:FIRST-LAST with {replicas} ports or more"
+        )
+
+
 def embedded_config(
-    slo_config: Any, additional_json: str | None, draft_model: list[str] | None = None
+    slo_config: Any, additional_json: str | None, speculation: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """vLLM's additional_config for processes that may run on machines without these files.
 
-    Paths of a profile and of draft models on this machine become absolute.
+    Paths of a profile, of draft models and of their token on this machine become absolute.
+
+    Args:
+        slo_config: path of the SLO configuration, or the mapping itself.
+        additional_json: vLLM's ``--additional-config``.
+        speculation: keys of additional_config that say where drafts come from; None: not said.
 
     Raises:
         ConfigError: the JSON or the SLO configuration cannot be used.
     """
     additional = read_additional_config(additional_json or "{}")
-    draft = draft_model and pool_value(draft_model)
-    for key, value in ((CONFIG_KEY, slo_config), (DRAFT_KEY, draft)):
-        if value is not None:
-            additional[key] = value
+    given = {CONFIG_KEY: slo_config, **(speculation or {})}
+    additional |= {key: value for key, value in given.items() if value is not None}
     config = SLOConfig.from_additional_config(additional)
     pool = [_whole_path(name) for name in config.speculation.pool]
     if pool != [*config.speculation.pool]:
         additional[DRAFT_KEY] = pool_value(pool)
+    token_file = config.speculation.draft_token_file
+    if token_file is not None and Path(token_file).exists():
+        additional[TOKEN_FILE_KEY] = str(Path(token_file).resolve())
     if additional.get(CONFIG_KEY) is None:
         return additional
-    given = config.model_dump(exclude_unset=True)
-    if given.get("profile") and Path(given["profile"]).exists():
-        given["profile"] = str(Path(given["profile"]).resolve())
-    return {**additional, CONFIG_KEY: given}
+    embedded = config.model_dump(exclude_unset=True)
+    if embedded.get("profile") and Path(embedded["profile"]).exists():
+        embedded["profile"] = str(Path(embedded["profile"]).resolve())
+    return {**additional, CONFIG_KEY: embedded}
 
 
 def _whole_path(model: str) -> str:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-slo draft-server --count N``: several draft servers, placed and watched by Ray.
 
-``vllm-slo serve MODEL --draft-model D --draft-servers N`` starts one such command beside itself.
-
 Each actor supervises one ``vllm-slo draft-server`` process on its node and restarts it when it
 ends. Ray restarts an actor, on another node if needed, when its node or process is lost. Every
 process connects to the verifier itself, so drafts do not pass through Ray. The secret does not
@@ -13,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,9 +19,8 @@ from typing import Any, Final, TypedDict
 
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import ray_session
-from vllm_slo.router.child import Child, keep_group_until_exit
-from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
-from vllm_slo.wire.ports import free_port
+from vllm_slo.router.child import Child
+from vllm_slo.wire.draft_socket import connected_addresses, derive_keys, read_token
 
 POLL_S: Final = 1.0
 MOST: Final = 1024
@@ -34,8 +29,6 @@ PAUSES_S: Final = (0.0, 1.0, 5.0, 15.0)
 STEADY_S: Final = 60.0
 """After a process that ran for so long, the next restart is the first in a row."""
 GRACE_S: Final = 5.0
-PATIENCE_S: Final = 20.0
-"""Time for the draft servers to end after the server that they were started for."""
 UNUSABLE: Final = 2
 """Exit status of a process that cannot use its flags; a restart would not help."""
 
@@ -72,7 +65,8 @@ class Supervisor:
         if self._child is not None and self._child.returncode is not None:
             await self._ended(self._child)
         if self._child is None and not self._error and time.monotonic() >= self._next_s:
-            self._child = Child(self._argv, os.environ)
+            # Ray sets the number of threads; vLLM would bind those of all engines to one core.
+            self._child = Child(self._argv, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ})
             await self._child.start()
             self._starts += 1
             self._begun_s = time.monotonic()
@@ -82,7 +76,7 @@ class Supervisor:
     async def _ended(self, child: Child) -> None:
         code = await child.wait()
         self._child = None
-        if code == UNUSABLE:
+        if code == UNUSABLE and self._starts == 1:  # later it is for want of memory or the like
             self._error = child.last_words()
         if time.monotonic() - self._begun_s > STEADY_S:
             self._row = 0
@@ -108,7 +102,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     count = 1 if args.count is None else args.count
     if not 1 <= count <= MOST:
         raise ConfigError(f"--count {count}: choose 1 to {MOST}")
-    check_address(args.connect, "--connect", connects=True)
+    connected_addresses(args.connect, "--connect")
     if args.ray_address is None:
         derive_keys(read_token(args.token_file))
     else:
@@ -121,41 +115,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def command_of(args: argparse.Namespace, rest: Sequence[str], name: str) -> list[str]:
     """The command line of one draft server."""
-    words = ["draft-server", "--model", args.model, "--connect", args.connect, "--name", name]
+    words = ["draft-server", "--model", args.model, "--name", name]
+    words += [word for address in args.connect for word in ("--connect", address)]
     if args.token_file is not None:
         words += ["--token-file", args.token_file]
     return [*words, "--max-sessions", str(args.max_sessions), *rest]
-
-
-def beside(args: argparse.Namespace) -> None:
-    """If ``--draft-servers`` is a number, start that many here, until this process ends.
-
-    It then puts the address to which they connect into ``args``.
-
-    Raises:
-        ConfigError: there is not exactly one draft model, or Ray is missing.
-    """
-    if args.draft_servers is None or not args.draft_servers.isdecimal():
-        return
-    count, models = int(args.draft_servers), args.draft_model or []
-    if len(models) != 1:
-        raise ConfigError(
-            f"--draft-servers {count}: name the one model that drafts: --draft-model D"
-        )
-    if not 1 <= count <= MOST:
-        raise ConfigError(f"--draft-servers {count}: choose 1 to {MOST}, or give an address")
-    ray_session.import_ray("--draft-servers")
-    if args.draft_token_file is None:
-        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
-    address = f"tcp://127.0.0.1:{free_port()}"
-    words = ["draft-server", "--count", str(count), "--model", models[0], "--connect", address]
-    if args.draft_token_file is not None:
-        words += ["--token-file", args.draft_token_file]
-    fleet = subprocess.Popen(
-        [sys.executable, "-m", "vllm_slo.cli", *words], stdin=subprocess.DEVNULL, process_group=0
-    )
-    keep_group_until_exit(fleet.pid, PATIENCE_S)
-    args.draft_servers, args.draft_model = address, None
 
 
 class _Fleet:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-slo draft-server``: a small model that drafts for a verifier on another machine.
+"""``vllm-slo draft-server``: a small model that drafts for verifiers, on any machine.
 
-It connects to the verifier, introduces itself and answers requests for drafts (GoodSpeed, section
+It connects to each verifier, introduces itself and answers requests for drafts (GoodSpeed, section
 III-A), in the format of `vllm_slo.wire.draft_messages`. It waits for a verifier that is not there
 yet, and reconnects for ever to one that has gone. SIGTERM and SIGINT end it after the current step.
+
+Several verifiers share one model: each has a link of its own, with sessions of its own, and takes
+it for a draft server like any other. Their rounds are drafted in turns, one round at a time. So a
+verifier waits for at most one round of each other verifier, and the model never has more than
+``--max-sessions`` requests.
 """
 
 from __future__ import annotations
@@ -24,9 +29,14 @@ from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import draft_fleet
-from vllm_slo.router.verifier_link import VerifierLink
+from vllm_slo.router.verifier_link import VerifierLink, listen_to
 from vllm_slo.wire.draft_messages import MAX_NAME, MAX_SESSIONS, NAME_PATTERN, WIRE, Hello
-from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_address, derive_keys, read_token
+from vllm_slo.wire.draft_socket import (
+    TOKEN_VARIABLE,
+    connected_addresses,
+    derive_keys,
+    read_token,
+)
 
 logger = logging.getLogger("vllm_slo.draft_server")
 
@@ -49,27 +59,49 @@ class Drafter(Protocol):
 
 
 def serve(
-    link: VerifierLink, drafter: Drafter, stopped: Callable[[], bool], *, clock: Clock | None = None
+    links: Sequence[VerifierLink],
+    drafter: Drafter,
+    stopped: Callable[[], bool],
+    *,
+    clock: Clock | None = None,
 ) -> None:
-    """Draft what the verifier asks for until ``stopped`` returns true.
+    """Draft what the verifiers ask for until ``stopped`` returns true.
 
-    A round ends early and is not answered if a newer round has come.
+    Of the verifiers that wait, the one whose last round is longest ago is next. A round ends early
+    and is not answered if its verifier has sent a newer one, or has disconnected.
     """
     clock = clock or SystemClock()
+    turns = list(links)
+    while not stopped():
+        listen_to(turns, LOOK_S)
+        link = next((link for link in turns if link.has_round), None)
+        if link is None:
+            continue
+        turns.remove(link)
+        turns.append(link)
+        _draft_round(link, drafter, stopped, turns, clock)
+
+
+def _draft_round(
+    link: VerifierLink,
+    drafter: Drafter,
+    stopped: Callable[[], bool],
+    links: Sequence[VerifierLink],
+    clock: Clock,
+) -> None:
+    """Draft and answer the round of one verifier; meanwhile listen to all of them."""
+    wanted = link.take_round()
+    if wanted is None:
+        return
 
     def interrupted() -> bool:
-        link.listen(0.0)
-        return link.has_round or stopped()
+        listen_to(links, 0.0)
+        return not link.awaits(wanted) or stopped()
 
-    while not stopped():
-        link.listen(LOOK_S)
-        wanted = link.take_round()
-        if wanted is None:
-            continue
-        left_s = max(wanted.ends_s - clock.monotonic_s(), 0.0)
-        drafts = drafter.draft(wanted.asks, left_s, interrupted)
-        if not link.has_round:
-            link.answer(wanted, drafts)
+    left_s = max(wanted.ends_s - clock.monotonic_s(), 0.0)
+    drafts = drafter.draft(wanted.asks, left_s, interrupted)
+    if link.awaits(wanted):
+        link.answer(wanted, drafts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +112,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect",
         required=True,
+        action="append",
         metavar="ADDRESS",
-        help="address of the verifier, tcp://HOST:PORT",
+        help="address of the verifier, tcp://HOST:PORT; several verifiers share the model if it is "
+        "given several times, or with a range of ports, tcp://HOST:FIRST-LAST",
     )
     parser.add_argument(
         "--token-file",
@@ -127,7 +161,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _run_one(args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     """Run one draft server until a signal comes."""
-    check_address(args.connect, "--connect", connects=True)
+    addresses = connected_addresses(args.connect, "--connect")
     name = args.name or f"{socket.gethostname()}-{os.getpid()}"
     if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"--name {name}: use up to {MAX_NAME} letters, digits, and ._:@/-")
@@ -153,12 +187,14 @@ def _run_one(args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
         max_sessions=args.max_sessions,
     )
     stop = StopSignal()
-    logger.info("%s drafts with %s; looking for a verifier at %s", name, args.model, args.connect)
-    link = VerifierLink(args.connect, token, hello)
+    where = ", ".join(args.connect)
+    logger.info("%s drafts with %s; looking for a verifier at %s", name, args.model, where)
+    links = [VerifierLink(address, token, hello) for address in addresses]
     try:
-        serve(link, engine, stop)
+        serve(links, engine, stop)
     finally:
-        link.close()
+        for link in links:
+            link.close()
         engine.close()
     sys.stdout.flush()
     sys.stderr.flush()

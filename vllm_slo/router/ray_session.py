@@ -85,6 +85,14 @@ def cluster(address: str | None, cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
+def shut_down() -> None:
+    """End this process's connection to Ray, and a local cluster with it, if there is one."""
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+
+
 _signals = 0
 _hurried = False
 

@@ -14,10 +14,11 @@ from contextlib import suppress
 from typing import Any, Final
 
 from vllm_slo.config.command_line import Flags
-from vllm_slo.config.speculation import SERVERS_KEY
+from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.errors import ConfigError, VllmSLOError
 from vllm_slo.router import ray_session
 from vllm_slo.router.arguments import HEAD_NODE, AppArgs, embedded_config
+from vllm_slo.wire.draft_socket import check_verifier
 
 DEFAULT_HOST: Final = "0.0.0.0"
 DEFAULT_PORT: Final = 8000
@@ -61,9 +62,12 @@ def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     port = flags.last("--port") or str(DEFAULT_PORT)
     if not port.isdecimal():
         raise ConfigError(f"--port {port}: not a number")
-    additional = embedded_config(args.slo_config, args.additional_config, args.draft_model)
-    if args.draft_servers is not None:
-        additional[SERVERS_KEY] = args.draft_servers
+    speculation = {
+        DRAFT_KEY: args.draft_model and pool_value(args.draft_model),
+        SERVERS_KEY: args.draft_servers,
+        TOKEN_FILE_KEY: args.draft_token_file,
+    }
+    additional = embedded_config(args.slo_config, args.additional_config, speculation)
     given = {
         "model": args.model,
         "replicas": args.replicas,
@@ -101,6 +105,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         given["env"] = passed_on(os.environ)
     ray_session.import_ray("--replicas", "aiohttp", "ray.serve")
     checked = AppArgs.checked(given)
+    speculation = checked.slo().speculation
+    if speculation.draft_servers is not None and args.ray_address is None:
+        check_verifier(speculation.draft_servers, speculation.draft_token_file)
     cpus = int((checked.cpus_per_replica or 0) * checked.most) + 1
     with ray_session.interruptible(), ray_session.cluster(args.ray_address, cpus):
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

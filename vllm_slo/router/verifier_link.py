@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft server's end of the link to its verifier."""
+"""A draft server's end of the link to one of its verifiers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vllm_slo.wire.draft_messages import (
     encode,
     from_verifier,
 )
-from vllm_slo.wire.draft_socket import derive_keys, drafter_socket
+from vllm_slo.wire.draft_socket import Socket, derive_keys, drafter_socket
 
 logger = logging.getLogger("vllm_slo.draft_server")
 
@@ -196,6 +196,11 @@ class VerifierLink:
     # --- drafting --------------------------------------------------------------------------------
 
     @property
+    def sockets(self) -> tuple[Socket, Socket]:
+        """What becomes readable when `listen` has something to do. They may be others after it."""
+        return self._socket, self._monitor
+
+    @property
     def has_round(self) -> bool:
         """Whether the verifier waits for drafts that `take_round` has not returned yet."""
         return self._newest is not None
@@ -212,6 +217,11 @@ class VerifierLink:
         ]
         sessions = [ask.session for ask in wire_asks]
         return Round(draft.epoch, draft.round, sessions, asks, self._taken_s, self._ends_s)
+
+    def awaits(self, taken: Round) -> bool:
+        """Whether the drafts of a round are still of use: its verifier is connected, and has not
+        sent a newer one."""
+        return taken.epoch == self._epoch and self._newest is None
 
     def answer(self, done: Round, drafts: Sequence[DraftTokens]) -> None:
         """Send a round's drafts, unless its verifier has disconnected."""
@@ -244,3 +254,14 @@ class VerifierLink:
         except zmq.Again:
             return False
         return True
+
+
+def listen_to(links: Sequence[VerifierLink], timeout_s: float) -> None:
+    """Process the messages of several verifiers; wait up to ``timeout_s`` for the first."""
+    poller = zmq.Poller()
+    for link in links:
+        for socket in link.sockets:
+            poller.register(socket, zmq.POLLIN)
+    poller.poll(round(timeout_s * 1e3))
+    for link in links:
+        link.listen(0.0)

@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -48,7 +49,11 @@ LINGER_MS: Final = 200
 """Time for the last messages to leave after the socket is closed."""
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 Socket: TypeAlias = zmq.Socket[bytes]
-_ADDRESS: Final = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]+|\*)|ipc://[^\s\0]+")
+MOST_PORTS: Final = 64
+"""Ports of one range. Each draft server holds a connection to each."""
+_ADDRESS: Final = re.compile(
+    r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]+(?:-[0-9]+)?|\*)|ipc://[^\s\0]+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +134,48 @@ def check_address(address: str, flag: str, *, connects: bool = False) -> None:
             free one.
 
     Raises:
-        ConfigError: it is not ``tcp://HOST:PORT`` or ``ipc://PATH``.
+        ConfigError: it is not ``tcp://HOST:PORT``, ``tcp://HOST:FIRST-LAST`` or ``ipc://PATH``.
     """
     match = _ADDRESS.fullmatch(address)
-    port = match and match[2]
-    usable = bool(match) and (not port or port == "*" or int(port) < 1 << 16)
+    usable = bool(match)
+    if match and match[2] not in (None, "*"):
+        first, dash, last = match[2].partition("-")
+        usable = int(last or first) < 1 << 16
+        if usable and dash and not 0 < int(first) <= int(last) < int(first) + MOST_PORTS:
+            raise ConfigError(
+                f"{flag} {address}: not a range of ports; write the first port, a dash and the "
+                f"last, at most {MOST_PORTS} ports"
+            )
     if usable and connects:
-        usable = port not in ("*", "0") and match is not None and match[1] != "*"
+        usable = match is not None and match[2] not in ("*", "0") and match[1] != "*"
     if not usable:
         raise ConfigError(f"{flag} {address}: not an address; write tcp://HOST:PORT or ipc://PATH")
+
+
+def single_addresses(address: str) -> list[str]:
+    """The addresses that a checked address stands for: several if it has a range of ports."""
+    host, _, ports = address.rpartition(":")
+    first, dash, last = ports.partition("-")
+    if not dash or not address.startswith("tcp://"):
+        return [address]
+    return [f"{host}:{port}" for port in range(int(first), int(last) + 1)]
+
+
+def connected_addresses(addresses: Sequence[str], flag: str) -> list[str]:
+    """The single addresses to which a draft server connects, in order.
+
+    Raises:
+        ConfigError: as `check_address`, or one is given twice, or there are too many.
+    """
+    for address in addresses:
+        check_address(address, flag, connects=True)
+    single = [one for address in addresses for one in single_addresses(address)]
+    twice = next((one for place, one in enumerate(single) if one in single[:place]), None)
+    if twice is not None:
+        raise ConfigError(f"{flag} {twice}: given twice; a draft server connects to each once")
+    if len(single) > MOST_PORTS:
+        raise ConfigError(f"{flag}: {len(single)} addresses; give at most {MOST_PORTS}")
+    return single
 
 
 def check_verifier(address: str, token_file: str | None, flag: str = "--draft-servers") -> None:

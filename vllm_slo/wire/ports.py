@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A port for a server that is about to start."""
+"""Ports for servers that are about to start."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ USUAL: Final = 32_768
 TRIES: Final = 100
 
 
+def free_ports(count: int) -> int:
+    """The first of ``count`` adjacent ports of 127.0.0.1 that are free now; as `free_port`.
+
+    Raises:
+        OSError: no such ports were found.
+    """
+    for first in _candidates(count):
+        if all(_bound(first + place) for place in range(count)):
+            return first
+    raise OSError(f"127.0.0.1: found no {count} adjacent ports that are free")
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that is free now and outside the range of outgoing connections.
 
@@ -24,10 +36,16 @@ def free_port() -> int:
     connection may take any port of the ephemeral range. A client that polls such a port can even
     connect to itself.
     """
-    for port in random.sample(range(FIRST, max(FIRST + TRIES, _first_ephemeral())), TRIES):
+    for port in _candidates(1):
         if bound := _bound(port):
             return bound
     return _bound(0)
+
+
+def _candidates(count: int) -> list[int]:
+    """Random ports outside that range, as the first of ``count``."""
+    end = max(FIRST + TRIES, _first_ephemeral() - count + 1)
+    return random.sample(range(FIRST, end), TRIES)
 
 
 def _first_ephemeral() -> int:

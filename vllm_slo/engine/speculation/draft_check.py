@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
+from pydantic import ValidationError
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -270,7 +271,11 @@ def _read_draft(vllm_config: VllmConfig, name: str) -> ModelConfig:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of vLLM's message; pydantic puts lines before it."""
+    """The first line of vLLM's message; pydantic puts lines before it, or names a field apart."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        if first["type"] != "value_error":
+            return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {first['input']!r}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("Value error, ")]
     return (reasons or lines or [type(error).__name__])[0].removeprefix("Value error, ")

@@ -9,14 +9,16 @@ round. A draft that is not finished in time is returned as far as it is.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -33,6 +35,8 @@ from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.speculation.draft_check import one_line
 from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_messages import vocabulary_digest
+
+logger = logging.getLogger("vllm_slo.draft_server")
 
 _CPU_BLOCK: Final = 32
 """Tokens of a KV block if the user sets no flag. Prefix caching finds whole blocks only, and vLLM's
@@ -63,7 +67,7 @@ class DraftEngine:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         arguments = engine_arguments(model, flags, max_sessions=max_sessions)
         try:
-            config = EngineArgs.from_cli_args(arguments).create_engine_config()
+            config = fitted(EngineArgs.from_cli_args(arguments)).create_engine_config()
             self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
         except Exception as error:
             raise ConfigError(f"--model {model}: cannot be loaded: {one_line(error)}") from error
@@ -165,6 +169,28 @@ def engine_arguments(model: str, flags: Sequence[str], *, max_sessions: int) -> 
             f"{unknown[0]}: neither a flag of 'vllm-slo draft-server' nor of vLLM's engine"
         )
     return args
+
+
+def fitted(given: EngineArgs) -> EngineArgs:
+    """The arguments, with no longer texts than the draft model can take.
+
+    The served model's ``--max-model-len`` may be longer. Such texts go on without drafts, as with a
+    draft model beside the served one.
+
+    Raises:
+        Exception: vLLM cannot read the model.
+    """
+    if (given.max_model_len or 0) <= 0 or envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN:
+        return given
+    longest = replace(given, max_model_len=None).create_model_config().max_model_len
+    if longest >= given.max_model_len:
+        return given
+    logger.warning(
+        "--max-model-len %d: the draft model takes %d tokens; longer texts get no drafts",
+        given.max_model_len,
+        longest,
+    )
+    return replace(given, max_model_len=longest)
 
 
 class _Parser(FlexibleArgumentParser):

@@ -48,7 +48,13 @@ from vllm_slo.wire.draft_messages import (
     encode,
     from_drafter,
 )
-from vllm_slo.wire.draft_socket import ZAP_DOMAIN, check_address, derive_keys, verifier_socket
+from vllm_slo.wire.draft_socket import (
+    ZAP_DOMAIN,
+    check_address,
+    derive_keys,
+    single_addresses,
+    verifier_socket,
+)
 
 logger = logging.getLogger("vllm_slo.draft_link")
 
@@ -105,7 +111,9 @@ class DraftLink:
     """The verifier's end. Not for use by several threads.
 
     Args:
-        address: to bind, ``tcp://HOST:PORT`` or ``ipc://PATH``; port ``*``: any free one.
+        address: to bind, ``tcp://HOST:PORT`` or ``ipc://PATH``; port ``*``: any free one; a range
+            of ports, ``FIRST-LAST``: the first that is free. So several verifiers of one machine
+            may have the same address, and draft servers connect to all of its ports.
         token: the cluster's secret.
         vocab_size: tokens of the verifier's vocabulary; drafted ids are below it.
         vocabulary: its `vocabulary_digest`, "" where not known.
@@ -159,14 +167,19 @@ class DraftLink:
             ZAP_DOMAIN, _Admitted(self._keys.drafter.public)
         )
         self._socket = verifier_socket(self._context, self._keys, self._wanted_address)
-        try:
-            self._socket.bind(self._wanted_address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(
-                f"draft servers' address {self._wanted_address}: cannot listen there "
-                f"({error.strerror}); choose another host or port"
-            ) from None
+        reason = ""
+        for address in single_addresses(self._wanted_address):
+            try:
+                self._socket.bind(address)
+            except zmq.ZMQError as error:
+                reason = error.strerror or str(error)
+            else:
+                return
+        self.close()
+        raise ConfigError(
+            f"draft servers' address {self._wanted_address}: cannot listen there ({reason}); "
+            "choose another host or port"
+        )
 
     def close(self) -> None:
         """Close the socket; drafters look for a verifier again."""
