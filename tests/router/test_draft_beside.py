@@ -8,12 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from live_server import environment
 from patience import patience
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_slo import cli, tiny
 from vllm_slo.engine.serving import serve
@@ -23,6 +27,8 @@ from vllm_slo.router import serve as router_serve
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, connected_addresses
 
 pytest.importorskip("ray")
+
+from live_replicas import running
 
 TOKEN = "a token of the tests' own"
 DRAFTED = ["--draft-model", "tiny", "--draft-servers", "2"]
@@ -111,7 +117,7 @@ def test_the_secret_is_on_no_command_line(tmp_path: Path, monkeypatch: pytest.Mo
     ("flags", "replicas", "ports"),
     [
         ([], 1, 1),
-        (["--replicas", "1"], 1, 1),
+        (["--replicas", "1"], 1, 2),
         (["--replicas", "2"], 2, 3),
         (["--min-replicas", "1", "--max-replicas", "3"], 3, 4),
     ],
@@ -217,3 +223,50 @@ def test_a_value_that_the_engine_cannot_use_ends_the_server() -> None:
     assert done.returncode == 2, done.stderr
     said = "error: --model tiny: cannot be loaded: max_num_batched_tokens: Input should be greater"
     assert said in done.stderr
+
+
+@pytest.mark.deep
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_replicas_share_a_draft_server(tmp_path: Path) -> None:
+    """Both have drafts of it accepted, and answer as they do without drafts."""
+    config = tmp_path / "slo.yaml"
+    deadline_ms = patience(400.0)
+    config.write_text(
+        f"speculation: {{min_depth: 3, max_depth: 3, draft_deadline_ms: {deadline_ms}}}"
+    )
+    flags = ["--replicas", "2", "--draft-model", "tiny", "--draft-servers", "1"]
+    flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    with running(*flags, "--slo-config", str(config), within_s=patience(300.0)) as live:
+
+        def answers(slo: dict[str, str]) -> list[str]:
+            def one(place: int) -> str:
+                body = {"model": "tiny", "prompt": f"def read_{place}(self, ", "max_tokens": 48}
+                body |= {"temperature": 0, "ignore_eos": True, "slo": slo}
+                asked = httpx.post(f"{live.url}/v1/completions", json=body, timeout=patience(60.0))
+                return str(asked.json()["choices"][0]["text"])
+
+            with ThreadPoolExecutor(max_workers=8) as threads:
+                return list(threads.map(one, range(8)))
+
+        def accepted() -> list[float]:
+            pages = [
+                httpx.get(f"{live.url}/metrics/replicas/{name}", timeout=patience(10.0)).text
+                for name in live.ready()
+            ]
+            return [
+                sum(
+                    sample.value
+                    for family in text_string_to_metric_families(page)
+                    for sample in family.samples
+                    if sample.name == "vllm_slo:drafter_accepted_tokens_total"
+                )
+                for page in pages
+            ]
+
+        plain = answers({"speculation": "off"})
+        end_s = time.monotonic() + patience(120.0)
+        while len(found := accepted()) < 2 or min(found) < 20:
+            assert time.monotonic() < end_s, found
+            assert answers({"tier": "best_effort"}) == plain

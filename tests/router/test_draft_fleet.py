@@ -113,6 +113,26 @@ def test_a_process_that_cannot_use_its_flags_is_not_started_again(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "nobind"), ("0-1", "0-1")])
+def test_its_threads_stay_off_the_cores_of_other_engines(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    variable, told = "VLLM_CPU_OMP_THREADS_BIND", tmp_path / "told"
+    if given is None:
+        monkeypatch.delenv(variable, raising=False)
+    else:
+        monkeypatch.setenv(variable, given)
+    code = f"import os, pathlib; pathlib.Path({str(told)!r}).write_text(os.environ[{variable!r}])"
+
+    async def play() -> None:
+        watched = supervisor(monkeypatch, code)
+        await until(watched, lambda one: one["starts"] == 2)
+        await watched.stop()
+
+    asyncio.run(play())
+    assert told.read_text() == expected
+
+
 def test_a_process_that_ran_and_then_cannot_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

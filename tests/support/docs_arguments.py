@@ -16,8 +16,8 @@ from importlib import import_module
 from vllm_slo import cli
 from vllm_slo.engine.serving import cpu_alias, serve
 from vllm_slo.errors import VllmSLOError
+from vllm_slo.router import draft_beside
 from vllm_slo.router import serve as replicas
-from vllm_slo.wire.ports import free_port
 
 
 def ours(command: str, words: list[str]) -> None:
@@ -30,16 +30,20 @@ def ours(command: str, words: list[str]) -> None:
     import_module(cli.COMMANDS[command][0]).add_arguments(parser)
     if command == "serve":
         replicas.add_arguments(parser)
+        draft_beside.add_arguments(parser)
     args, rest = parser.parse_known_args(words)
+    if command == "serve" and (args.draft_servers or "").isdecimal():
+        ours(*_split(draft_beside.fleet_command(args, rest)))  # it would start them
     if command == "serve" and replicas.asked_for(args):
         vllms([args.model, *replicas.app_args(args, rest).get("vllm_args", [])])
     elif command == "serve":
-        if (args.draft_servers or "").isdecimal():  # would start them
-            args.draft_servers = f"tcp://127.0.0.1:{free_port()}"
-            args.draft_model = None
         vllms(serve.command_line(args, rest)[2:])
     elif rest and command != "draft-server":
         raise VllmSLOError(f"unrecognized arguments: {rest}")
+
+
+def _split(words: list[str]) -> tuple[str, list[str]]:
+    return words[0], words[1:]
 
 
 def vllms(words: list[str]) -> None:

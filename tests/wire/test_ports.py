@@ -24,6 +24,21 @@ def test_a_free_port_can_be_bound_and_no_connection_takes_it(
         assert ports.FIRST <= port < 25_000
 
 
+def test_adjacent_ports_are_all_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ports.free_ports(3)
+    for port in range(first, first + 3):
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+    monkeypatch.setattr(ports, "_candidates", lambda _count: [first, first + 2])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 1))
+        taken.listen()
+        assert ports.free_ports(2) == first + 2
+        monkeypatch.setattr(ports, "_candidates", lambda _count: [first])
+        with pytest.raises(OSError, match="no 3 adjacent ports"):
+            ports.free_ports(3)
+
+
 @pytest.mark.parametrize("text", ["", "some\n", None, "1024\t60999\n"])
 def test_a_range_that_is_unknown_or_leaves_nothing(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

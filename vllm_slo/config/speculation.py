@@ -117,8 +117,10 @@ class SpeculationConfig(Section):
     draft_servers: str | None = Field(
         default=None,
         description="Address to which draft servers connect, tcp://HOST:PORT or ipc://PATH, in "
-        "place of a draft_model; unset: none. Scope: server, one engine. While none is connected, "
-        "no tokens are drafted; a slow one costs up to draft_deadline_ms a step.",
+        "place of a draft_model; unset: none. With replicas tcp://HOST:FIRST-LAST: each listens at "
+        "the first port that is free, so there are as many ports or more. Scope: server. While "
+        "none is connected, no tokens are drafted; a slow one costs up to draft_deadline_ms a "
+        "step.",
     )
     draft_deadline_ms: float = Field(
         default=50.0,

@@ -98,8 +98,8 @@ def fleet_command(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
             f"--draft-servers {count}: starts draft servers on this machine, not in the cluster of "
             "--ray-address; start them with 'vllm-slo draft-server', and give their address here"
         )
-    replicas = args.max_replicas or args.replicas or 1
-    ports = 1 if replicas == 1 else replicas + SPARE_PORTS
+    replicas = args.max_replicas or args.replicas
+    ports = replicas + SPARE_PORTS if replicas else 1
     if ports > MOST_PORTS:
         raise ConfigError(
             f"--draft-servers {count}: draft for at most {MOST_PORTS - SPARE_PORTS} replicas"

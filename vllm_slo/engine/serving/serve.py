@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft_servers",
         metavar="ADDRESS|N",
         help="the address to which draft servers connect ('vllm-slo draft-server --connect'), such "
-        "as tcp://0.0.0.0:5700, in place of --draft-model; or how many to start on this machine "
-        "with --draft-model (vllm-slo[ray])",
+        "as tcp://0.0.0.0:5700, in place of --draft-model; with --replicas a range of ports, such "
+        "as tcp://0.0.0.0:5700-5703; or how many to start on this machine with --draft-model "
+        "(vllm-slo[ray])",
     )
     parser.add_argument(
         "--draft-token-file",
