@@ -28,12 +28,14 @@ import adaserve_engine as engine
 from adaserve_report import Numbers, numbers_of
 from adaserve_systems import Kitchen, Models, in_own_process, say
 from adaserve_workload import Lengths, Point, load_trace, tokenised, workload
+from common import markdown, times, write_result
 
 from vllm_slo import tiny
+from vllm_slo.sim.statistics import mean_interval
 
 SYSTEMS: Final = (
-    *("chain-2", "chain-3", "chain-4", "dynamic"),
-    *("ours-chain-3-without-lengths", "ours-chain-3", "ours"),
+    *("ours", "chain-2", "chain-3", "chain-4", "dynamic"),
+    *("ours-chain-3-without-lengths", "ours-chain-3"),
 )
 RATES: Final = (1.5, 3.0, 4.5, 9.0)
 TRACE: Final = "rps3.6"
@@ -244,23 +246,47 @@ def served(ask: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(found: Mapping[str, Sequence[Mapping[str, Any]]], rates: Sequence[float]) -> list[Any]:
-    """Means over the windows."""
+    """Means over the windows, with the 95% intervals of what counts, and goodput against the first
+    system's in the same windows."""
     head = [
-        *("requests/s", "system", "violations", "goodput, tokens/s", "throughput, tokens/s"),
-        *("mean TTFT, s", "accepted", "tokens a step", "step, ms", "drafting"),
+        *("requests/s", "system", "violations", "goodput, tokens/s", "over the first"),
+        *("throughput, tokens/s", "mean TTFT, s", "accepted", "tokens a step", "step, ms"),
+        "drafting",
     ]
     rows: list[list[str]] = []
     for rate in rates:
+        first = _goodputs(next(iter(found.values())), rate)
         for name, runs in found.items():
             at = [run for run in runs if run["rate"] == rate]
             mean = {key: fmean(run[key] for run in at) for key in _SHOWN}
+            over = [math.log(x / y) for x, y in zip(_goodputs(runs, rate), first, strict=True)]
             rows.append([
-                f"{rate:g}", name, f"{mean['violations']:.1%}", f"{mean['goodput']:.1f}",
+                f"{rate:g}", name,
+                _interval([100 * run["violations"] for run in at], 1, "%"),
+                _interval([run["goodput"] for run in at], 0, ""), _ratio(over),
                 f"{mean['throughput']:.1f}", f"{mean['ttft_s']:.2f}", f"{mean['accepted']:.2f}",
                 f"{mean['tokens_per_step']:.0f}", f"{1e3 * mean['step_s']:.0f}",
                 f"{mean['draft_share']:.1%}",
             ])  # fmt: skip
     return [head, *rows]
+
+
+def _goodputs(runs: Sequence[Mapping[str, Any]], rate: float) -> list[float]:
+    return [run["goodput"] for run in runs if run["rate"] == rate]
+
+
+def _interval(values: Sequence[float], digits: int, unit: str) -> str:
+    """The mean and its 95% interval."""
+    mean, half = mean_interval(values)
+    spread = "" if half is None else f" \u00b1 {half:.{digits}f}"
+    return f"{mean:.{digits}f}{spread}{unit}"
+
+
+def _ratio(logarithms: Sequence[float]) -> str:
+    """The geometric mean of ratios and its 95% interval."""
+    mean, half = mean_interval(logarithms)
+    half = half or 0.0
+    return times((math.exp(mean), math.exp(mean - half), math.exp(mean + half)))
 
 
 _SHOWN: Final = tuple(
@@ -309,8 +335,6 @@ def main() -> None:
             found[name] = served_runs.result()
             say(f"{name} is done")
     head, *rows = table(found, args.rates)
-    from common import markdown, write_result
-
     text = (
         f"{len(args.seeds)} windows of {args.requests} requests of {load_trace(TRACE, 0)[1]} "
         f"(seeds {', '.join(map(str, args.seeds))}), means. {Cost().describe()}"
@@ -318,19 +342,21 @@ def main() -> None:
     if args.dry:
         print(markdown(head, rows))
         return
-    write_result("adaserve_virtual", f"{(__doc__ or '').strip()}\n\n{text}", markdown(head, rows))
+    write_result(args.name, f"{(__doc__ or '').strip()}\n\n{text}", markdown(head, rows))
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
+    add("--systems", type=lambda text: text.split(","), default=list(SYSTEMS),
+        help="the first one is what the others' goodput is compared with")  # fmt: skip
     add("--rates", type=lambda text: [float(one) for one in text.split(",")], default=list(RATES))
     add("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[*range(6)])
     add("--requests", type=int, default=60, help="of a window")
     add("--variant", action="append", default=[], metavar="NAME=JSON",
         help="a further system: ours with this on top of its configuration")  # fmt: skip
+    add("--name", default="adaserve_virtual", help="of the result")
     add("--dry", action="store_true", help="only show the result, write none")
     add("--ask", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
