@@ -50,6 +50,8 @@ ENGINES: Final[dict[str, tuple[Said, dict[str, Said]]]] = {
             "positions": {**FEW, "break": "positions"},
             "watched": {**FEW, "watch": True},
             "hole": {**FEW, "watch": True, "break": "draft"},
+            "rests": {**FEW, "watch": True, "rest": 4},
+            "rests for good": {**FEW, "rest": 4, "break": "catching up"},
         },
     ),
     "masks": (

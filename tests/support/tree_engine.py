@@ -40,6 +40,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_slo import SLO, tiny
 from vllm_slo.bench import traces
+from vllm_slo.engine.speculation import messages
 
 gc.freeze()  # what was imported stays
 
@@ -190,7 +191,7 @@ def break_it(what: str, scheduler: Any, patch: pytest.MonkeyPatch) -> None:
     """Make one part of verification wrong, to see the tests fail."""
     from vllm_slo.engine.compat.runner import RunnerBatch
     from vllm_slo.engine.worker import model_runner
-    from vllm_slo.engine.worker.proposers import lm
+    from vllm_slo.engine.worker.proposers import lm, pool
 
     runner = model_runner.TreeRunner
     if what == "mask":  # every node sees the nodes scheduled before it
@@ -206,6 +207,8 @@ def break_it(what: str, scheduler: Any, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(scheduler, "num_lookahead_tokens", 0)
     elif what == "guesses":  # what was guessed is taken for what was said
         patch.setattr(lm.DraftCoverage, "confirm", _confirm_guesses)
+    elif what == "catching up":  # it reads the last token, whatever it has missed before that
+        patch.setattr(pool.TreeProposer, "_lacking", _last_tokens(pool.TreeProposer._lacking))
     elif what == "walk":  # the likeliest child is accepted whatever was sampled
         patch.setattr(
             model_runner.tree_sampling.token_tree, "walk", lambda tokens, parents, sampled: [0]
@@ -218,6 +221,26 @@ def _confirm_guesses(self: Any, name: str, _: Any, blocks: Any) -> None:
     if name in self._guesses:
         guessed = len(self._guesses.pop(name, (0, ()))[1])
         self.advance(name, self.tokens(name) + guessed, blocks)
+
+
+def _last_tokens(lacking: Any) -> Any:
+    def last(*args: Any) -> dict[int, tuple[int, int]]:
+        return {i: (stop - 1, stop) for i, (_, stop) in lacking(*args).items()}
+
+    return last
+
+
+def rest_by_turns(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """Nothing is drafted after so many steps in a row, then after as many something is, as if
+    prompts came whose first tokens are late."""
+    from vllm_slo.engine.speculation.next_drafts import NextDrafts
+
+    decide, done = NextDrafts.decide, count()
+
+    def resting(drafts: Any, lagging: int, *, barred: bool) -> None:
+        decide(drafts, lagging, barred=barred or next(done) // steps % 2 == 0)
+
+    patch.setattr(NextDrafts, "decide", resting)
 
 
 def let_fail(place: int, passes: int) -> None:
@@ -262,6 +285,7 @@ class Counters:
             return output
 
         def counting_update(output: Any, done: Any) -> Any:
+            self.count_passes(output, done)
             for name, parents in getattr(output, "vllm_slo_trees").parents.items():  # noqa: B009
                 given = len(done.sampled_token_ids[done.req_id_to_index[name]])
                 self.seen["trees"] += 1
@@ -285,8 +309,19 @@ class Counters:
         if self.scheduler.num_spec_tokens:
             self.scheduler.update_from_output = counting_chains if chains else counting_update
 
+    def count_passes(self, output: Any, done: Any) -> None:
+        """Of a step that drafts for some request: the passes of the only draft, and what the first
+        of them reads, apart for the first such step after some without drafting."""
+        plan, passes = messages.of(output).plan, messages.drafting_of(done).passes
+        if plan.depth and len(passes) > 1:
+            found = self.drafting["resumed" if self.rested else "going on"]
+            found.append((len(passes), passes[0][1]))
+        self.rested = not plan.depth or (self.rested and len(passes) <= 1)
+
     def begin(self) -> None:
         """Count from here on."""
+        self.drafting: dict[str, list[tuple[int, int]]] = {"resumed": [], "going on": []}
+        self.rested = False
         self.seen = {"trees": 0, "branching": 0, "nodes": 0, "tokens": 0, "deepest": 0}
         self.lengths: dict[int, int] = {}
         self.ahead: dict[int, int] = {}
@@ -302,6 +337,7 @@ class Counters:
             "preempted": self.preempted,
             "cached": self.cached,
             "chunks": self.chunks,
+            "drafting": self.drafting,
         }
 
 
@@ -462,7 +498,8 @@ def main() -> None:
 def run_phase(
     llm: vllm.LLM, engine: dict[str, Any], phase: dict[str, Any], counters: Counters
 ) -> dict[str, Any]:
-    """Serve the workload, or every so many of its requests; ``break`` and ``watch`` as they say."""
+    """Serve the workload, or every so many of its requests; ``break``, ``rest`` and ``watch`` do
+    what they say."""
     every = int(phase.get("every", 1))
     texts = prompts(public=phase.get("public", False))[::every]
     kinds = parameters(seeded=engine.get("seeded", False))[::every]
@@ -474,6 +511,8 @@ def run_phase(
     with pytest.MonkeyPatch.context() as patch:
         if "break" in phase:
             break_it(phase["break"], counters.scheduler, patch)
+        if "rest" in phase:
+            rest_by_turns(phase["rest"], patch)
         watch = DraftWatch(patch) if phase.get("watch") else None
         outputs = llm.generate(texts, kinds, use_tqdm=False)
     found = {"said": [said_by(o) for o in outputs], "seen": counters.report()}

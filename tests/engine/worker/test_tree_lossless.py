@@ -80,6 +80,32 @@ def test_a_hole_in_the_drafts_cache_is_noticed() -> None:
     assert told("trees", "hole")["seen"]["wrong"] > 0
 
 
+def tokens_a_tree(said: Said) -> float:
+    return float(said["seen"]["tokens"] / said["seen"]["trees"])
+
+
+def test_a_draft_that_rested_catches_up_in_one_pass() -> None:
+    """Steps without drafting make no pass of the draft, and it misses their tokens. The first pass
+    after them reads these, too: no further pass is made, and guesses are as good as without."""
+    rested, always = told("trees", "rests"), told("trees", "watched")
+    assert differing(rested, told("plain", "fewer")) == []
+    seen = rested["seen"]
+    assert (seen["roots"] > 100, seen["wrong"]) == (True, 0)
+    resumed, going_on = seen["drafting"]["resumed"], seen["drafting"]["going on"]
+    assert len(resumed) > 4
+    assert {passes for passes, _ in resumed} == {passes for passes, _ in going_on} == {5}
+    requests = 8
+    assert sum(tokens for _, tokens in resumed) > 3 * requests * len(resumed), "what it missed"
+    assert len(always["seen"]["drafting"]["resumed"]) <= 1, "at the start"
+    assert tokens_a_tree(rested) > 0.9 * tokens_a_tree(always)
+
+
+def test_a_draft_that_does_not_catch_up_is_noticed() -> None:
+    hollow = told("trees", "rests for good")
+    assert differing(hollow, told("plain", "fewer")) == [], "only its guesses are worse"
+    assert tokens_a_tree(hollow) < 0.8 * tokens_a_tree(told("trees", "watched"))
+
+
 def joint_p_value(one: Said, other: Said) -> float:
     """Whether both draw the last three tokens from the same joint distribution (chi-square)."""
     counts = [Counter(tuple(said["tokens"][1:]) for said in run_["said"]) for run_ in (one, other)]
