@@ -20,6 +20,7 @@ from vllm_slo.core.speculation.draft_lengths import (
     fastest_pace_s,
     plan_lengths,
 )
+from vllm_slo.core.speculation.sparing_length import sparing_length
 from vllm_slo.core.speculation.tiers import Tier, gather_tiers
 from vllm_slo.core.speculation.window_odds import WindowOdds
 from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN, stretched_s, working_tpot_s
@@ -137,6 +138,8 @@ class ChainLengths:
             most_s=self._stretched_s,
         )
         planned: Sequence[int] = plan.lengths
+        if prompts and self._least_passes:
+            planned = self._sparing(tiers, planned, context)
         if self._keeps_graphs and not prompts and not self._beats_full_length(plan, tiers, context):
             planned = [self._longest] * len(tiers)
         lengths = [1 if skip else planned[place] for skip, place in zip(skips, places, strict=True)]
@@ -146,6 +149,27 @@ class ChainLengths:
             lengths = self._divided(self._tenants, decoding, skips, lengths)
         self._odds = self._find_odds(decoding, lengths, context)
         return self._in_time(decoding, lengths, context)
+
+    def _sparing(self, tiers: Sequence[Tier], lengths: Sequence[int], context: int) -> list[int]:
+        """Lengths beside prompts: none is shorter than the one that takes least time from them,
+        where requests are taken to have contexts of one length."""
+        requests = max(sum(tier.requests for tier in tiers), 1)
+        model, each = self._verifying, context / requests
+        token_s = max(slope for slope, _, _ in model.terms) + model.pair_s * each
+        pass_s = self._full_pass_s / requests
+        return [
+            max(
+                length,
+                sparing_length(
+                    tier.acceptance,
+                    self._longest,
+                    token_s=token_s,
+                    reading_s=model.kv_s * each,
+                    pass_s=pass_s,
+                ),
+            )
+            for tier, length in zip(tiers, lengths, strict=True)
+        ]
 
     def expected(self, request: Request) -> float | None:
         """Tokens that the step is to yield of a request, with the drafts that it was left; None: it
