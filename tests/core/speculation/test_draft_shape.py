@@ -18,7 +18,7 @@ def observe(shape: DraftShape, chances: np.ndarray, depth: int, width: int) -> N
 
 def deep() -> DraftShape:
     """After many trees whose best path is accepted at 0.8, 0.64, ..., the second at 0.1."""
-    depths = DraftShape(6, 2)
+    depths = DraftShape(np.empty((6, 2)))
     tree = np.stack([0.8 ** np.arange(1, 7), np.full(6, 0.1)], axis=1)
     for _ in range(50):
         observe(depths, np.tile(tree.ravel(), (100, 1)), 6, 2)
@@ -39,7 +39,7 @@ def test_a_shallower_tree_leaves_how_the_deeper_go_on() -> None:
 
 
 def test_a_tree_of_which_nothing_is_hoped_does_not_lift_the_deeper() -> None:
-    depths = DraftShape(4, 1)
+    depths = DraftShape(np.empty((4, 1)))
     observe(depths, np.full((1000, 4), 0.001), 4, 1)
     observe(depths, np.full((1000, 2), 0.9), 2, 1)
     assert (depths.typical[2:] < 0.02).all()

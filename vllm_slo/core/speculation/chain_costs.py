@@ -15,118 +15,46 @@ slowest request, so the same chain takes more rounds in a large batch.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_slo.core.arrays import Floats, Floats2D, Floats3D, Ints, Ints2D
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.draft_shape import FIRST_GUESS
+from vllm_slo.core.speculation.pass_times import seconds_of
 
 MAX_WINDOW = 8
 """Most tokens that the first model of a chain guesses in a round."""
-TOKENS, SECONDS, COUNT = 0, 1, 2
-"""Rows of a table of a model's passes, by octave of size: mean tokens, mean time, passes seen."""
-OCTAVES = 20
-"""Columns of that table: passes of up to 2^20 tokens."""
-RIDE_ALONG = 16.0
-"""Tokens up to which a pass, which reads all weights, is assumed to take no longer than a shorter
-one until it was measured: a size that is assumed to be slow would never be tried."""
-OUTLIER = 4.0
-"""Most that a pass may seem to take, in mean times of its size."""
 LEANS_ON = 8.0
 """Trials that f(SimScore) counts for in an edge's acceptance."""
 FARTHEST = 0.01
 """Least distance of acceptance and similarity from 0 and 1."""
 
 
-# --- times of passes ----------------------------------------------------------------------------
-
-
-@jit
-def _note_pass(known: Floats2D, tokens: int, took_s: float, share: float) -> None:
-    """Add one pass to the table ``known`` (3, OCTAVES). Where a larger size would then be faster
-    than a smaller one, the other sizes are corrected, as this pass is the newest."""
-    octave = min(int(np.log2(tokens)), known.shape[1] - 1)
-    seen = known[COUNT, octave]
-    if seen > 0.0:
-        took_s = min(took_s, OUTLIER * known[SECONDS, octave])
-    part = max(share, 1.0 / (seen + 1.0))
-    known[COUNT, octave] = seen + 1.0
-    known[TOKENS, octave] += part * (tokens - known[TOKENS, octave])
-    known[SECONDS, octave] += part * (took_s - known[SECONDS, octave])
-    for other in range(known.shape[1]):
-        if other < octave:
-            known[SECONDS, other] = min(known[SECONDS, other], known[SECONDS, octave])
-        elif known[COUNT, other] > 0.0:
-            known[SECONDS, other] = max(known[SECONDS, other], known[SECONDS, octave])
-
-
-@jit
-def _pass_s(known: Floats2D, tokens: float) -> float:
-    """`PassTimes.pass_s`, of the table ``known`` (3, OCTAVES)."""
-    last, time_s = -1, known[SECONDS, 0]
-    for octave in range(known.shape[1]):
-        if known[COUNT, octave] == 0.0:
-            continue
-        size, time_s = known[TOKENS, octave], known[SECONDS, octave]
-        if tokens <= size:
-            if last >= 0:
-                part = (size - tokens) / (size - known[TOKENS, last])
-                time_s -= part * (time_s - known[SECONDS, last])
-            return float(time_s)
-        last = octave
-    if last >= 0:
-        time_s *= max(tokens / max(known[TOKENS, last], RIDE_ALONG), 1.0)
-    return float(time_s)
-
-
-class PassTimes:
-    """T_i of one model: the time of a pass by its number of tokens.
-
-    Args:
-        known: (3, OCTAVES) the table to use, see `TOKENS`.
-    """
-
-    FIRST_S = 0.002
-    """Seconds of a pass before any was measured."""
-    SHARE = 0.1
-    """Weight of a pass in the mean of its octave."""
-    MANY = 64
-    """Tokens of a pass from which on the cost of one more token is known."""
-
-    def __init__(self, known: Floats) -> None:
-        self._known = known
-        self._known[:] = 0.0
-        self._known[SECONDS, 0] = self.FIRST_S
-
-    def observe(self, tokens: int, took_s: float) -> None:
-        """Learn the time of a pass over so many tokens; an impossible time is ignored."""
-        if tokens >= 1 and 0.0 < took_s < math.inf:
-            _note_pass(self._known, tokens, took_s, self.SHARE)
-
-    def pass_s(self, tokens: float) -> float:
-        """Seconds of a pass: linear between measured sizes, and constant below the smallest. Above
-        the largest it is constant up to `RIDE_ALONG`, then proportional to the tokens."""
-        return _pass_s(self._known, float(tokens))
-
-    @property
-    def token_s(self) -> float:
-        """Seconds of one more token in a large pass, as of a prompt; 0 before one was measured."""
-        seen = self._known[:, self._known[COUNT] > 0.0]
-        if not seen.size or seen[TOKENS, -1] < self.MANY:
-            return 0.0
-        tokens, seconds, _ = seen[:, -1] - (seen[:, 0] if seen.shape[1] > 1 else 0.0)
-        return float(seconds / tokens)
-
-
 # --- how often models agree ---------------------------------------------------------------------
 
 
+class Trials(NamedTuple):
+    """What `Edges` knows of n models, the target among them.
+
+    Attributes:
+        counts: (2, n, n) guesses of a model that another one tried, and accepted.
+        scores: (n, n) similarities, NaN where none was measured.
+        prior: (n, n) acceptance that is assumed without.
+        fit: (2,) f is the sigmoid of the first plus the second times logit(SimScore).
+    """
+
+    counts: Floats3D
+    scores: Floats2D
+    prior: Floats2D
+    fit: Floats
+
+
 @jit
-def _alphas(
-    trials: Floats3D, scores: Floats2D, prior: Floats2D, fit: tuple[float, float]
-) -> Floats:
-    """`Edges.alphas`, of (2, n, n) tried and accepted guesses, similarities and priors."""
+def alphas_of(trials: Trials) -> Floats:
+    """`Edges.alphas`."""
+    counts, scores, prior, fit = trials
     result = np.empty(scores.shape)
     for i in range(len(scores)):
         for j in range(len(scores)):
@@ -135,7 +63,7 @@ def _alphas(
                 kept = min(max(scores[i, j], FARTHEST), 1.0 - FARTHEST)
                 x = fit[0] + fit[1] * np.log(kept / (1.0 - kept))
                 guess = 1.0 / (1.0 + np.exp(-x))
-            share = (trials[1, i, j] + LEANS_ON * guess) / (trials[0, i, j] + LEANS_ON)
+            share = (counts[1, i, j] + LEANS_ON * guess) / (counts[0, i, j] + LEANS_ON)
             result[i, j] = min(max(share, FARTHEST), 1.0 - FARTHEST)
     return result
 
@@ -152,6 +80,9 @@ class Edges:
 
     Args:
         models: of the pool; the target is the next place.
+
+    Attributes:
+        trials: what was learnt.
     """
 
     PRIOR = 0.8
@@ -165,41 +96,45 @@ class Edges:
 
     def __init__(self, models: int) -> None:
         shape = models + 1, models + 1
-        self._trials = np.zeros((2, *shape))
-        self._scores = np.full(shape, np.nan)
-        self._prior = np.full(shape, self.PRIOR)
-        self._prior[:, models] = FIRST_GUESS
-        self._bend, self._slope = 0.0, 1.0
+        self.trials = Trials(
+            np.zeros((2, *shape)),
+            np.full(shape, np.nan),
+            np.full(shape, self.PRIOR),
+            np.array([0.0, 1.0]),
+        )
+        self.trials.prior[:, models] = FIRST_GUESS
 
     def observe_similarity(self, i: int, j: int, score: float) -> None:
         """Learn 1 - total variation distance of two models' next-token distributions (equation 6),
         averaged over some places; NaN is ignored."""
         if not 0.0 <= score <= 1.0:
             return
-        mean = self._scores[i, j]
-        self._scores[i, j] = score if math.isnan(mean) else mean + self.SHARE * (score - mean)
+        scores = self.trials.scores
+        mean = scores[i, j]
+        scores[i, j] = score if math.isnan(mean) else mean + self.SHARE * (score - mean)
 
     def observe_acceptance(self, i: int, j: int, tried: int, accepted: int) -> None:
         """Learn that model j verified ``tried`` guesses of model i, none behind a rejected one, and
         accepted ``accepted`` of them."""
         if not 0 <= accepted <= tried or not tried:
             return
-        trials = self._trials[:, i, j]
-        trials += tried, accepted
-        trials *= min(self.MEMORY / trials[0], 1.0)
-        if not math.isnan(self._scores[i, j]):
-            self._fit(_logit(self._scores[i, j]), tried, accepted / tried)
+        counts = self.trials.counts[:, i, j]
+        counts += tried, accepted
+        counts *= min(self.MEMORY / counts[0], 1.0)
+        if not math.isnan(self.trials.scores[i, j]):
+            self._fit(_logit(self.trials.scores[i, j]), tried, accepted / tried)
 
     def _fit(self, x: float, tried: int, share: float) -> None:
         """A step of logistic regression of the accepted share on ``x``, logit(SimScore)."""
-        error = share - 1.0 / (1.0 + math.exp(-self._bend - self._slope * x))
+        bend, slope = self.trials.fit.tolist()
+        error = share - 1.0 / (1.0 + math.exp(-bend - slope * x))
         rate = self.RATE * min(tried / self.MANY, 1.0)
-        self._bend = min(max(self._bend + rate * error, -3.0), 3.0)
-        self._slope = min(max(self._slope + rate * error * x, 0.1), 3.0)
+        self.trials.fit[0] = min(max(bend + rate * error, -3.0), 3.0)
+        self.trials.fit[1] = min(max(slope + rate * error * x, 0.1), 3.0)
 
     def alphas(self) -> Floats:
         """(models + 1, models + 1) alpha(i, j), in (0, 1)."""
-        return _alphas(self._trials, self._scores, self._prior, (self._bend, self._slope))
+        return alphas_of(self.trials)
 
     def alpha(self, i: int, j: int) -> float:
         """alpha(i, j)."""
@@ -207,7 +142,7 @@ class Edges:
 
     def similarity(self, i: int, j: int) -> float:
         """SimScore(i, j); NaN where none was measured."""
-        return float(self._scores[i, j])
+        return float(self.trials.scores[i, j])
 
 
 def _logit(score: float) -> float:
@@ -282,9 +217,9 @@ def _all_rounds_s(
 ) -> float:
     """Seconds of a model's passes in all ``rounds``, which read ``read`` tokens of a request: the
     ``first`` in a round of all requests, the others in rounds of the requests that need them."""
-    took_s = _pass_s(known, requests * first)
+    took_s = seconds_of(known, requests * first)
     if rounds > 1.0 and read > first:
-        took_s += (rounds - 1.0) * _pass_s(known, requests * (read - first) / (rounds - 1.0))
+        took_s += (rounds - 1.0) * seconds_of(known, requests * (read - first) / (rounds - 1.0))
     return took_s
 
 
@@ -343,9 +278,9 @@ def look_ahead(
         windows[c] = 1
         if len(chain) == 1:
             model = known[chain[0]]
-            first_s = _pass_s(model, requests * fresh)
+            first_s = seconds_of(model, requests * fresh)
             for w in range(len(widths)):
-                each_s = _pass_s(model, min(requests * widths[w], most_beams))
+                each_s = seconds_of(model, min(requests * widths[w], most_beams))
                 for depth in range(deepest):
                     result[c, w, depth] = first_s + depth * each_s
         else:
@@ -379,7 +314,7 @@ def drafting_times(
     Args:
         chains: (C, models) places in the pool, -1 behind the last.
         alphas: (models + 1, models + 1) alpha(i, j).
-        known: (models, 3, OCTAVES) tables of their passes, see `TOKENS`.
+        known: (models, 4, OCTAVES) tables of their passes, see `pass_times.TOKENS`.
         requests: drafted for together.
         fresh: tokens of a request that a model has not read yet.
         most_beams: of one pass.

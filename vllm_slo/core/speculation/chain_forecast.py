@@ -13,23 +13,25 @@ they yield. It is computed for every chain, depth, width and window.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_slo.core.arrays import Floats, Ints
+from vllm_slo.core.arrays import Bools, Floats, Floats2D, Floats3D, Ints, Ints2D
+from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.chain_costs import (
-    OCTAVES,
     Edges,
-    PassTimes,
+    Trials,
+    alphas_of,
     drafting_times,
     lifted,
     look_ahead,
 )
 from vllm_slo.core.speculation.chain_learning import Chain
 from vllm_slo.core.speculation.draft_shape import DraftShape
+from vllm_slo.core.speculation.pass_times import OCTAVES, PassTimes
 from vllm_slo.core.speculation.tree_budget import Verifying, fastest_shapes
+from vllm_slo.core.step_time.budget import Lines, step_seconds_compiled
 from vllm_slo.core.step_time.model import StepTimeModel
 
 
@@ -84,6 +86,88 @@ class Forecast(NamedTuple):
     drafting: DraftingTimes
 
 
+class Learnt(NamedTuple):
+    """What was learnt of the models of a pool, as compiled code takes it.
+
+    Attributes:
+        places: (C, models) places in the pool of each chain that drafts, -1 behind the last.
+        owner: (C,) its last model.
+        passes: (models, 4, OCTAVES) times of passes.
+        trials: acceptance.
+        shapes: (models, depths, width) typical path probabilities of trees.
+        lifted: the same at the current odds; updated by forecasts.
+        is_open: (C + 1,) whether all models of a chain are available, plain decoding first.
+    """
+
+    places: Ints2D
+    owner: Ints
+    passes: Floats3D
+    trials: Trials
+    shapes: Floats3D
+    lifted: Floats3D
+    is_open: Bools
+
+
+@jit
+def _with_plain(
+    learnt: Learnt, found: Floats2D, least: int, width: int, step: Verifying, lines: Lines
+) -> Floats2D:
+    """(C + 1, 5) a forecast, of what `fastest_shapes` found: depth, width, tokens, seconds of the
+    step, seconds per token; plain decoding first."""
+    result = np.empty((len(found) + 1, 5))
+    result[1:, :4] = found
+    result[0, 0], result[0, 1], result[0, 2] = 0.0, width, 1.0
+    result[0, 3] = step_seconds_compiled(lines, step.active, 0.0) + step.reading_s
+    for c in range(len(result)):
+        is_open = learnt.is_open[c] and result[c, 2] > 0.0 and (c > 0 or least == 0)
+        result[c, 4] = result[c, 3] / result[c, 2] if is_open else np.inf
+    return result
+
+
+@jit
+def _forecast(
+    learnt: Learnt,
+    odds: float,
+    rows: Ints,
+    fresh: float,
+    most_beams: int,
+    widths: Ints,
+    drafting_s: Floats3D,
+    windows: Ints2D,
+    least: int,
+    step: Verifying,
+    lines: Lines,
+) -> Floats2D:
+    """`_with_plain` if all requests have trees; the times of drafting of ``rows`` are computed
+    anew. It is one call, as between steps the code of each further one has to be read from memory.
+    """
+    for model in range(len(learnt.shapes)):
+        learnt.lifted[model] = lifted(learnt.shapes[model], odds)
+    look_ahead(
+        rows,
+        learnt.places,
+        alphas_of(learnt.trials),
+        learnt.passes,
+        step.active,
+        fresh,
+        most_beams,
+        widths,
+        drafting_s,
+        windows,
+    )
+    found = fastest_shapes(learnt.lifted, learnt.owner, widths, drafting_s, least, step, lines)
+    return _with_plain(learnt, found, least, widths[0], step, lines)
+
+
+@jit
+def _some(
+    learnt: Learnt, widths: Ints, drafting_s: Floats3D, least: int, step: Verifying, lines: Lines
+) -> Floats2D:
+    """`_with_plain` if some requests have trees, by the times and shapes of the last forecast."""
+    found = fastest_shapes(learnt.lifted, learnt.owner, widths, drafting_s, least, step, lines)
+    return _with_plain(learnt, found, least, widths[0], step, lines)
+
+
 class ChainForecasts:
     """Predicts chains from what was learnt of the models of a pool.
 
@@ -116,10 +200,19 @@ class ChainForecasts:
             for length in range(models + 1)
             for chain in itertools.combinations(range(models), length)
         ]
-        self._passes = np.zeros((models, 3, OCTAVES))
-        self.times = [PassTimes(passes) for passes in self._passes]
-        self.shapes = [DraftShape(max_depth, max_width, memory=self.TREES) for _ in self.times]
         self.edges = Edges(models)
+        drafting, size = self.chains[1:], (models, max_depth, max_width)
+        self._learnt = Learnt(
+            np.array([[*c, *[-1] * (models - len(c))] for c in drafting], dtype=np.int64),
+            np.array([chain[-1] for chain in drafting], dtype=np.int64),
+            np.zeros((models, 4, OCTAVES)),
+            self.edges.trials,
+            np.empty(size),
+            np.empty(size),
+            np.ones(len(self.chains), dtype=np.bool_),
+        )
+        self.times = [PassTimes(passes) for passes in self._learnt.passes]
+        self.shapes = [DraftShape(chances, memory=self.TREES) for chances in self._learnt.shapes]
         self.available = [True] * models
         self.is_open = [True] * len(self.chains)
         self.use = 1.0
@@ -127,10 +220,6 @@ class ChainForecasts:
         self._max_depth = max_depth
         self._path_tokens = path_tokens
         self._most_beams = most_beams
-        drafting = self.chains[1:]
-        self._places = np.array([[*c, *[-1] * (models - len(c))] for c in drafting], dtype=np.int64)
-        self._owner = np.array([chain[-1] for chain in drafting], dtype=np.int64)
-        self._typical = np.zeros((models, max_depth, max_width))
         self._drafting: DraftingTimes | None = None
         # By current chain and turn: the rows of `DraftingTimes` that a step computes anew.
         self._turns = [
@@ -143,6 +232,7 @@ class ChainForecasts:
         """Close all chains with a model."""
         self.available[model] = False
         self.is_open = [all(self.available[place] for place in chain) for chain in self.chains]
+        self._learnt.is_open[:] = self.is_open
         self._drafting = None
 
     def drafting_s(self, chain: Chain, requests: int, width: int) -> Floats:
@@ -150,9 +240,9 @@ class ChainForecasts:
         depths that it is not for."""
         row = self.chains.index(chain) - 1
         times_s, _ = drafting_times(
-            self._places[row : row + 1],
+            self._learnt.places[row : row + 1],
             self.edges.alphas(),
-            self._passes,
+            self._learnt.passes,
             max(requests, 1),
             self.fresh,
             self._most_beams,
@@ -173,37 +263,44 @@ class ChainForecasts:
             odds: by which the odds of each guess differ from typical ones.
             current: the chain whose times of drafting are computed anew.
         """
-        alphas = self.edges.alphas()
+        drafting, rows = self._drafting_times(load, current)
+        if not self._turn:
+            self._assume()
+        found = _forecast(
+            self._learnt,
+            odds,
+            rows,
+            self.fresh,
+            self._most_beams,
+            drafting.widths,
+            drafting.drafting_s,
+            drafting.windows,
+            min(load.min_depth, drafting.drafting_s.shape[2]),
+            self._verifying(load.active, load, model),
+            model.lines(),
+        )
+        return _listed(found, drafting)
+
+    def _assume(self) -> None:
+        """Models whose trees were hardly seen are assumed to be accepted as alpha says."""
         for place, shape in enumerate(self.shapes):
             if shape.is_guess:
-                shape.assume(float(alphas[place, -1]))
-            self._typical[place] = lifted(shape.typical, odds)
-        drafting = self._drafting_times(load, alphas, current)
-        return self.with_trees(load.active, drafting, load, model)
+                shape.assume(self.edges.alpha(place, len(self.shapes)))
 
     def with_trees(
         self, behind: int, drafting: DraftingTimes, load: DraftLoad, model: StepTimeModel
     ) -> Forecast:
         """The prediction of each chain if ``behind`` of the requests have trees, by the shapes and
         times of drafting of the last `forecast`."""
-        least = min(load.min_depth, drafting.drafting_s.shape[2])
-        trees: list[list[float]] = fastest_shapes(
-            self._typical,
-            self._owner,
+        found = _some(
+            self._learnt,
             drafting.widths,
             drafting.drafting_s,
-            least,
+            min(load.min_depth, drafting.drafting_s.shape[2]),
             self._verifying(behind, load, model),
             model.lines(),
-        ).tolist()
-        trees.insert(0, [0.0, load.widths[0], 1.0, model.predict_s(load.active, load.context)])
-        time_s = [
-            seconds / tokens if is_open and tokens else math.inf
-            for (_, _, tokens, seconds), is_open in zip(trees, self.is_open, strict=True)
-        ]
-        if least:
-            time_s[0] = math.inf
-        return Forecast(time_s, trees, drafting)
+        )
+        return _listed(found, drafting)
 
     def of_trees(
         self,
@@ -218,8 +315,8 @@ class ChainForecasts:
         and width for all requests, by the shapes of the last `forecast`."""
         w = load.widths.index(width)
         _, _, tokens, step_s = fastest_shapes(
-            self._typical,
-            self._owner[c - 1 : c],
+            self._learnt.lifted,
+            self._learnt.owner[c - 1 : c],
             np.array([width]),
             drafting.drafting_s[c - 1 : c, w : w + 1, :depth],
             depth,
@@ -228,21 +325,26 @@ class ChainForecasts:
         )[0].tolist()
         return tokens, step_s
 
-    def _drafting_times(self, load: DraftLoad, alphas: Floats, current: int) -> DraftingTimes:
-        """Times of drafting. Under an unchanged load a step computes those of the current chain and
-        of one other chain, in turn, and keeps the rest."""
+    def _drafting_times(self, load: DraftLoad, current: int) -> tuple[DraftingTimes, Ints]:
+        """Times of drafting, and the rows of them that are to be computed anew: those of the
+        current chain and of one other chain, in turn; all of them under another load."""
         drafting, of = self._drafting, (load.active, load.widths, load.deepest)
-        learnt = self._places, alphas, self._passes, load.active, self.fresh, self._most_beams
-        self._turn = (self._turn + 1) % len(self._places)
-        if drafting is None or drafting.load != of:
-            widths, deepest = np.array(load.widths), min(load.deepest, self._max_depth)
-            drafting = DraftingTimes(of, widths, *drafting_times(*learnt, widths, deepest))
-            self._drafting = drafting
-        else:
-            rows = self._turns[current][self._turn]
-            look_ahead(rows, *learnt, drafting.widths, drafting.drafting_s, drafting.windows)
-        return drafting
+        chains = len(self._learnt.owner)
+        self._turn = (self._turn + 1) % chains
+        if drafting is not None and drafting.load == of:
+            return drafting, self._turns[current][self._turn]
+        widths, deepest = np.array(load.widths), min(load.deepest, self._max_depth)
+        times_s = np.empty((chains, len(widths), deepest))
+        windows = np.empty((chains, deepest), dtype=np.int64)
+        self._drafting = DraftingTimes(of, widths, times_s, windows)
+        return self._drafting, np.arange(chains)
 
     def _verifying(self, behind: int, load: DraftLoad, model: StepTimeModel) -> Verifying:
         reading_s = model.kv_s * load.context
         return Verifying(load.active, behind, reading_s, self.use, self._path_tokens)
+
+
+def _listed(found: Floats, drafting: DraftingTimes) -> Forecast:
+    """A forecast as lists, which are faster to read one by one."""
+    trees: list[list[float]] = found.tolist()
+    return Forecast([tree.pop() for tree in trees], trees, drafting)

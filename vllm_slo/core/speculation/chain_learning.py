@@ -3,9 +3,9 @@
 is to be measured next.
 
 SpecRouter re-measures the chains that it does not use (section 4.2); the rest is ours. Nothing is
-random, and no clock is read. "Measured" below means seconds per token of `ModelChains` in the
-virtual-time worlds of tests/core/speculation/test_model_chain.py and variants of them, on average
-over 20 or more worlds and 8 or more seeds each.
+random, and no clock is read. Evidence ages by the number of trees that were verified since, not by
+steps, of which a large batch needs fewer. "Measured" below means seconds per token in the worlds of
+benchmarks/chain_learning.py; its table has the intervals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Final, TypeAlias
 Chain: TypeAlias = tuple[int, ...]
 """Places in a pool of models, ascending; the empty one is plain decoding."""
 
-NEVER: Final = -math.inf
+NEVER: Final = -(1 << 62)
+"""Trees that a chain was measured at which never was."""
 
 
 class Predictability:
@@ -26,8 +27,7 @@ class Predictability:
 
     Every model guesses a phrase right that repeats itself, and none guesses the text after it. So
     the odds of all guesses are raised after steps that yield more than expected, and lowered
-    after steps that yield less. Measured: without it texts of phrases take 35% longer, and all
-    worlds 3% on average.
+    after steps that yield less.
 
     Attributes:
         odds: factor by which the odds of each guess differ from typical ones.
@@ -35,14 +35,10 @@ class Predictability:
 
     GAIN: Final = 0.625
     """Change of the logarithm of the odds for each tree, if it yields 100% more than expected.
-    Measured: 0.4 takes 6% longer in texts of phrases, 1.0 takes 4% less, and both change the mean
-    by less than 0.4%."""
-    FADE: Final = 0.1
-    """Share by which the logarithm returns to 0 in a step without trees. Otherwise steps that yield
-    little could stop drafting for long. Measured: it does not change the mean."""
+    Measured: without it tokens take 1% longer; half and twice the value are as good."""
     LIMIT: Final = 2.5
-    """Most that a step changes the logarithm for 100%, and its greatest absolute value. Without the
-    latter bound the mean is the same."""
+    """Most that a step changes the logarithm for 100%, and its greatest absolute value. Measured: 5
+    takes 1.2% longer, 1 as long."""
 
     def __init__(self) -> None:
         self._logarithm = 0.0
@@ -58,22 +54,20 @@ class Predictability:
         """A share of the texts has just begun; these are typical."""
         self._set(self._logarithm * (1.0 - share))
 
-    def pass_step(self) -> None:
-        """A step had no trees."""
-        self.renew(self.FADE)
-
     def _set(self, logarithm: float) -> None:
         self._logarithm = min(max(logarithm, -self.LIMIT), self.LIMIT)
         self.odds = math.exp(self._logarithm)
 
 
 class Probes:
-    """Decides which chain is measured next beside the current one, and keeps an account of the time
-    that this costs.
+    """Decides which chain is measured next beside the current one, and pays for that from an
+    account.
 
-    A model that was never measured is measured at once. Another chain is due for a probe when it
-    was not measured for some time. The fastest of those that are due is measured as soon as the
-    account holds the loss that is expected.
+    A model whose passes were hardly measured is measured at once, `FIRST` times at most. Another
+    chain is due for a probe if `STALE` trees were verified since it was measured. Of these the one
+    with the shortest time per token for its age comes first. Its probe begins as soon as the
+    account holds the loss that is expected of it, and empties the account. A probe takes two steps:
+    the first may have to read what its models missed.
 
     Args:
         chains: all chains, plain decoding first.
@@ -83,67 +77,79 @@ class Probes:
     """
 
     SHARE: Final = 0.01
-    """Share of the time that the account gets. Measured: 0.02 takes 0.2% longer, 0.005 as long."""
-    SAVED_STEPS: Final = 64
-    """Steps whose time the account holds at most. A convention, not measured."""
-    STALE: Final = 32
-    """Steps after which a chain may be measured anew. Measured: 64 takes as long."""
-    TREES: Final = 4
-    """Trees of a probe, which takes two steps at least. Measured: 8 takes 1% longer."""
+    """Share of the time that the account gets: what staying up to date may cost. Measured: 0, 0.005
+    and 0.01 are as good where a collection of prompts stays; other prompts need some."""
+    STALE: Final = 128
+    """Trees after which a chain may be measured anew. Measured: 32 to 2048 are as good."""
+    STEPS: Final = 2
+    """Steps of a probe."""
+    FIRST: Final = 4
+    """Probes of a model that the account does not pay for. A model that reports no passes would
+    otherwise be probed for ever."""
 
     def __init__(self, chains: Sequence[Chain]) -> None:
         self.account_s = 0.0
-        self._chains = chains
         # What each chain measures: the edges between its models, and its last model's proposals.
         self._measures = [{*itertools.pairwise(chain), chain[-1:] * 2} for chain in chains]
         self._measured = {part: NEVER for parts in self._measures for part in parts}
-        self._step = 0
-        self._probed, self._left, self._is_charged = 0, 0, False
+        self._untried = [self.FIRST] * len(chains)
+        self._trees = 0
+        self._due = 0
+        self._price_s = 0.0
+        self._probed, self._left = 0, 0
 
-    def pass_time(self, passed_s: float, step_s: float) -> None:
-        """A step has passed; ``step_s`` is what a step takes."""
-        self._step += 1
-        most_s = self.SAVED_STEPS * step_s
-        self.account_s = min(self.account_s + self.SHARE * passed_s, most_s)
-
-    def note(self, c: int) -> None:
-        """The current step measures a chain."""
+    def note(self, c: int, trees: int) -> None:
+        """A step measures a chain by so many trees; plain decoding counts as trees of its root."""
+        self._trees += trees
         for part in self._measures[c]:
-            self._measured[part] = self._step
+            self._measured[part] = self._trees
 
     def next(
-        self, time_s: Sequence[float], current: int, trees: int, cost_s: Callable[[int, int], float]
-    ) -> tuple[int, bool]:
-        """The chain that this step is to measure, or 0, and whether the account pays for it.
+        self,
+        passed_s: float,
+        time_s: Sequence[float],
+        current: int,
+        unknown: Sequence[int],
+        cost_s: Callable[[int, int], float],
+    ) -> int:
+        """The chain that this step is to measure, or 0.
 
         Args:
+            passed_s: seconds since the last step.
             time_s: T_eff of each chain; infinite where it cannot be chosen.
             current: the current chain.
-            trees: of a step.
+            unknown: chains of one model each whose passes were hardly measured.
             cost_s: seconds that a number of steps with a chain is expected to lose.
         """
-        if not self._left or time_s[self._probed] == math.inf:
-            self._left = 0
-            self._begin(time_s, current, trees, cost_s)
-        if not self._left:
-            return 0, False
-        self._left -= 1
-        return self._probed, self._is_charged
+        self.account_s += self.SHARE * passed_s
+        if self._left and time_s[self._probed] < math.inf:
+            self._left -= 1
+            return self._probed
+        for c in unknown:
+            if c != current and self._untried[c] and time_s[c] < math.inf:
+                self._untried[c] -= 1
+                self._probed, self._left = c, self.STEPS - 1
+                return c
+        self._left = 0
+        if self._trees < self._due or self.account_s < self._price_s:
+            return 0
+        return self._begun(time_s, current, cost_s)
 
-    def _begin(
-        self, time_s: Sequence[float], current: int, trees: int, cost_s: Callable[[int, int], float]
-    ) -> None:
-        """Begin a probe if a chain is due for one."""
-        steps = max(-(-self.TREES // trees), 2)
+    def _begun(
+        self, time_s: Sequence[float], current: int, cost_s: Callable[[int, int], float]
+    ) -> int:
+        """The chain of a probe that begins now, or 0; notes when to look again."""
         oldest = [min(self._measured[part] for part in parts) for parts in self._measures]
-        stale = [
-            c
-            for c in range(1, len(time_s))
-            if c != current and time_s[c] < math.inf and self._step - oldest[c] > self.STALE
-        ]
+        others = [c for c in range(1, len(time_s)) if c != current and time_s[c] < math.inf]
+        stale = [c for c in others if self._trees - oldest[c] >= self.STALE]
+        self._price_s = 0.0
         if not stale:
-            return
-        unknown = [c for c in stale if oldest[c] == NEVER and len(self._chains[c]) == 1]
-        c = unknown[0] if unknown else min(stale, key=time_s.__getitem__)
-        if unknown or cost_s(c, steps) <= self.account_s:
-            self._probed, self._left, self._is_charged = c, steps, not unknown
+            self._due = self.STALE + min((oldest[c] for c in others), default=self._trees)
+            return 0
+        c = min(stale, key=lambda c: time_s[c] / (self._trees - oldest[c]))
+        self._price_s = cost_s(c, self.STEPS)
+        if self._price_s > self.account_s:
+            return 0
+        self.account_s = self._price_s = 0.0
+        self._probed, self._left = c, self.STEPS - 1
+        return c

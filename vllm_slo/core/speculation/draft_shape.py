@@ -74,8 +74,11 @@ class DraftShape:
     that were never drafted continue with the ratio of the last two that were.
 
     Args:
-        max_depth, max_width: of the largest tree.
+        chances: (depths, width) the means, of the largest tree.
         memory: trees after which an old one counts for 1/e.
+
+    Attributes:
+        is_guess: whether the first guess still counts at depth 1.
     """
 
     PRIOR = 16.0
@@ -85,14 +88,16 @@ class DraftShape:
     HARDLY = 0.003
     """Change of the first guess that is too small for an update."""
 
-    def __init__(self, max_depth: int, max_width: int, memory: float = 200.0) -> None:
-        self._chances = np.zeros((max_depth, max_width))
-        self._weights = np.full((max_depth, max_width), self.PRIOR)
+    def __init__(self, chances: Floats, memory: float = 200.0) -> None:
+        self._chances = chances
+        self._chances[:] = 0.0
+        self._weights = np.full(chances.shape, self.PRIOR)
         self._assumed = 0.0
-        self._guess: Floats = np.zeros(max_depth)
-        self._guessed = np.ones(max_depth)
+        self._guess: Floats = np.zeros(len(chances))
+        self._guessed = np.ones(len(chances))
         self._memory = memory
         self._deepest = 0
+        self.is_guess = True
         self.assume(FIRST_GUESS)
 
     @property
@@ -109,11 +114,6 @@ class DraftShape:
         guess: Floats = np.power(chance, np.arange(1.0, len(self._chances) + 1.0))
         self._chances[:, 0] += self._guessed * (guess - self._guess)
         self._guess = guess
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether the first guess still counts at depth 1."""
-        return bool(self._guessed[0] > self.NEGLIGIBLE)
 
     def observe_nodes(self, chances: Floats, depths: Ints, offsets: Ints) -> None:
         """Learn from n trees of any form.
@@ -136,6 +136,7 @@ class DraftShape:
             depths,
             offsets,
         )
+        self.is_guess = bool(self._guessed[0] > self.NEGLIGIBLE)
         if 0 < deepest < self._deepest and before[deepest - 1] > self.NEGLIGIBLE:
             self._chances[deepest:] *= self._chances[deepest - 1, 0] / before[deepest - 1]
         self._deepest = max(self._deepest, deepest)

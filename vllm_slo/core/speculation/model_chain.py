@@ -17,8 +17,6 @@ from vllm_slo.core.step_time.model import StepTimeModel
 
 MAX_MODELS = 4
 """Most models of a pool. Each further one doubles the number of chains."""
-LONGEST = 4.0
-"""Most that a step may seem to have taken, in predicted steps: a pause saves no time for probes."""
 
 
 class Plan(NamedTuple):
@@ -33,8 +31,6 @@ class Plan(NamedTuple):
         step_s: seconds of the step that verifies, drafting included, if all requests have trees.
         tokens: that the step is expected to yield of each request.
         requests: how many have trees.
-        fastest_s: seconds per token of the fastest chain, if this plan is a probe of another one
-            that the account of `Probes` pays for; else 0.
     """
 
     chain: Chain = ()
@@ -45,12 +41,6 @@ class Plan(NamedTuple):
     step_s: float = 0.0
     tokens: float = 1.0
     requests: int = 0
-    fastest_s: float = 0.0
-
-    def lost_s(self, took_s: float, tokens: float) -> float:
-        """Seconds that a probe took longer than the fastest chain takes for as many tokens; 0 of a
-        plan that the account does not pay for."""
-        return took_s - tokens * self.fastest_s if self.fastest_s else 0.0
 
 
 class ModelChains:
@@ -78,14 +68,14 @@ class ModelChains:
 
     MARGIN = 0.03
     """Share by which another chain has to be faster, so that near-equal ones do not alternate: the
-    models of another chain first have to read the tokens that they missed. Measured: without it
-    tokens take 0.4% longer."""
+    models of another chain first have to read the tokens that they missed. A convention: without
+    that price, 0 and 0.06 were measured to be as good."""
     TRY_EVERY = 32
-    """Steps after which the current chain drafts deeper once, and wider once, than is predicted to
-    be best: chances of nodes that are never drafted are not learnt. Measured, at width 1: without
-    it tokens take 0.3% longer."""
-    FRESH_SHARE = 1 / 16
-    """Weight of a step in the mean of the tokens that a request gets. Not measured."""
+    """Steps after which the trees are as wide as they may be, once: chances of siblings that are
+    never drafted are not learnt, and count as 0. A convention, not measured. Deeper trees need no
+    trial, as the depths below go on by the last ratio: measured, less than 0.3%."""
+    FRESH_TREES = 16.0
+    """Trees that all earlier ones count for in the mean of the tokens that a request gets."""
     USE_SHARE = 0.05
     """Weight of a step in the mean share of paying nodes that fit. Not measured."""
     RECOVERY = 0.004
@@ -112,28 +102,27 @@ class ModelChains:
         self._probes = Probes(self._chains)
         self._lacking = [0.0] * len(pool)  # tokens that each model has not read
         self._current = 0
-        self._likely = 1
+        self._time_s = [0.0] * len(self._chains)
         self._tries = 0
         self._context = 0
-        self._step_s = 0.0
-        self._now_s = -math.inf
+        self._now_s = math.inf
 
     # Which models are available.
 
     def drop(self, model: int) -> None:
         """A model has failed or left: no chain with it is chosen."""
         self.forecasts.drop(model)
-        is_open = self.forecasts.is_open
-        if not is_open[self._current]:
+        if not self.forecasts.is_open[self._current]:
             self._current = 0
-        if not is_open[self._likely]:
-            self._likely = is_open.index(True, 1) if True in is_open[1:] else 0
 
     @property
     def likely(self) -> Chain:
         """The current chain, or if that is plain decoding the fastest one that drafts; empty if no
         model is available."""
-        return self._chains[self._current or self._likely]
+        is_open = self.forecasts.is_open
+        drafting = [c for c in range(1, len(self._chains)) if is_open[c]]
+        c = self._current or min(drafting, key=self._time_s.__getitem__, default=0)
+        return self._chains[c]
 
     # Learning.
 
@@ -154,10 +143,8 @@ class ModelChains:
             return
         if plan.chain:
             self._predictability.observe(tokens, plan.tokens, plan.requests)
-        self.forecasts.fresh += self.FRESH_SHARE * (tokens - self.forecasts.fresh)
-        # What was charged in advance is replaced by the loss as it was. A lucky probe gains time.
-        charged_s = max(plan.lost_s(plan.step_s, plan.tokens), 0.0)
-        self._probes.account_s += charged_s - plan.lost_s(took_s, tokens)
+        share = plan.requests / (plan.requests + self.FRESH_TREES)
+        self.forecasts.fresh += share * (tokens - self.forecasts.fresh)
 
     def drafting_s(self, chain: Chain, requests: int, width: int) -> Floats:
         """As `ChainForecasts.drafting_s`."""
@@ -173,35 +160,32 @@ class ModelChains:
             model: expected step times without drafting.
             now_s: seconds of a monotonic clock.
         """
-        self._pass_time(now_s)
+        passed_s, self._now_s = max(now_s - self._now_s, 0.0), now_s
         if load.begun:
             self._predictability.renew(min(load.begun / load.active, 1.0))
         if not load.active or not load.deepest or not any(self.forecasts.available):
             plan = Plan(width=load.widths[0], requests=load.active)
         else:
-            forecast = self.forecasts.forecast(
-                load, model, self._predictability.odds, self._current
-            )
-            depth, width = self._decide(forecast, load, model)
-            c, is_charged = self._probes.next(
-                forecast.time_s,
-                self._current,
-                load.active,
-                lambda c, steps: self._probe_s(c, steps, forecast, load),
-            )
-            if c:
-                plan = self._probe_plan(c, is_charged, forecast, load, model)
-            else:
-                depth, width = self._tried(depth, width, load)
-                plan = self._plan(self._current, depth, width, forecast, load, model)
+            plan = self._chosen(passed_s, load, model)
         self._note(plan, load)
         return plan
 
-    def _pass_time(self, now_s: float) -> None:
-        """Give the account of probes its share of the time since the last step."""
-        passed_s = min(max(now_s - self._now_s, 0.0), LONGEST * self._step_s)
-        self._probes.pass_time(passed_s, self._step_s)
-        self._now_s = now_s
+    def _chosen(self, passed_s: float, load: DraftLoad, model: StepTimeModel) -> Plan:
+        """The plan where something can be drafted."""
+        forecast = self.forecasts.forecast(load, model, self._predictability.odds, self._current)
+        depth, width = self._decide(forecast, load, model)
+        c = self._probes.next(
+            passed_s,
+            forecast.time_s,
+            self._current,
+            [1 + m for m, times in enumerate(self.times) if not times.is_known],
+            lambda c, steps: self._probe_s(c, steps, forecast, load),
+        )
+        if c:
+            depth, width = int(forecast.trees[c][0]), int(forecast.trees[c][1])
+        else:
+            c, (depth, width) = self._current, self._tried(depth, width, load)
+        return self._plan(c, depth, width, forecast, load, model)
 
     def _decide(self, forecast: Forecast, load: DraftLoad, model: StepTimeModel) -> tuple[int, int]:
         """Choose the current chain, and the depth and width of its trees.
@@ -219,8 +203,7 @@ class ModelChains:
                 if forecast.time_s[other] < forecast.time_s[0]:
                     depth = max(depth, forecast.trees[other][0])
                     width = max(width, forecast.trees[other][1])
-        self._current = fastest
-        self._likely = fastest or min(range(1, len(self._chains)), key=forecast.time_s.__getitem__)
+        self._current, self._time_s = fastest, forecast.time_s
         return int(depth), int(width)
 
     def _fastest(self, forecast: Forecast) -> int:
@@ -241,11 +224,9 @@ class ModelChains:
         return took_s
 
     def _tried(self, depth: int, width: int, load: DraftLoad) -> tuple[int, int]:
-        """The depth and width of this step's trees: now and then deeper or wider than the best."""
+        """The depth and width of this step's trees: now and then wider than the best."""
         self._tries += 1
         if depth and self._tries % self.TRY_EVERY == 0:
-            return min(depth + 1, load.deepest, self._max_depth), width
-        if depth and self._tries % self.TRY_EVERY == self.TRY_EVERY // 2:
             return depth, load.widths[-1]
         return depth, width
 
@@ -254,14 +235,6 @@ class ModelChains:
         _, _, tokens, step_s = forecast.trees[c]
         lost_s = max(step_s - tokens * forecast.time_s[self._current], 0.0)
         return steps * lost_s + self._lacking_s(c, load)
-
-    def _probe_plan(
-        self, c: int, is_charged: bool, forecast: Forecast, load: DraftLoad, model: StepTimeModel
-    ) -> Plan:
-        """The plan of a probe."""
-        depth, width, *_ = forecast.trees[c]
-        plan = self._plan(c, int(depth), int(width), forecast, load, model)
-        return plan._replace(fastest_s=forecast.time_s[self._current] if is_charged else 0.0)
 
     def _plan(
         self,
@@ -294,17 +267,13 @@ class ModelChains:
         )
 
     def _note(self, plan: Plan, load: DraftLoad) -> None:
-        """Note which chain a plan measures, charge a probe, and count the tokens that models do not
-        read with it."""
-        self._probes.account_s -= max(plan.lost_s(plan.step_s, plan.tokens), 0.0)
-        if plan.chain:
-            self._probes.note(self._chains.index(plan.chain))
-        elif load.active:
-            self._predictability.pass_step()
+        """Note what a plan measures, and count the tokens that models do not read with it."""
+        c = self._chains.index(plan.chain)
+        self._probes.note(c, load.active)
+        if not c and load.active:
             self.forecasts.use = min(self.forecasts.use + self.RECOVERY, 1.0)
         read = max(load.context - self._context, load.active)
         for place, lacking in enumerate(self._lacking):
             reads = place in plan.chain
             self._lacking[place] = 0.0 if reads else min(lacking + read, float(load.context))
         self._context = load.context
-        self._step_s = plan.step_s or self._step_s
