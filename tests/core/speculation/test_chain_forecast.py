@@ -76,8 +76,7 @@ def test_all_chains_are_predicted_as_one_by_one(models: int, batch: int, seed: i
     forecasts = learnt(models, batch, seed)
     load = DraftLoad(batch, 100 * batch, DEPTH, behind=1, min_depth=seed % 2 * 2)
     odds = random.Random(-seed).uniform(0.2, 5.0)
-    for _ in range(2**models):  # each step brings the times of one other chain up to date
-        forecast = forecasts.forecast(load, TARGET, odds, 0)
+    forecast = forecasts.forecast(load, TARGET, odds)
     assert forecast.time_s == pytest.approx(slow(forecasts, load, odds, batch))
     some = forecasts.with_trees(1, forecast.drafting, load, TARGET)
     assert some.time_s == pytest.approx(slow(forecasts, load, odds, 1))
@@ -89,6 +88,6 @@ def test_chains_of_a_model_that_is_out_are_never_fastest() -> None:
     forecasts = learnt(2, 1, 0)
     forecasts.drop(0)
     load = DraftLoad(1, 0, DEPTH)
-    assert forecasts.forecast(load, TARGET, 1.0, 0).time_s == pytest.approx(
+    assert forecasts.forecast(load, TARGET, 1.0).time_s == pytest.approx(
         slow(forecasts, load, 1.0, 1)
     )

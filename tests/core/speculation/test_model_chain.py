@@ -511,20 +511,20 @@ def test_a_pool_has_one_to_four_models(models: int) -> None:
         ModelChains([f"m{i}" for i in range(models)], 4, 1)
 
 
-def test_no_prediction_is_older_than_there_are_chains() -> None:
-    """Under a load that stays, each step looks anew at the chain at work and one more."""
+def test_predictions_follow_passes_within_some_steps() -> None:
+    """Also under a load that stays."""
     chains = ModelChains(("small", "middle", "large"), 8, 1)
     load = DraftLoad(4, 0, 8)
-    for place, each_s in enumerate((0.001, 0.004, 0.016)):
-        chains.times[place].observe(1, each_s)
+    for times, each_s in zip(chains.times, (0.001, 0.004, 0.016), strict=True):
+        for _ in range(times.ENOUGH):
+            times.observe(1, each_s)
     chains.choose(load, TARGET, 0.0)
-    for place, each_s in enumerate((0.003, 0.009, 0.020)):
+    for times, each_s in zip(chains.times, (0.0015, 0.006, 0.020), strict=True):
         for _ in range(100):
-            chains.times[place].observe(1, each_s)
-    drafting = chains.forecasts._drafting
-    for step in range(7):
+            times.observe(1, each_s)
+    for step in range(chains.forecasts.REFRESH):
         chains.choose(load, TARGET, 0.1 * step)
-    assert chains.forecasts._drafting is drafting
+    drafting = chains.forecasts._drafting
     for row, chain in enumerate(chains.forecasts.chains[1:]):
         assert drafting.drafting_s[row, 0] == pytest.approx(chains.drafting_s(chain, 4, 1))
 

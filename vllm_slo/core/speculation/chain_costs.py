@@ -257,44 +257,6 @@ def _rounds_s(
 
 
 @jit
-def look_ahead(
-    ways: Ints,
-    chains: Ints2D,
-    alphas: Floats2D,
-    known: Floats3D,
-    requests: int,
-    fresh: float,
-    most_beams: int,
-    widths: Ints,
-    result: Floats3D,
-    windows: Ints2D,
-) -> None:
-    """Update the rows ``ways`` of ``result`` and ``windows``, which `drafting_times` returned; the
-    other arguments as there."""
-    deepest = result.shape[2]
-    for c in ways:
-        chain = chains[c][chains[c] >= 0]
-        result[c] = np.inf
-        windows[c] = 1
-        if len(chain) == 1:
-            model = known[chain[0]]
-            first_s = seconds_of(model, requests * fresh)
-            for w in range(len(widths)):
-                each_s = seconds_of(model, min(requests * widths[w], most_beams))
-                for depth in range(deepest):
-                    result[c, w, depth] = first_s + depth * each_s
-        else:
-            agree = np.empty(len(chain) - 1)
-            for level in range(len(agree)):
-                agree[level] = alphas[chain[level], chain[level + 1]]
-            for window in range(1, min(MAX_WINDOW, deepest - len(agree)) + 1):
-                took_s = _rounds_s(known, chain, agree, requests, window, deepest)
-                for depth in range(len(agree), deepest):
-                    if took_s[depth] < result[c, 0, depth]:
-                        result[c, :, depth], windows[c, depth] = took_s[depth], window
-
-
-@jit
 def drafting_times(
     chains: Ints2D,
     alphas: Floats2D,
@@ -327,6 +289,24 @@ def drafting_times(
     """
     result = np.empty((len(chains), len(widths), deepest))
     windows = np.empty((len(chains), deepest), dtype=np.int64)
-    ways = np.arange(len(chains))
-    look_ahead(ways, chains, alphas, known, requests, fresh, most_beams, widths, result, windows)
+    for c in range(len(chains)):
+        chain = chains[c][chains[c] >= 0]
+        result[c] = np.inf
+        windows[c] = 1
+        if len(chain) == 1:
+            model = known[chain[0]]
+            first_s = seconds_of(model, requests * fresh)
+            for w in range(len(widths)):
+                each_s = seconds_of(model, min(requests * widths[w], most_beams))
+                for depth in range(deepest):
+                    result[c, w, depth] = first_s + depth * each_s
+        else:
+            agree = np.empty(len(chain) - 1)
+            for level in range(len(agree)):
+                agree[level] = alphas[chain[level], chain[level + 1]]
+            for window in range(1, min(MAX_WINDOW, deepest - len(agree)) + 1):
+                took_s = _rounds_s(known, chain, agree, requests, window, deepest)
+                for depth in range(len(agree), deepest):
+                    if took_s[depth] < result[c, 0, depth]:
+                        result[c, :, depth], windows[c, depth] = took_s[depth], window
     return result, windows

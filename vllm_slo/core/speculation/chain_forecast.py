@@ -22,10 +22,8 @@ from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.chain_costs import (
     Edges,
     Trials,
-    alphas_of,
     drafting_times,
     lifted,
-    look_ahead,
 )
 from vllm_slo.core.speculation.chain_learning import Chain
 from vllm_slo.core.speculation.draft_shape import DraftShape
@@ -125,47 +123,30 @@ def _with_plain(
 
 
 @jit
-def _forecast(
+def _fastest(
     learnt: Learnt,
     odds: float,
-    rows: Ints,
-    fresh: float,
-    most_beams: int,
     widths: Ints,
     drafting_s: Floats3D,
-    windows: Ints2D,
     least: int,
     step: Verifying,
     lines: Lines,
 ) -> Floats2D:
-    """`_with_plain` if all requests have trees; the times of drafting of ``rows`` are computed
-    anew. It is one call, as between steps the code of each further one has to be read from memory.
-    """
+    """(C + 1, 5) a forecast: depth, width, tokens, seconds of the step, seconds per token; plain
+    decoding first. It is one call, as between steps the code of each further one has to be read
+    from memory."""
     for model in range(len(learnt.shapes)):
         learnt.lifted[model] = lifted(learnt.shapes[model], odds)
-    look_ahead(
-        rows,
-        learnt.places,
-        alphas_of(learnt.trials),
-        learnt.passes,
-        step.active,
-        fresh,
-        most_beams,
-        widths,
-        drafting_s,
-        windows,
+    result = np.empty((len(learnt.owner) + 1, 5))
+    result[1:, :4] = fastest_shapes(
+        learnt.lifted, learnt.owner, widths, drafting_s, least, step, lines
     )
-    found = fastest_shapes(learnt.lifted, learnt.owner, widths, drafting_s, least, step, lines)
-    return _with_plain(learnt, found, least, widths[0], step, lines)
-
-
-@jit
-def _some(
-    learnt: Learnt, widths: Ints, drafting_s: Floats3D, least: int, step: Verifying, lines: Lines
-) -> Floats2D:
-    """`_with_plain` if some requests have trees, by the times and shapes of the last forecast."""
-    found = fastest_shapes(learnt.lifted, learnt.owner, widths, drafting_s, least, step, lines)
-    return _with_plain(learnt, found, least, widths[0], step, lines)
+    result[0, 0], result[0, 1], result[0, 2] = 0.0, widths[0], 1.0
+    result[0, 3] = step_seconds_compiled(lines, step.active, 0.0) + step.reading_s
+    for c in range(len(result)):
+        is_open = learnt.is_open[c] and result[c, 2] > 0.0 and (c > 0 or least == 0)
+        result[c, 4] = result[c, 3] / result[c, 2] if is_open else np.inf
+    return result
 
 
 class ChainForecasts:
@@ -191,6 +172,9 @@ class ChainForecasts:
     TREES = 32.0
     """Trees after which an old one counts for 1/e in the typical shape of a model's trees.
     Measured: 200 takes 0.2% longer, which is within the noise."""
+    REFRESH = 8
+    """Steps after which the times of drafting are computed anew. Passes weigh little in what is
+    known of them (`PassTimes.SHARE`), so the times move slowly."""
 
     def __init__(
         self, models: int, max_depth: int, max_width: int, path_tokens: float, most_beams: int
@@ -221,12 +205,8 @@ class ChainForecasts:
         self._path_tokens = path_tokens
         self._most_beams = most_beams
         self._drafting: DraftingTimes | None = None
-        # By current chain and turn: the rows of `DraftingTimes` that a step computes anew.
-        self._turns = [
-            [np.array(sorted({row, current} - {-1})) for row in range(len(drafting))]
-            for current in range(-1, len(drafting))
-        ]
-        self._turn = 0
+        self._age = 0
+        self._odds = 1.0
 
     def drop(self, model: int) -> None:
         """Close all chains with a model."""
@@ -252,55 +232,32 @@ class ChainForecasts:
         result: Floats = times_s[0, 0]
         return result
 
-    def forecast(
-        self, load: DraftLoad, model: StepTimeModel, odds: float, current: int
-    ) -> Forecast:
+    def forecast(self, load: DraftLoad, model: StepTimeModel, odds: float) -> Forecast:
         """The prediction of each chain if all requests have trees.
 
         Args:
             load: the requests.
             model: expected step times without drafting.
             odds: by which the odds of each guess differ from typical ones.
-            current: the chain whose times of drafting are computed anew.
         """
-        drafting, rows = self._drafting_times(load, current)
-        if not self._turn:
-            self._assume()
-        found = _forecast(
-            self._learnt,
-            odds,
-            rows,
-            self.fresh,
-            self._most_beams,
-            drafting.widths,
-            drafting.drafting_s,
-            drafting.windows,
-            min(load.min_depth, drafting.drafting_s.shape[2]),
-            self._verifying(load.active, load, model),
-            model.lines(),
-        )
-        return _listed(found, drafting)
-
-    def _assume(self) -> None:
-        """Models whose trees were hardly seen are assumed to be accepted as alpha says."""
-        for place, shape in enumerate(self.shapes):
-            if shape.is_guess:
-                shape.assume(self.edges.alpha(place, len(self.shapes)))
+        self._odds = odds
+        return self.with_trees(load.active, self._drafting_times(load), load, model)
 
     def with_trees(
         self, behind: int, drafting: DraftingTimes, load: DraftLoad, model: StepTimeModel
     ) -> Forecast:
-        """The prediction of each chain if ``behind`` of the requests have trees, by the shapes and
+        """The prediction of each chain if ``behind`` of the requests have trees, by the odds and
         times of drafting of the last `forecast`."""
-        found = _some(
+        trees: list[list[float]] = _fastest(
             self._learnt,
+            self._odds,
             drafting.widths,
             drafting.drafting_s,
             min(load.min_depth, drafting.drafting_s.shape[2]),
             self._verifying(behind, load, model),
             model.lines(),
-        )
-        return _listed(found, drafting)
+        ).tolist()
+        return Forecast([tree.pop() for tree in trees], trees, drafting)
 
     def of_trees(
         self,
@@ -325,26 +282,31 @@ class ChainForecasts:
         )[0].tolist()
         return tokens, step_s
 
-    def _drafting_times(self, load: DraftLoad, current: int) -> tuple[DraftingTimes, Ints]:
-        """Times of drafting, and the rows of them that are to be computed anew: those of the
-        current chain and of one other chain, in turn; all of them under another load."""
-        drafting, of = self._drafting, (load.active, load.widths, load.deepest)
-        chains = len(self._learnt.owner)
-        self._turn = (self._turn + 1) % chains
-        if drafting is not None and drafting.load == of:
-            return drafting, self._turns[current][self._turn]
+    def _drafting_times(self, load: DraftLoad) -> DraftingTimes:
+        """Times of drafting; computed anew under another load, after `REFRESH` steps, and until all
+        models are known."""
+        of = load.active, load.widths, load.deepest
+        drafting, self._age = self._drafting, self._age + 1
+        if drafting is not None and drafting.load == of and self._age < self.REFRESH:
+            return drafting
+        for place, shape in enumerate(self.shapes):
+            if shape.is_guess:
+                shape.assume(self.edges.alpha(place, len(self.shapes)))
         widths, deepest = np.array(load.widths), min(load.deepest, self._max_depth)
-        times_s = np.empty((chains, len(widths), deepest))
-        windows = np.empty((chains, deepest), dtype=np.int64)
+        times_s, windows = drafting_times(
+            self._learnt.places,
+            self.edges.alphas(),
+            self._learnt.passes,
+            load.active,
+            self.fresh,
+            self._most_beams,
+            widths,
+            deepest,
+        )
         self._drafting = DraftingTimes(of, widths, times_s, windows)
-        return self._drafting, np.arange(chains)
+        self._age = 0 if all(times.is_known for times in self.times) else self.REFRESH
+        return self._drafting
 
     def _verifying(self, behind: int, load: DraftLoad, model: StepTimeModel) -> Verifying:
         reading_s = model.kv_s * load.context
         return Verifying(load.active, behind, reading_s, self.use, self._path_tokens)
-
-
-def _listed(found: Floats, drafting: DraftingTimes) -> Forecast:
-    """A forecast as lists, which are faster to read one by one."""
-    trees: list[list[float]] = found.tolist()
-    return Forecast([tree.pop() for tree in trees], trees, drafting)

@@ -172,7 +172,7 @@ class ModelChains:
 
     def _chosen(self, passed_s: float, load: DraftLoad, model: StepTimeModel) -> Plan:
         """The plan where something can be drafted."""
-        forecast = self.forecasts.forecast(load, model, self._predictability.odds, self._current)
+        forecast = self.forecasts.forecast(load, model, self._predictability.odds)
         depth, width = self._decide(forecast, load, model)
         c = self._probes.next(
             passed_s,
