@@ -80,8 +80,12 @@ def test_all_chains_are_predicted_as_one_by_one(models: int, batch: int, seed: i
     assert forecast.time_s == pytest.approx(slow(forecasts, load, odds, batch))
     some = forecasts.with_trees(1, forecast.drafting, load, TARGET)
     assert some.time_s == pytest.approx(slow(forecasts, load, odds, 1))
-    for (depth, _, tokens, step_s), time_s in zip(forecast.trees, forecast.time_s, strict=True):
-        assert time_s == pytest.approx(step_s / tokens) or not depth
+    for chain, tree, time_s in zip(forecasts.chains, forecast.trees, forecast.time_s, strict=True):
+        depth, _, tokens, step_s, drafting_s, _ = tree
+        if depth:
+            assert time_s == pytest.approx(step_s / tokens)
+            times_s = forecasts.drafting_s(chain, batch, 1)
+            assert drafting_s == pytest.approx(times_s[int(depth) - 1])
 
 
 def test_chains_of_a_model_that_is_out_are_never_fastest() -> None:

@@ -21,7 +21,6 @@ from vllm_slo.core.arrays import Bools, Floats, Floats2D, Floats3D, Ints, Ints2D
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.chain_costs import (
     Edges,
-    Trials,
     drafting_times,
     lifted,
 )
@@ -75,7 +74,8 @@ class Forecast(NamedTuple):
 
     Attributes:
         time_s: T_eff, seconds per token; infinite where the chain cannot be chosen.
-        trees: [depth, width, tokens of a request with a tree, seconds of the step].
+        trees: [depth, width, tokens of a request with a tree, seconds of the step, seconds of
+            drafting, window]; the last two as in `DraftingTimes`.
         drafting: times of drafting.
     """
 
@@ -84,68 +84,63 @@ class Forecast(NamedTuple):
     drafting: DraftingTimes
 
 
-class Learnt(NamedTuple):
-    """What was learnt of the models of a pool, as compiled code takes it.
-
-    Attributes:
-        places: (C, models) places in the pool of each chain that drafts, -1 behind the last.
-        owner: (C,) its last model.
-        passes: (models, 4, OCTAVES) times of passes.
-        trials: acceptance.
-        shapes: (models, depths, width) typical path probabilities of trees.
-        lifted: the same at the current odds; updated by forecasts.
-        is_open: (C + 1,) whether all models of a chain are available, plain decoding first.
-    """
-
-    places: Ints2D
-    owner: Ints
-    passes: Floats3D
-    trials: Trials
-    shapes: Floats3D
-    lifted: Floats3D
-    is_open: Bools
-
-
-@jit
-def _with_plain(
-    learnt: Learnt, found: Floats2D, least: int, width: int, step: Verifying, lines: Lines
-) -> Floats2D:
-    """(C + 1, 5) a forecast, of what `fastest_shapes` found: depth, width, tokens, seconds of the
-    step, seconds per token; plain decoding first."""
-    result = np.empty((len(found) + 1, 5))
-    result[1:, :4] = found
-    result[0, 0], result[0, 1], result[0, 2] = 0.0, width, 1.0
-    result[0, 3] = step_seconds_compiled(lines, step.active, 0.0) + step.reading_s
-    for c in range(len(result)):
-        is_open = learnt.is_open[c] and result[c, 2] > 0.0 and (c > 0 or least == 0)
-        result[c, 4] = result[c, 3] / result[c, 2] if is_open else np.inf
-    return result
-
-
 @jit
 def _fastest(
-    learnt: Learnt,
+    shapes: Floats3D,
     odds: float,
+    raised: Floats3D,
+    owner: Ints,
+    is_open: Bools,
     widths: Ints,
     drafting_s: Floats3D,
+    windows: Ints2D,
     least: int,
-    step: Verifying,
-    lines: Lines,
+    active: int,
+    behind: int,
+    reading_s: float,
+    use: float,
+    path_tokens: float,
+    k1: float,
+    c1: float,
+    b1: float,
+    k2: float,
+    c2: float,
+    b2: float,
 ) -> Floats2D:
-    """(C + 1, 5) a forecast: depth, width, tokens, seconds of the step, seconds per token; plain
-    decoding first. It is one call, as between steps the code of each further one has to be read
-    from memory."""
-    for model in range(len(learnt.shapes)):
-        learnt.lifted[model] = lifted(learnt.shapes[model], odds)
-    result = np.empty((len(learnt.owner) + 1, 5))
-    result[1:, :4] = fastest_shapes(
-        learnt.lifted, learnt.owner, widths, drafting_s, least, step, lines
-    )
-    result[0, 0], result[0, 1], result[0, 2] = 0.0, widths[0], 1.0
-    result[0, 3] = step_seconds_compiled(lines, step.active, 0.0) + step.reading_s
+    """(C + 1, 7) a forecast: `Forecast.trees` and the seconds per token, plain decoding first.
+
+    It is one call of plain arguments: between steps code has to be read from memory again, and
+    that which takes named tuples apart is long.
+
+    Args:
+        shapes: (models, depths, width) typical path probabilities.
+        odds: by which the odds of each guess differ from typical ones.
+        raised: as ``shapes``; becomes the same at these odds.
+        owner: (C,) the last model of each chain that drafts.
+        is_open: (C + 1,) whether all models of each chain are available.
+        widths, drafting_s, windows: see `DraftingTimes`.
+        least: least depth allowed.
+        active, behind, reading_s, use, path_tokens: see `Verifying`.
+        k1, c1, b1, k2, c2, b2: see `Lines`.
+    """
+    step = Verifying(active, behind, reading_s, use, path_tokens)
+    lines = Lines(k1, c1, b1, k2, c2, b2)
+    for model in range(len(shapes)):
+        raised[model] = lifted(shapes[model], odds)
+    result = np.zeros((len(owner) + 1, 7))
+    result[1:, :4] = fastest_shapes(raised, owner, widths, drafting_s, least, step, lines)
+    result[0, 1], result[0, 2] = widths[0], 1.0
+    result[0, 3] = step_seconds_compiled(lines, active, 0.0) + reading_s
     for c in range(len(result)):
-        is_open = learnt.is_open[c] and result[c, 2] > 0.0 and (c > 0 or least == 0)
-        result[c, 4] = result[c, 3] / result[c, 2] if is_open else np.inf
+        depth = int(result[c, 0])
+        if depth:
+            w = 0
+            while widths[w] < result[c, 1]:
+                w += 1
+            result[c, 4] = drafting_s[c - 1, w, depth - 1]
+            result[c, 5] = windows[c - 1, depth - 1]
+        may_be = is_open[c] and result[c, 2] > 0.0 and (c > 0 or least == 0)
+        result[c, 6] = result[c, 3] / result[c, 2] if may_be else np.inf
     return result
 
 
@@ -186,17 +181,13 @@ class ChainForecasts:
         ]
         self.edges = Edges(models)
         drafting, size = self.chains[1:], (models, max_depth, max_width)
-        self._learnt = Learnt(
-            np.array([[*c, *[-1] * (models - len(c))] for c in drafting], dtype=np.int64),
-            np.array([chain[-1] for chain in drafting], dtype=np.int64),
-            np.zeros((models, 4, OCTAVES)),
-            self.edges.trials,
-            np.empty(size),
-            np.empty(size),
-            np.ones(len(self.chains), dtype=np.bool_),
-        )
-        self.times = [PassTimes(passes) for passes in self._learnt.passes]
-        self.shapes = [DraftShape(chances, memory=self.TREES) for chances in self._learnt.shapes]
+        self._places = np.array([[*c, *[-1] * (models - len(c))] for c in drafting], dtype=np.int64)
+        self._owner = np.array([chain[-1] for chain in drafting], dtype=np.int64)
+        self._may_be = np.ones(len(self.chains), dtype=np.bool_)
+        self._passes = np.zeros((models, 4, OCTAVES))
+        self._typical, self._raised = np.empty(size), np.empty(size)
+        self.times = [PassTimes(passes) for passes in self._passes]
+        self.shapes = [DraftShape(chances, memory=self.TREES) for chances in self._typical]
         self.available = [True] * models
         self.is_open = [True] * len(self.chains)
         self.use = 1.0
@@ -212,7 +203,7 @@ class ChainForecasts:
         """Close all chains with a model."""
         self.available[model] = False
         self.is_open = [all(self.available[place] for place in chain) for chain in self.chains]
-        self._learnt.is_open[:] = self.is_open
+        self._may_be[:] = self.is_open
         self._drafting = None
 
     def drafting_s(self, chain: Chain, requests: int, width: int) -> Floats:
@@ -220,9 +211,9 @@ class ChainForecasts:
         depths that it is not for."""
         row = self.chains.index(chain) - 1
         times_s, _ = drafting_times(
-            self._learnt.places[row : row + 1],
+            self._places[row : row + 1],
             self.edges.alphas(),
-            self._learnt.passes,
+            self._passes,
             max(requests, 1),
             self.fresh,
             self._most_beams,
@@ -248,14 +239,24 @@ class ChainForecasts:
     ) -> Forecast:
         """The prediction of each chain if ``behind`` of the requests have trees, by the odds and
         times of drafting of the last `forecast`."""
+        first, second = model.terms
         trees: list[list[float]] = _fastest(
-            self._learnt,
+            self._typical,
             self._odds,
+            self._raised,
+            self._owner,
+            self._may_be,
             drafting.widths,
             drafting.drafting_s,
+            drafting.windows,
             min(load.min_depth, drafting.drafting_s.shape[2]),
-            self._verifying(behind, load, model),
-            model.lines(),
+            load.active,
+            behind,
+            model.kv_s * load.context,
+            self.use,
+            self._path_tokens,
+            *first,
+            *second,
         ).tolist()
         return Forecast([tree.pop() for tree in trees], trees, drafting)
 
@@ -272,8 +273,8 @@ class ChainForecasts:
         and width for all requests, by the shapes of the last `forecast`."""
         w = load.widths.index(width)
         _, _, tokens, step_s = fastest_shapes(
-            self._learnt.lifted,
-            self._learnt.owner[c - 1 : c],
+            self._raised,
+            self._owner[c - 1 : c],
             np.array([width]),
             drafting.drafting_s[c - 1 : c, w : w + 1, :depth],
             depth,
@@ -294,9 +295,9 @@ class ChainForecasts:
                 shape.assume(self.edges.alpha(place, len(self.shapes)))
         widths, deepest = np.array(load.widths), min(load.deepest, self._max_depth)
         times_s, windows = drafting_times(
-            self._learnt.places,
+            self._places,
             self.edges.alphas(),
-            self._learnt.passes,
+            self._passes,
             load.active,
             self.fresh,
             self._most_beams,

@@ -103,6 +103,7 @@ class ModelChains:
         self._lacking = [0.0] * len(pool)  # tokens that each model has not read
         self._current = 0
         self._time_s = [0.0] * len(self._chains)
+        self._all_known = False
         self._tries = 0
         self._context = 0
         self._now_s = math.inf
@@ -163,29 +164,33 @@ class ModelChains:
         passed_s, self._now_s = max(now_s - self._now_s, 0.0), now_s
         if load.begun:
             self._predictability.renew(min(load.begun / load.active, 1.0))
-        if not load.active or not load.deepest or not any(self.forecasts.available):
-            plan = Plan(width=load.widths[0], requests=load.active)
-        else:
-            plan = self._chosen(passed_s, load, model)
-        self._note(plan, load)
-        return plan
-
-    def _chosen(self, passed_s: float, load: DraftLoad, model: StepTimeModel) -> Plan:
-        """The plan where something can be drafted."""
+        if not load.active or not load.deepest or True not in self.forecasts.available:
+            self._note(0, load)
+            return Plan(width=load.widths[0], requests=load.active)
         forecast = self.forecasts.forecast(load, model, self._predictability.odds)
         depth, width = self._decide(forecast, load, model)
         c = self._probes.next(
             passed_s,
             forecast.time_s,
             self._current,
-            [1 + m for m, times in enumerate(self.times) if not times.is_known],
+            self._unknown(),
             lambda c, steps: self._probe_s(c, steps, forecast, load),
         )
         if c:
             depth, width = int(forecast.trees[c][0]), int(forecast.trees[c][1])
         else:
             c, (depth, width) = self._current, self._tried(depth, width, load)
-        return self._plan(c, depth, width, forecast, load, model)
+        plan = self._plan(c, depth, width, forecast, load, model)
+        self._note(c, load)
+        return plan
+
+    def _unknown(self) -> list[int]:
+        """Chains of one model each whose passes were hardly measured."""
+        if not self._all_known:
+            unknown = [1 + m for m, times in enumerate(self.times) if not times.is_known]
+            self._all_known = not unknown
+            return unknown
+        return []
 
     def _decide(self, forecast: Forecast, load: DraftLoad, model: StepTimeModel) -> tuple[int, int]:
         """Choose the current chain, and the depth and width of its trees.
@@ -232,7 +237,7 @@ class ModelChains:
 
     def _probe_s(self, c: int, steps: int, forecast: Forecast, load: DraftLoad) -> float:
         """Seconds that ``steps`` steps with a chain are expected to lose."""
-        _, _, tokens, step_s = forecast.trees[c]
+        _, _, tokens, step_s, *_ = forecast.trees[c]
         lost_s = max(step_s - tokens * forecast.time_s[self._current], 0.0)
         return steps * lost_s + self._lacking_s(c, load)
 
@@ -249,31 +254,32 @@ class ModelChains:
         if not c:
             plain_s = forecast.trees[0][3]
             return Plan(width=load.widths[0], step_s=plain_s, requests=load.active)
-        best_depth, best_width, tokens, step_s = forecast.trees[c]
-        drafting = forecast.drafting
+        best_depth, best_width, tokens, step_s, drafting_s, window = forecast.trees[c]
         if (depth, width) != (best_depth, best_width):
+            drafting = forecast.drafting
             tokens, step_s = self.forecasts.of_trees(c, depth, width, drafting, load, model)
-        w = load.widths.index(width)
+            w = load.widths.index(width)
+            drafting_s = float(drafting.drafting_s[c - 1, w, depth - 1])
+            window = drafting.windows[c - 1, depth - 1]
         lacking_s = self._lacking_s(c, load)
         return Plan(
             self._chains[c],
             depth,
             width,
-            int(drafting.windows[c - 1, depth - 1]),
-            float(drafting.drafting_s[c - 1, w, depth - 1]) + lacking_s,
+            int(window),
+            drafting_s + lacking_s,
             step_s + lacking_s,
             tokens,
             load.active,
         )
 
-    def _note(self, plan: Plan, load: DraftLoad) -> None:
-        """Note what a plan measures, and count the tokens that models do not read with it."""
-        c = self._chains.index(plan.chain)
+    def _note(self, c: int, load: DraftLoad) -> None:
+        """Note which chain a step measures, and count the tokens that models do not read in it."""
         self._probes.note(c, load.active)
         if not c and load.active:
             self.forecasts.use = min(self.forecasts.use + self.RECOVERY, 1.0)
-        read = max(load.context - self._context, load.active)
-        for place, lacking in enumerate(self._lacking):
-            reads = place in plan.chain
-            self._lacking[place] = 0.0 if reads else min(lacking + read, float(load.context))
-        self._context = load.context
+        read, chain, lacking = max(load.context - self._context, load.active), self._chains[c], []
+        for place, before in enumerate(self._lacking):
+            more = 0.0 if place in chain else min(before + read, float(load.context))
+            lacking.append(more)
+        self._lacking, self._context = lacking, load.context
