@@ -28,7 +28,6 @@ import adaserve_engine as engine
 from adaserve_report import Numbers, numbers_of
 from adaserve_systems import Kitchen, Models, in_own_process, say
 from adaserve_workload import Lengths, Point, load_trace, tokenised, workload
-from common import markdown, times, write_result
 
 from vllm_slo import tiny
 from vllm_slo.sim.statistics import mean_interval
@@ -285,8 +284,9 @@ def _interval(values: Sequence[float], digits: int, unit: str) -> str:
 def _ratio(logarithms: Sequence[float]) -> str:
     """The geometric mean of ratios and its 95% interval."""
     mean, half = mean_interval(logarithms)
-    half = half or 0.0
-    return times((math.exp(mean), math.exp(mean - half), math.exp(mean + half)))
+    if half is None:
+        return f"{math.exp(mean):.2f}x"
+    return f"{math.exp(mean):.2f}x ({math.exp(mean - half):.2f}-{math.exp(mean + half):.2f})"
 
 
 _SHOWN: Final = tuple(
@@ -334,6 +334,8 @@ def main() -> None:
         for name, served_runs in runs.items():
             found[name] = served_runs.result()
             say(f"{name} is done")
+    from common import markdown, write_result
+
     head, *rows = table(found, args.rates)
     text = (
         f"{len(args.seeds)} windows of {args.requests} requests of {load_trace(TRACE, 0)[1]} "

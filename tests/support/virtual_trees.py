@@ -30,6 +30,7 @@ class TreeEngine(VirtualEngine):
         model: true and believed step times without drafting.
         honest: chance of the best child of each node; of each draft, where there are several.
         pass_s: seconds of one pass of the draft; of each.
+        verify_s: seconds that a step with trees takes beyond its tokens.
         agree: (drafter, verifier) -> how often the second would say what the first guesses.
     """
 
@@ -39,6 +40,7 @@ class TreeEngine(VirtualEngine):
         *,
         honest: float | tuple[float, ...] = 0.7,
         pass_s: float | tuple[float, ...] = 0.002,
+        verify_s: float = 0.0,
         agree: Mapping[tuple[int, int], float] | None = None,
         shape: EngineShape | None = None,
         slo_config: dict[str, Any] | None = None,
@@ -49,12 +51,17 @@ class TreeEngine(VirtualEngine):
         self.honest = honest if isinstance(honest, tuple) else (honest,)
         self.pass_s = pass_s if isinstance(pass_s, tuple) else (pass_s,)
         self.agree = dict(agree or {})
+        self.verify_s = verify_s
         pool = [str(tiny.path("draft")), *(f"draft{i}" for i in range(1, len(self.honest)))]
         said = {**SPECULATION, **(speculation or {}), "draft_model": pool}
         super().__init__(
             Scheduler,
             tiny.path("target"),
-            lambda shape: model.predict_s(shape.tokens, shape.context_tokens) + self._drafting_s(),
+            lambda shape: (
+                model.predict_s(shape.tokens, shape.context_tokens)
+                + self.verify_s * bool(self.history[-1].scheduled_spec_decode_tokens)
+                + self._drafting_s()
+            ),
             shape or EngineShape(max_model_len=512, max_num_seqs=64, block_size=32),
             believed=model,
             slo_config={**(slo_config or {}), "speculation": said},

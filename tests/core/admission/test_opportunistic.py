@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.core.admission.opportunistic import (
+    PACES,
     Pace,
     Sustainable,
     has_headroom,
@@ -88,18 +89,18 @@ def test_steadier_steps_let_more_requests_begin() -> None:
     assert found[0] > found[-1]
 
 
-@given(st.floats(0.025, 0.2), st.floats(0.01, 0.4), st.integers(0, 8))
-def test_no_other_number_of_requests_keeps_more(tpot_s: float, spread: float, other: int) -> None:
-    """Windows that are drawn at random are the oracle: how many requests keep theirs."""
-    draws = np.random.default_rng(other).normal(0.0, 1.0, 20_000)
+@given(st.floats(0.025, 0.2), st.floats(0.01, 0.4), st.sampled_from(PACES))
+def test_no_other_number_of_requests_keeps_more(tpot_s: float, spread: float, other: float) -> None:
+    """Windows that are drawn at random are the oracle: how many requests keep theirs. The draws
+    are off by 2% at most."""
+    draws = np.random.default_rng(0).normal(0.0, 1.0, 20_000)
 
     def kept(requests: float) -> float:
         step_s = BASE_S + TOKEN_S * requests
         return requests * float(np.mean(step_s * (1.0 + spread * draws) <= tpot_s))
 
     best, _ = most_in_time(tpot_s, plain, spread)
-    most = plain(tpot_s)[0]
-    assert kept(best) >= kept(most * (1.0 - other / 10)) * 0.95 - 0.2
+    assert kept(best) >= 0.98 * kept(plain(other * tpot_s)[0]) - 1e-6
 
 
 def test_prompts_take_their_share_of_the_steps() -> None:
@@ -119,11 +120,11 @@ def test_trees_make_room() -> None:
     assert fits(3, 0.022, with_trees)
 
 
-PACES = st.builds(Pace, st.floats(0.021, 0.5), st.sampled_from([0.0, 0.25, 1.0, 4.0]))
+asked = st.builds(Pace, st.floats(0.021, 0.5), st.sampled_from([0.0, 0.25, 1.0, 4.0]))
 
 
 @settings(max_examples=examples(60))
-@given(st.lists(PACES, min_size=1, max_size=24), PACES)
+@given(st.lists(asked, min_size=1, max_size=24), asked)
 def test_what_is_let_in_fits_the_steps(running: list[Pace], one: Pace) -> None:
     """Plain decoding, step by step, is the oracle."""
     assume(has_headroom(running, one, plain, SPREAD))
@@ -134,7 +135,7 @@ def test_what_is_let_in_fits_the_steps(running: list[Pace], one: Pace) -> None:
 
 
 @settings(max_examples=examples(60))
-@given(st.lists(PACES, min_size=1, max_size=24), PACES)
+@given(st.lists(asked, min_size=1, max_size=24), asked)
 def test_what_is_let_in_fits_with_trees(running: list[Pace], one: Pace) -> None:
     """The same where all ask for one TPOT, that is, for a whole tree in every step."""
     paces = [Pace(min(pace.tpot_s for pace in [*running, one]), pace.prompt) for pace in running]
@@ -145,7 +146,7 @@ def test_what_is_let_in_fits_with_trees(running: list[Pace], one: Pace) -> None:
 
 
 @settings(max_examples=examples(200))
-@given(st.lists(PACES, min_size=1, max_size=24), PACES, PACES)
+@given(st.lists(asked, min_size=1, max_size=24), asked, asked)
 def test_company_never_makes_room(running: list[Pace], one: Pace, more: Pace) -> None:
     tightest_s = min(pace.tpot_s for pace in [*running, one])
     assume(more.tpot_s >= tightest_s)

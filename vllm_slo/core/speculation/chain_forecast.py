@@ -43,6 +43,7 @@ class DraftLoad(NamedTuple):
         behind: how many of the requests need more tokens than others to keep an objective.
         min_depth: least depth of a tree, where a model is available.
         begun: how many of the requests get drafts for the first time.
+        verifying_s: seconds that verifying trees adds to a step besides their tokens.
     """
 
     active: int
@@ -52,6 +53,7 @@ class DraftLoad(NamedTuple):
     behind: int = 0
     min_depth: int = 0
     begun: int = 0
+    verifying_s: float = 0.0
 
 
 class DraftingTimes(NamedTuple):
@@ -100,6 +102,7 @@ def _fastest(
     reading_s: float,
     use: float,
     path_tokens: float,
+    verifying_s: float,
     k1: float,
     c1: float,
     b1: float,
@@ -121,6 +124,7 @@ def _fastest(
         widths, drafting_s, windows: see `DraftingTimes`.
         least: least depth allowed.
         active, behind, reading_s, use, path_tokens: see `Verifying`.
+        verifying_s: see `DraftLoad`.
         k1, c1, b1, k2, c2, b2: see `Lines`.
     """
     step = Verifying(active, behind, reading_s, use, path_tokens)
@@ -128,9 +132,10 @@ def _fastest(
     for model in range(len(shapes)):
         raised[model] = lifted(shapes[model], odds)
     result = np.zeros((len(owner) + 1, 7))
-    result[1:, :4] = fastest_shapes(raised, owner, widths, drafting_s, least, step, lines)
     result[0, 1], result[0, 2] = widths[0], 1.0
     result[0, 3] = step_seconds_compiled(lines, active, 0.0) + reading_s
+    costs_s = drafting_s + verifying_s
+    result[1:, :4] = fastest_shapes(raised, owner, widths, costs_s, least, step, lines)
     for c in range(len(result)):
         depth = int(result[c, 0])
         if depth:
@@ -255,6 +260,7 @@ class ChainForecasts:
             model.kv_s * load.context,
             self.use,
             self._path_tokens,
+            load.verifying_s,
             *first,
             *second,
         ).tolist()
@@ -276,7 +282,7 @@ class ChainForecasts:
             self._raised,
             self._owner[c - 1 : c],
             np.array([width]),
-            drafting.drafting_s[c - 1 : c, w : w + 1, :depth],
+            drafting.drafting_s[c - 1 : c, w : w + 1, :depth] + load.verifying_s,
             depth,
             self._verifying(load.active, load, model),
             model.lines(),

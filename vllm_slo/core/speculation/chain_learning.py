@@ -61,7 +61,7 @@ class Predictability:
 
 class Probes:
     """Decides which chain is measured next beside the current one, and pays for that from an
-    account.
+    account. Plain decoding is one of them: what trees cost shows in steps without them.
 
     A model whose passes were hardly measured is measured at once, `FIRST` times at most. Another
     chain is due for a probe if `STALE` trees were verified since it was measured. Of these the one
@@ -83,6 +83,9 @@ class Probes:
     """Trees after which a chain may be measured anew. Measured: 32 to 2048 are as good."""
     STEPS: Final = 2
     """Steps of a probe."""
+    CHEAPER: Final = 0.8
+    """A probe that could not be paid for is priced anew if plain steps take so many times as long
+    as then, since fewer requests decode. A convention, not measured."""
     FIRST: Final = 4
     """Probes of a model that the account does not pay for. A model that reports no passes would
     otherwise be probed for ever."""
@@ -95,7 +98,7 @@ class Probes:
         self._untried = [self.FIRST] * len(chains)
         self._trees = 0
         self._due = 0
-        self._price_s = 0.0
+        self._price_s = self._priced_s = 0.0
         self._probed, self._left = 0, 0
 
     def note(self, c: int, trees: int) -> None:
@@ -111,8 +114,8 @@ class Probes:
         current: int,
         unknown: Sequence[int],
         cost_s: Callable[[int, int], float],
-    ) -> int:
-        """The chain that this step is to measure, or 0.
+    ) -> int | None:
+        """The chain that this step is to measure; None: the current one.
 
         Args:
             passed_s: seconds since the last step.
@@ -131,25 +134,26 @@ class Probes:
                 self._probed, self._left = c, self.STEPS - 1
                 return c
         self._left = 0
-        if self._trees < self._due or self.account_s < self._price_s:
-            return 0
+        is_priced = time_s[0] >= self.CHEAPER * self._priced_s  # by the load of now
+        if self._trees < self._due or (self.account_s < self._price_s and is_priced):
+            return None
         return self._begun(time_s, current, cost_s)
 
     def _begun(
         self, time_s: Sequence[float], current: int, cost_s: Callable[[int, int], float]
-    ) -> int:
-        """The chain of a probe that begins now, or 0; notes when to look again."""
+    ) -> int | None:
+        """The chain of a probe that begins now, if one does; notes when to look again."""
         oldest = [min(self._measured[part] for part in parts) for parts in self._measures]
-        others = [c for c in range(1, len(time_s)) if c != current and time_s[c] < math.inf]
+        others = [c for c in range(len(time_s)) if c != current and time_s[c] < math.inf]
         stale = [c for c in others if self._trees - oldest[c] >= self.STALE]
         self._price_s = 0.0
         if not stale:
             self._due = self.STALE + min((oldest[c] for c in others), default=self._trees)
-            return 0
+            return None
         c = min(stale, key=lambda c: time_s[c] / (self._trees - oldest[c]))
-        self._price_s = cost_s(c, self.STEPS)
+        self._price_s, self._priced_s = cost_s(c, self.STEPS), time_s[0]
         if self._price_s > self.account_s:
-            return 0
+            return None
         self.account_s = self._price_s = 0.0
         self._probed, self._left = c, self.STEPS - 1
         return c

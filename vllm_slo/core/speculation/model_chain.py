@@ -169,17 +169,18 @@ class ModelChains:
             return Plan(width=load.widths[0], requests=load.active)
         forecast = self.forecasts.forecast(load, model, self._predictability.odds)
         depth, width = self._decide(forecast, load, model)
-        c = self._probes.next(
+        # A request that is behind needs its drafts in every step.
+        probed = self._probes.next(
             passed_s,
-            forecast.time_s,
+            [math.inf, *forecast.time_s[1:]] if load.behind else forecast.time_s,
             self._current,
             self._unknown(),
             lambda c, steps: self._probe_s(c, steps, forecast, load),
         )
-        if c:
-            depth, width = int(forecast.trees[c][0]), int(forecast.trees[c][1])
-        else:
+        if probed is None:
             c, (depth, width) = self._current, self._tried(depth, width, load)
+        else:
+            c, (depth, width) = probed, map(int, forecast.trees[probed][:2])
         plan = self._plan(c, depth, width, forecast, load, model)
         self._note(c, load)
         return plan

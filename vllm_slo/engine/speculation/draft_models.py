@@ -123,6 +123,7 @@ class Drafts(Protocol):
         given: Sequence[tuple[int, int]],
         /,
         *,
+        verified: int,
         quiet: bool,
     ) -> None:
         """Take in a step.
@@ -131,6 +132,7 @@ class Drafts(Protocol):
             plan: what was drafted after it.
             report: what that was like.
             given: of each request how many tokens it got, and how many it lacked to its longest.
+            verified: nodes that it verified.
             quiet: whether there were no prompts in it.
         """
 
@@ -199,7 +201,8 @@ class DraftModels:
         else:
             self.plan = self.fixed
         prompt_s = sum(self.chains.times[model].token_s for model in self.plan.chain)
-        clock.drafting(self.plan.drafting_s, prompt_s)
+        verifying_s = load.verifying_s if self.plan.chain else 0.0
+        clock.drafting(self.plan.drafting_s + verifying_s, prompt_s)
 
     @property
     def out(self) -> bool:
@@ -271,9 +274,18 @@ class DraftModels:
     # What steps were like.
 
     def learn(
-        self, plan: Plan, report: DraftingReport, given: Sequence[tuple[int, int]], *, quiet: bool
+        self,
+        plan: Plan,
+        report: DraftingReport,
+        given: Sequence[tuple[int, int]],
+        *,
+        verified: int,
+        quiet: bool,
     ) -> None:
-        self._learn_step(plan, report.seconds, given, quiet)
+        # A step with hardly any nodes does not show what trees of all requests yield.
+        drafted = self._drafted.plan
+        is_whole = not drafted.chain or verified >= drafted.requests
+        self._learn_step(plan, report.seconds, given if is_whole else (), quiet)
         edges = self.chains.edges
         for model, tokens, seconds in report.passes:
             self.chains.times[model].observe(tokens, seconds)

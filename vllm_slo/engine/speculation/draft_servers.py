@@ -337,7 +337,13 @@ class DraftServers:
         self._likely = {}
 
     def learn(
-        self, _plan: Plan, report: DraftingReport, _given: Sequence[tuple[int, int]], *, quiet: bool
+        self,
+        _plan: Plan,
+        report: DraftingReport,
+        _given: Sequence[tuple[int, int]],
+        *,
+        verified: int,
+        quiet: bool,
     ) -> None:
         if report.servers is None:
             return

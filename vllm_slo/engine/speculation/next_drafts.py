@@ -62,9 +62,11 @@ class NextDrafts:
         least = min(config.min_width, widest)
         widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
         begun = sum(request.num_output_tokens == 1 for request in running)
-        context = self._limits.context()
+        context, verifying_s = self._limits.context(), self._limits.verifying_s()
         self._drafting.decide(
-            DraftLoad(active, context, deepest, widths, behind, config.min_depth, begun)
+            DraftLoad(
+                *(active, context, deepest, widths, behind, config.min_depth, begun, verifying_s)
+            )
         )
         self._limits.note_drafting(self._drafting.plan.drafting_s)
 

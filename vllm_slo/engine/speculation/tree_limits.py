@@ -27,6 +27,7 @@ from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.draft_models import Drafts
+from vllm_slo.engine.speculation.verifying_time import VerifyingTime
 
 EPS = 1e-9
 DEAR_SHARE = 0.8
@@ -44,12 +45,14 @@ class TreeLimits:
         tracker: RequestTracker,
         clock: StepClock,
         drafting: Drafts,
+        verifying: VerifyingTime,
         config: SLOConfig,
     ) -> None:
         self._state = state
         self._tracker = tracker
         self._clock = clock
         self._drafting = drafting
+        self._verifying = verifying
         self._plain = PlainDecoding(clock)
         window = min(config.tpot_window_tokens, PROMISED_WINDOW)
         self._measured = MeasuredTrees(window, config.margin_quantile)
@@ -95,11 +98,16 @@ class TreeLimits:
         return 1.0 + float(self._drafting.typical[:, 0].sum())
 
     def drafting_s(self) -> Floats:
-        """(depths,) seconds of drafting for all who run, by how far ahead; asked several times in a
-        step, so answered once."""
+        """(depths,) seconds of drafting for all who run, by how far ahead, and of verifying at all;
+        asked several times in a step, so answered once."""
         if self._ahead_s is None:
-            self._ahead_s = self._drafting.ahead_s(len(self._state.running))
+            requests = len(self._state.running)
+            self._ahead_s = self._drafting.ahead_s(requests) + self.verifying_s()
         return self._ahead_s
+
+    def verifying_s(self) -> float:
+        """Seconds that verifying trees adds to a step of all who run, besides their tokens."""
+        return self._verifying.seconds(max(len(self._state.running), 1), self.context())
 
     def context(self) -> int:
         """KV tokens that the running requests read."""

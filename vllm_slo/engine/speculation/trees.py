@@ -58,6 +58,7 @@ from vllm_slo.engine.speculation.no_speculation import wants_no_drafts
 from vllm_slo.engine.speculation.scheduled_trees import ScheduledTrees
 from vllm_slo.engine.speculation.tenants import TenantShares, Verified
 from vllm_slo.engine.speculation.tree_limits import TreeLimits
+from vllm_slo.engine.speculation.verifying_time import VerifyingTime
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
 
 PATH_TOKENS = 1.0
@@ -119,7 +120,8 @@ class Trees:
                 state, tracker, clock, self.yields, metrics, self.config, max_step_tokens
             )
         )
-        self._limits = TreeLimits(state, tracker, clock, self.drafting, config)
+        self._verifying = VerifyingTime(clock)
+        self._limits = TreeLimits(state, tracker, clock, self.drafting, self._verifying, config)
         self._candidates = Candidates(
             state, tracker, blocks, self.drafting, tenants, self.config, path_tokens
         )
@@ -331,7 +333,9 @@ class Trees:
         grants = self.drafting.grants(self._speaking(output, silent))
         wait_s = self.drafting.deadline_s(output) if grants else 0.0
         messages.attach(output, StepTrees(parents, self.drafting.plan, silent, grants, wait_s))
-        return replace(shape, spec_steps=0)  # drafting is measured apart
+        shape = replace(shape, spec_steps=0)  # drafting is measured apart
+        self._verifying.scheduled(shape, has_trees=any(parents.values()))
+        return shape
 
     def _speaking(self, output: SchedulerOutput, silent: Container[str]) -> list[Request]:
         """Requests that get tokens in a step and want drafts after them."""
@@ -349,11 +353,19 @@ class Trees:
     # After a step.
 
     def drafting_s(self, _output: SchedulerOutput, done: ModelRunnerOutput) -> float:
-        return messages.drafting_of(done).seconds
+        return messages.drafting_of(done).seconds + self._verifying.step_s
 
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         step, report = messages.of(output), messages.drafting_of(done)
-        self.drafting.learn(step.plan, report, self._given(done), quiet=not self._prompt_tokens)
+        if output.num_scheduled_tokens and not self._prompt_tokens:
+            self._verifying.done()
+        self.drafting.learn(
+            step.plan,
+            report,
+            self._given(done),
+            verified=sum(map(len, step.parents.values())),
+            quiet=not self._prompt_tokens,
+        )
         self._metrics.tree_times(draft_s=report.seconds, selection_s=self._selection_s)
         self.drafting.observe(self._round(output, done))
         if self._tenants is not None:
