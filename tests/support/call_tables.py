@@ -25,16 +25,26 @@ AT_START = (
     "speculation.messages:",
     "speculation.tenants:TenantShares.__init__",
     "speculation.tree_limits:TreeLimits.__init__",
+    "speculation.verifying_time:_unknown",
     "worker.proposers.warm_up:draft_in_every_way",
 )
 """An engine does not start if one of these fails; it has no streams yet."""
 
 ELSEWHERE = (
+    "serving.draft_recording:DraftRecordingScheduler.decode",
     "serving.profile:draw",
     "serving.profile:profile",
     "serving.profile:table",
+    "serving.profile_speculation:_run_of",
+    "serving.profile_speculation:profile_speculation",
+    "serving.profile_speculation:sentences",
+    "serving.profile_speculation:table",
+    "serving.speculation_measurement:_Driver.run",
+    "serving.speculation_measurement:_Driver.settle",
+    "serving.speculation_measurement:_Driver.ways",
     "speculation.draft_engine:DraftEngine.__init__",
     "speculation.draft_engine:DraftEngine.draft",
+    "speculation.trees:Trees._measured",
 )
 """In a process of another command: ``vllm-slo profile``, which ends, and a draft server, without
 which an engine goes on."""

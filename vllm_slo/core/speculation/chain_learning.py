@@ -81,6 +81,11 @@ class Probes:
     and 0.01 are as good where a collection of prompts stays; other prompts need some."""
     STALE: Final = 128
     """Trees after which a chain may be measured anew. Measured: 32 to 2048 are as good."""
+    RARELY: Final = 32
+    """`STALE` times after which plain decoding is due again, once it was probed `FIRST` times. What
+    it shows hardly changes, and under load its probes are cheap in time but not for objectives.
+    Measured: as often as other chains it takes 3% of the goodput of AdaServe's workload in virtual
+    time (benchmarks/adaserve_virtual.py)."""
     STEPS: Final = 2
     """Steps of a probe."""
     CHEAPER: Final = 0.8
@@ -145,6 +150,8 @@ class Probes:
         """The chain of a probe that begins now, if one does; notes when to look again."""
         oldest = [min(self._measured[part] for part in parts) for parts in self._measures]
         others = [c for c in range(len(time_s)) if c != current and time_s[c] < math.inf]
+        if not self._untried[0]:
+            oldest[0] += (self.RARELY - 1) * self.STALE
         stale = [c for c in others if self._trees - oldest[c] >= self.STALE]
         self._price_s = 0.0
         if not stale:
@@ -155,5 +162,6 @@ class Probes:
         if self._price_s > self.account_s:
             return None
         self.account_s = self._price_s = 0.0
+        self._untried[c] = max(self._untried[c] - 1, 0)
         self._probed, self._left = c, self.STEPS - 1
         return c

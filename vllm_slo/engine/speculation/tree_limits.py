@@ -163,10 +163,11 @@ class TreeLimits:
         """The odds of TPOT windows in steps that verify the best path of each tree, the acceptance
         with which such paths yield what is typical of them, and their greatest length."""
         if self._odds is None:
-            chances = self._drafting.typical[:, 0]
             requests = max(len(self._state.running), 1)
             model, context = self._clock.plain_promise_model, self.context()
             drafting_s = np.maximum(self.drafting_s(), self._dear_s)
+            drafting_s = drafting_s[np.isfinite(drafting_s)]  # the depths that there are
+            chances = self._drafting.typical[: len(drafting_s), 0]
             step_s = [model.predict_s(requests, context) + self._dear_s]
             step_s += [
                 model.predict_s(requests * (2 + depth), context) + drafting_s[depth]

@@ -238,9 +238,13 @@ class Trees:
 
     def _choose(self, trees: CandidateTrees, load: StepLoad) -> StepNodes:
         if self.fixed_nodes is not None:
-            nodes = self.fixed_nodes * int(np.count_nonzero(trees.limits))
-            return StepNodes(trees.select(nodes, 0.0, 0.0), 0.0)
+            return self._measured(trees, self.fixed_nodes)
         return nodes_of_step(trees, load, self._clock.expected_model, self._clock.promise_model)
+
+    def _measured(self, trees: CandidateTrees, fixed_nodes: int) -> StepNodes:
+        """The nodes of a measurement: see ``fixed_nodes``."""
+        nodes = fixed_nodes * int(np.count_nonzero(trees.limits))
+        return StepNodes(trees.select(nodes, 0.0, 0.0), 0.0)
 
     def _load(self, step: StepCandidates, schedule: StepSchedule | None) -> StepLoad:
         """The step without nodes. Those that it was planned with are taken out of the schedule."""
