@@ -7,8 +7,8 @@ others, it loses its TPOT, and so do they.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Final, NamedTuple, TypeAlias
 
 from vllm_slo.core.admission.program import Speculated, tokens_of_step
@@ -53,14 +53,13 @@ def most_in_time(
     Returns:
         The requests, and what decoding is like then.
     """
-    best, most = 0.0, sustainable(tpot_s)
-    for share in PACES:
-        requests, speculated = sustainable(share * tpot_s)
+    unit = NormalDist()
+
+    def kept(share: float) -> float:
         deviations = (1.0 / share - 1.0) / max(spread, LEAST_SPREAD)
-        kept = requests * 0.5 * (1.0 + math.erf(deviations / math.sqrt(2.0)))
-        if kept > best:
-            best, most = kept, (requests, speculated)
-    return most
+        return sustainable(share * tpot_s)[0] * unit.cdf(deviations)
+
+    return sustainable(max(PACES, key=kept) * tpot_s)
 
 
 def has_headroom(
