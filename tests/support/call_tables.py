@@ -25,7 +25,7 @@ AT_START = (
     "speculation.messages:",
     "speculation.tenants:TenantShares.__init__",
     "speculation.tree_limits:TreeLimits.__init__",
-    "speculation.verifying_time:_unknown",
+    "speculation.verifying_time:VerifyingTime.__init__",
     "worker.proposers.warm_up:draft_in_every_way",
 )
 """An engine does not start if one of these fails; it has no streams yet."""

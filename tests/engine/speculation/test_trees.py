@@ -133,6 +133,21 @@ def test_what_verifying_costs_besides_tokens_is_learnt(
     assert least <= sum(drafts) / len(drafts) <= most
 
 
+def test_a_machine_that_is_slower_than_its_profile_does_not_make_verifying_dear() -> None:
+    """Everything takes three times as long as believed, tokens too. Trees cost nothing besides."""
+    dear = StepTimeModel(((0.0, 0.0, 0.0), (0.004, 0.0, 0.030)), max_tokens=8192)
+    engine = TreeEngine(dear, honest=0.9, pass_s=0.001)
+    truly = engine.step_time
+    engine.step_time = lambda shape: truly(shape) + 2.0 * dear.predict_shape_s(shape)
+    for i in range(12):
+        engine.add(f"r{i}", 16, 200)
+        engine.add(f"s{i}", 16, 200)
+        engine.run()
+    assert sum(len(output.scheduled_spec_decode_tokens) for output, _ in engine.seen_trees) > 200
+    plain_s = 3.0 * dear.predict_s(2)
+    assert engine.scheduler.parts.speculation._limits.verifying_s() < 0.1 * plain_s
+
+
 @pytest.mark.parametrize("tpot_ms", [500.0, 30.0])
 def test_first_tokens_that_come_too_late_stop_drafting_unless_a_tpot_needs_it(
     tpot_ms: float,

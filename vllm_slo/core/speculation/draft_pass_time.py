@@ -26,18 +26,18 @@ class DraftPassTime:
 
     Args:
         first_guess: share before anything was seen.
-        prior: steps, each one pass off the others, that ``first_guess`` counts for.
     """
 
+    PRIOR = 8.0
+    """Steps, each one pass off the others, that ``first_guess`` counts for."""
     REMEMBERED = 200
     """Steps of each number of passes after which the oldest hardly count."""
     DEAREST = 2.0
     """Most that a pass may seem to take, in steps without drafts. A step that took longer was held
     up by something else, and a mean would not forget it for thousands of steps."""
 
-    def __init__(self, first_guess: float = 0.05, prior: float = 8.0) -> None:
+    def __init__(self, first_guess: float = 0.05) -> None:
         self._first_guess = first_guess
-        self._prior = prior
         self._seen: dict[int, tuple[int, float]] = {}  # passes -> (steps, mean ratio)
 
     def observe(self, passes: int, ratio: float) -> None:
@@ -62,4 +62,4 @@ class DraftPassTime:
             count * mean * (passes - middle) for passes, (count, mean) in self._seen.items()
         )
         spread = sum(count * (passes - middle) ** 2 for passes, (count, _) in self._seen.items())
-        return max((above + self._prior * self._first_guess) / (spread + self._prior), 0.0)
+        return max((above + self.PRIOR * self._first_guess) / (spread + self.PRIOR), 0.0)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verifying trees adds to a step besides their tokens, as a share of a step without trees.
+
+Masks, sampling at every node and copies take time, whatever the size of the trees. If every step
+had trees, that would look like the time of a step, and drafts would seem to cost less than they do.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class VerifyingShare:
+    """Estimates the share where steps with trees follow steps without, or the other way round.
+
+    The first step after such a change is compared with the mean of the steps before it. So a
+    machine that becomes slower or faster by and by looks the same with trees and without.
+    """
+
+    PRIOR = 2.0
+    """Changes that "nothing" counts for before any was seen. Few, as plain steps are rare where
+    drafts pay. A convention, not measured."""
+    REMEMBERED = 32
+    """Changes after which the oldest hardly count. A convention, not measured."""
+    RUN = 16
+    """Steps of the mean that a step is compared with, about. A convention, not measured."""
+    MOST = 2.0
+    """Largest share that one change may show, either way: other steps were held up."""
+
+    def __init__(self) -> None:
+        self._has_trees = False
+        self._run = 0  # steps since the last change
+        self._mean = 0.0  # of these
+        self._changes = 0
+        self._sum = 0.0
+
+    def begin_run(self) -> None:
+        """The next step is not compared with those before: they were measured by another scale."""
+        self._run = 0
+
+    def observe(self, ratio: float, *, has_trees: bool) -> None:
+        """Learn from a step that computed no prompts.
+
+        Args:
+            ratio: its time over what is believed of its tokens. Whatever is wrong with that is the
+                same with trees and without. An impossible one is ignored.
+            has_trees: whether it verified trees.
+        """
+        if not 0.0 < ratio < math.inf:
+            return
+        if self._run and has_trees != self._has_trees:
+            trees, plain = (ratio, self._mean) if has_trees else (self._mean, ratio)
+            self._add(min(max(trees / plain - 1.0, -self.MOST), self.MOST))
+            self._run = 0
+        self._has_trees = has_trees
+        self._run = min(self._run + 1, self.RUN)
+        self._mean += (ratio - self._mean) / self._run
+
+    def _add(self, share: float) -> None:
+        keep = 1.0 - 1.0 / self.REMEMBERED if self._changes == self.REMEMBERED else 1.0
+        self._changes = min(self._changes + 1, self.REMEMBERED)
+        self._sum = keep * self._sum + share
+
+    def share(self) -> float:
+        """The share; at least 0."""
+        return max(self._sum / (self._changes + self.PRIOR), 0.0)
