@@ -144,18 +144,22 @@ class Probes:
             return None
         return self._begun(time_s, current, cost_s)
 
+    def _lasts(self, c: int) -> int:
+        """Trees for which a measurement of a chain is good."""
+        is_rare = c == 0 and not self._untried[0]
+        return self.STALE * self.RARELY if is_rare else self.STALE
+
     def _begun(
         self, time_s: Sequence[float], current: int, cost_s: Callable[[int, int], float]
     ) -> int | None:
         """The chain of a probe that begins now, if one does; notes when to look again."""
         oldest = [min(self._measured[part] for part in parts) for parts in self._measures]
         others = [c for c in range(len(time_s)) if c != current and time_s[c] < math.inf]
-        if not self._untried[0]:
-            oldest[0] += (self.RARELY - 1) * self.STALE
-        stale = [c for c in others if self._trees - oldest[c] >= self.STALE]
+        due = {c: oldest[c] + self._lasts(c) for c in others}
+        stale = [c for c in others if self._trees >= due[c]]
         self._price_s = 0.0
         if not stale:
-            self._due = self.STALE + min((oldest[c] for c in others), default=self._trees)
+            self._due = min(due.values(), default=self._trees + self.STALE)
             return None
         c = min(stale, key=lambda c: time_s[c] / (self._trees - oldest[c]))
         self._price_s, self._priced_s = cost_s(c, self.STEPS), time_s[0]

@@ -59,6 +59,7 @@ class TreeLimits:
         self._views: dict[str, DecodeView] = {}
         self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._ahead_s: Floats | None = None
+        self._verifying_s: float | None = None
         self._dear_s = 0.0
         self._odds: tuple[WindowOdds, float, int] | None = None
         self._shares: dict[str, float] = {}
@@ -69,8 +70,7 @@ class TreeLimits:
         self._sustained.clear()
         self._views.clear()
         self._known_limits = [], []
-        self._ahead_s = None
-        self._odds = None
+        self._ahead_s = self._verifying_s = self._odds = None
         self._shares.clear()
 
     def note_drafting(self, drafting_s: float) -> None:
@@ -106,8 +106,12 @@ class TreeLimits:
         return self._ahead_s
 
     def verifying_s(self) -> float:
-        """Seconds that verifying trees adds to a step of all who run, besides their tokens."""
-        return self._verifying.seconds(max(len(self._state.running), 1), self.context())
+        """Seconds that verifying trees adds to a step of all who run, besides their tokens; asked
+        several times in a step, so answered once."""
+        if self._verifying_s is None:
+            requests = max(len(self._state.running), 1)
+            self._verifying_s = self._verifying.seconds(requests, self.context())
+        return self._verifying_s
 
     def context(self) -> int:
         """KV tokens that the running requests read."""
