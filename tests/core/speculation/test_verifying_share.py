@@ -64,11 +64,3 @@ def test_noise_evens_out_and_a_step_that_was_held_up_is_bounded() -> None:
 @pytest.mark.parametrize("ratio", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_impossible_time_is_ignored(ratio: float) -> None:
     assert after([(1.0, False), (ratio, True), (1.0, False), (1.0, True)]) == 0.0
-
-
-def test_another_scale_is_not_compared() -> None:
-    found = VerifyingShare()
-    found.observe(1.0, has_trees=False)
-    found.begin_run()
-    found.observe(9.0, has_trees=True)
-    assert found.share() == 0.0

@@ -34,16 +34,12 @@ class VerifyingShare:
         self._changes = 0
         self._sum = 0.0
 
-    def begin_run(self) -> None:
-        """The next step is not compared with those before: they were measured by another scale."""
-        self._run = 0
-
     def observe(self, ratio: float, *, has_trees: bool) -> None:
         """Learn from a step that computed no prompts.
 
         Args:
-            ratio: its time over what is believed of its tokens. Whatever is wrong with that is the
-                same with trees and without. An impossible one is ignored.
+            ratio: its time over what its tokens are expected to take. Whatever is wrong with that
+                is the same with trees and without. An impossible one is ignored.
             has_trees: whether it verified trees.
         """
         if not 0.0 < ratio < math.inf:

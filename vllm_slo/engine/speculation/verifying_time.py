@@ -19,9 +19,8 @@ class VerifyingTime:
     def __init__(self, clock: StepClock) -> None:
         self.step_s = 0.0
         self._clock = clock
-        self._base = clock.estimator.base
         self._share = VerifyingShare()
-        self._believed_s = 0.0
+        self._expected_s = 0.0
         self._has_trees = False
 
     def seconds(self, requests: int, context: int) -> float:
@@ -35,14 +34,11 @@ class VerifyingTime:
 
     def scheduled(self, shape: BatchShape, *, has_trees: bool) -> None:
         """A step begins."""
-        if self._clock.estimator.base is not self._base:
-            self._base = self._clock.estimator.base
-            self._share.begin_run()
-        self._believed_s = self._base.predict_shape_s(shape)
+        self._expected_s = self._clock.verifying_model.predict_shape_s(shape)
         self._has_trees = has_trees
         self.step_s = self.seconds(shape.requests, shape.context_tokens) if has_trees else 0.0
 
     def done(self) -> None:
         """The step has ended, and computed no prompts."""
         took_s = self._clock.verified_s + self.step_s
-        self._share.observe(took_s / self._believed_s, has_trees=self._has_trees)
+        self._share.observe(took_s / self._expected_s, has_trees=self._has_trees)
