@@ -31,23 +31,18 @@ AT_START = (
 """An engine does not start if one of these fails; it has no streams yet."""
 
 ELSEWHERE = (
-    "serving.draft_recording:DraftRecordingScheduler.decode",
-    "serving.profile:draw",
-    "serving.profile:profile",
-    "serving.profile:table",
-    "serving.profile_speculation:_run_of",
-    "serving.profile_speculation:profile_speculation",
-    "serving.profile_speculation:sentences",
-    "serving.profile_speculation:table",
-    "serving.speculation_measurement:_Driver.run",
-    "serving.speculation_measurement:_Driver.settle",
-    "serving.speculation_measurement:_Driver.ways",
     "speculation.draft_engine:DraftEngine.__init__",
     "speculation.draft_engine:DraftEngine.draft",
     "speculation.trees:Trees._measured",
 )
-"""In a process of another command: ``vllm-slo profile``, which ends, and a draft server, without
-which an engine goes on."""
+"""In a process of another command: a draft server, without which an engine goes on, and a
+measurement, which ends."""
+
+PROFILE = (
+    *("serving.benefit_words:", "serving.draft_recording:", "serving.profile"),
+    "serving.speculation_measurement:",
+)
+"""Modules of ``vllm-slo profile``, which ends if one of these calls fails."""
 
 LINK = ("speculation.draft_link:", "speculation.draft_peer:", "worker.proposers.remote:")
 """Modules of the link to draft servers: ``worker/test_link_faults.py``, over real sockets."""

@@ -29,8 +29,8 @@ from vllm_slo.core.speculation.benefit import (
     Run,
     Way,
     benefits,
-    verdict,
 )
+from vllm_slo.engine.serving.benefit_words import verdict
 from vllm_slo.engine.serving.profile_measurement import Progress
 from vllm_slo.engine.serving.profile_prompts import built_in_prompts, read_prompts
 from vllm_slo.errors import ConfigError, ProfileError
