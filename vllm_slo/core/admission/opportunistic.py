@@ -17,9 +17,9 @@ Sustainable: TypeAlias = Callable[[float], tuple[float, Speculated]]
 """A TPOT -> how many requests typical steps keep it for, and what decoding is then like."""
 
 PACES: Final = tuple(1.0 - 0.05 * step for step in range(12))
-"""Shares of the tightest TPOT that steps may be planned to take, of which the best is searched."""
+"""Step times to choose from, as shares of the tightest TPOT."""
 LEAST_SPREAD: Final = 1e-3
-"""No steps are steadier than this."""
+"""Smallest spread that is taken into account."""
 
 
 class Pace(NamedTuple):

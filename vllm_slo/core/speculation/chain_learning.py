@@ -82,9 +82,9 @@ class Probes:
     STALE: Final = 128
     """Trees after which a chain may be measured anew. Measured: 32 to 2048 are as good."""
     RARELY: Final = 32
-    """`STALE` times after which plain decoding is due again, once it was probed `FIRST` times. What
-    it shows hardly changes, and under load its probes are cheap in time but not for objectives.
-    Measured: as often as other chains it takes 3% of the goodput of AdaServe's workload in virtual
+    """Plain decoding is due again after so many times `STALE`, once it was probed `FIRST` times.
+    What it shows hardly changes. Under load its probes cost little time, but objectives need the
+    drafts. Measured: if it is probed as often as other chains, that takes 3% of the goodput of AdaServe's workload in virtual
     time (benchmarks/adaserve_virtual.py)."""
     STEPS: Final = 2
     """Steps of a probe."""

@@ -133,8 +133,11 @@ class WindowOdds:
         return max(min(counted, expected_tokens(acceptance, length)), LEAST_COUNTED)
 
     def surest_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
-        """Tokens for which a request's step may be stretched to the time of a step of
-        `surest_length`: what is left to a request whose window no step keeps surely."""
+        """Tokens to count on, so that a step may last as long as one of `surest_length`.
+
+        That is for a request whose window no step keeps surely. It gets the step with the best
+        odds.
+        """
         length = self.surest_length(start_s, decode, acceptance)
         return float(self._step_s[length - 1]) / _pace_s(start_s, decode)
 
