@@ -84,8 +84,8 @@ class Probes:
     RARELY: Final = 32
     """Plain decoding is due again after so many times `STALE`, once it was probed `FIRST` times.
     What it shows hardly changes. Under load its probes cost little time, but objectives need the
-    drafts. Measured: if it is probed as often as other chains, that takes 3% of the goodput of AdaServe's workload in virtual
-    time (benchmarks/adaserve_virtual.py)."""
+    drafts. Measured: if it is probed as often as other chains, that takes 3% of the goodput of
+    AdaServe's workload in virtual time (benchmarks/adaserve_virtual.py)."""
     STEPS: Final = 2
     """Steps of a probe."""
     CHEAPER: Final = 0.8
