@@ -4,11 +4,11 @@
 Twins of the built-in models, as far apart in cost as two cores let them resemble 68M, 1.1B and 7B,
 serve prompts of HumanEval, GSM8K and Spec-Bench. In one engine, by turns: plain decoding, the draft
 alone with 2, 4 and 7 tokens, the middle model alone with 4, the chain of both with 4 and 8, and the
-chooser, which knows what it has seen in turns of its own and nothing else. A fixed chain verifies
-all that it drafts. First batches of one kind each, of which the chooser has seen 200 steps before,
-or half a minute; then a shift of domain and a step of load, in which a fixed chain stays what it
-is. Only steps in which all requests of a batch decode count. Each mode serves the same prompts in
-each turn; the turns begin with another mode each time.
+chooser. Of chains it knows what it has seen in its own turns; step times are learnt in all turns.
+A fixed chain verifies all that it drafts. First batches of one kind each, of which the chooser has
+seen 200 steps before, or half a minute; then a shift of domain and a step of load, in which a fixed
+chain stays what it is. Only steps in which all requests of a batch decode count. Each mode serves
+the same prompts in each turn; the turns begin with another mode each time.
 """
 
 from __future__ import annotations
@@ -99,16 +99,14 @@ class Chosen:
     """
 
     def __init__(self, server: adaserve_engine.Server) -> None:
-        from vllm_slo.core.speculation import candidate_trees
         from vllm_slo.core.speculation.model_chain import ModelChains, Plan
 
         self.plans: list[tuple[tuple[int, ...], int, int]] = []
         self.decisions_s: list[float] = []
-        self._drafting = server.steps.scheduler._speculation.drafting
-        self._grove: Any = candidate_trees
-        self._paying = self._grove.worthwhile_nodes
+        self._trees = server.steps.scheduler.parts.speculation
+        self._drafting = self._trees.drafting
         self._plan, self._ours = Plan, self._drafting.chains
-        self._aside: Any = ModelChains(self._drafting.pool, MAX_DEPTH, 1)
+        self._aside = ModelChains(self._drafting.pool, MAX_DEPTH, 1)
         choose = self._ours.choose
 
         def noting(load: Any, *args: Any) -> Any:
@@ -122,11 +120,13 @@ class Chosen:
 
     def use(self, mode: str) -> None:
         """From now on."""
-        fixed = mode != OURS
-        self._drafting.chains = self._aside if fixed else self._ours
+        if mode == OURS:
+            self._drafting.chains, self._drafting.fixed = self._ours, None
+            self._trees.fixed_nodes = None
+            return
         plan = self._plan(*STATIC[mode]) if mode in STATIC else self._plan()
-        self._aside.choose = lambda *_: plan
-        self._grove.worthwhile_nodes = (lambda chances, *_: len(chances)) if fixed else self._paying
+        self._drafting.chains, self._drafting.fixed = self._aside, plan
+        self._trees.fixed_nodes = plan.depth
 
 
 class Bench:
