@@ -208,7 +208,7 @@ class Engine:
             drafting_s = sum(self.machine.pass_s(*one) for one in passes)
             if self.plan is None:
                 self._learn_trees(drafted, q, counts, kept)
-                self._learn_step(plan, measured_s, kept + 1, lacked, is_first, passes, edges)
+                self._learn_step(plan, kept + 1, lacked, is_first, passes, edges)
             drafted, is_first = plan, False
             requests, done = requests[goes_on], done[goes_on]
 
@@ -245,10 +245,7 @@ class Engine:
             MULTIPLE,
         )
         target = self.machine.target.besides(drafted.drafting_s)
-        nodes = nodes_of_step(trees, load, target, target)
-        taken = nodes.marks > 0
-        hoped = float(trees.gains(taken).sum())
-        self.chains.used(hoped / nodes.hoped if nodes.hoped else 1.0)
+        taken = nodes_of_step(trees, load, target, target) > 0
         verified: np.ndarray = np.minimum(trees.counts(taken), np.maximum(useful, 0))
         return verified
 
@@ -293,20 +290,19 @@ class Engine:
     def _learn_step(
         self,
         plan: Plan,
-        measured_s: float,
         given: np.ndarray,
         lacked: np.ndarray,
         is_first: bool,
         passes: list[tuple[int, int]],
         edges: tuple[int, int],
     ) -> None:
-        before, drafted_s = getattr(self, "_last", (Plan(), 0.0))
+        before = getattr(self, "_last", Plan())
         whole = given[lacked > before.depth]
         times = [(m, tokens, self._pass_s(m, tokens)) for m, tokens in passes]
         took_s = sum(s for *_, s in times)
         if not is_first and 2 * len(whole) > before.requests:
-            self.chains.observe_step(before, drafted_s + measured_s, float(whole.mean()))
-        self._last = plan, took_s
+            self.chains.observe_step(before, float(whole.mean()))
+        self._last = plan
         self._now_s += took_s
         for m, tokens, seconds in times:
             self.chains.times[m].observe(tokens, seconds)

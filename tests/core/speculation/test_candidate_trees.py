@@ -35,7 +35,7 @@ def candidates(*trees: list[float], limit: int = 64) -> CandidateTrees:
 
 def count(found: CandidateTrees, step: StepLoad) -> int:
     """Nodes of a step on the engine of ``FLAT``."""
-    return int(np.count_nonzero(nodes_of_step(found, step, FLAT, FLAT).marks))
+    return int(np.count_nonzero(nodes_of_step(found, step, FLAT, FLAT)))
 
 
 def due_at(tpot_s: float, owed: float = 0.0) -> TPOTNeeds:
@@ -77,9 +77,7 @@ def test_what_a_tpot_needs_by_hand() -> None:
 def test_free_nodes_are_taken_and_costly_ones_must_pay() -> None:
     trees = [0.5, 0.25, 0.1]
     assert count(candidates(*[trees] * 4), load(4)) == 12
-    step = nodes_of_step(candidates(*[trees] * 40), load(40), FLAT, FLAT)
-    assert not step.marks.any()
-    assert step.hoped == 0.0
+    assert count(candidates(*[trees] * 40), load(40)) == 0
 
 
 def test_a_limit_of_the_plan_is_kept() -> None:
@@ -125,12 +123,12 @@ def test_a_hard_text_gets_its_nodes_where_an_easy_one_has_enough() -> None:
     found = candidates(*[hard] * 8, *[easy] * 8)
     for place in range(16):
         found.require(place, due_at(0.040), promised=False)
-    marks = nodes_of_step(found, load(16), FLAT, FLAT).marks
+    marks = nodes_of_step(found, load(16), FLAT, FLAT)
     step_s = FLAT.predict_s(16 + int(np.count_nonzero(marks)))
     paces = (1.0 + found.gains(marks > 0)) * 0.040 / step_s
     assert (paces >= 1.0 - 1e-9).all()
     assert np.count_nonzero(marks[: 8 * len(hard)] > 0) >= 8
-    free = nodes_of_step(candidates(*[hard] * 8, *[easy] * 8), load(16), FLAT, FLAT).marks
+    free = nodes_of_step(candidates(*[hard] * 8, *[easy] * 8), load(16), FLAT, FLAT)
     assert np.count_nonzero(free) > np.count_nonzero(marks), "nobody asks: what pays is taken"
 
 
@@ -221,9 +219,9 @@ def test_no_cut_serves_objectives_better(
         paces = (1.0 + found.gains(marks > 0)) * np.asarray(tpots[:roots]) / step_s
         return float(np.minimum(paces, 1.0).sum())
 
-    step = nodes_of_step(found, load(roots), FLAT, FLAT)
-    chosen, enough = served(step.marks), ENOUGH * roots
-    nothing = served(np.zeros_like(step.marks))
+    marks = nodes_of_step(found, load(roots), FLAT, FLAT)
+    chosen, enough = served(marks), ENOUGH * roots
+    nothing = served(np.zeros_like(marks))
     likely = found.likely()
     paying = worthwhile_nodes(likely, roots, 0, 0, FLAT, 500)
     assert chosen >= min(nothing, enough) - 1e-9

@@ -29,7 +29,6 @@ def learnt(models: int, batch: int, seed: int) -> ChainForecasts:
             shape.observe_nodes(chances, np.arange(1, DEPTH + 1), np.array([0, DEPTH]))
         for other in range(model + 1, models + 1):
             forecasts.edges.observe_acceptance(model, other, 100, dice.randrange(101))
-    forecasts.fresh = dice.uniform(1.0, 4.0)
     return forecasts
 
 
@@ -55,7 +54,7 @@ def slow(forecasts: ChainForecasts, load: DraftLoad, odds: float, trees: int) ->
         paths = raised(forecasts.shapes[chain[-1]].typical[:, 0].tolist(), odds)
         if len(chain) == 1:
             times = forecasts.times[chain[0]]
-            first_s = times.pass_s(load.active * forecasts.fresh)
+            first_s = times.pass_s(load.active)
             drafting_s = [first_s + k * times.pass_s(load.active) for k in range(DEPTH)]
         else:
             drafting_s = forecasts.drafting_s(chain, load.active, 1).tolist()

@@ -279,7 +279,7 @@ class World:
             tried, kept_all = tried + min(kept + 1, depth), kept_all + kept
         self.now_s += took_s
         self.tokens += given_ / self.batch
-        self.learn(plan, took_s, given_ / self.batch, tried, kept_all)
+        self.learn(plan, given_ / self.batch, tried, kept_all)
 
     def draft(self, plan: Plan) -> float:
         """Seconds of drafting; the passes are reported."""
@@ -313,8 +313,8 @@ class World:
             kept += 1
         return kept
 
-    def learn(self, plan: Plan, took_s: float, given_: float, tried: int, kept: int) -> None:
-        self.chains.observe_step(plan, took_s, given_)
+    def learn(self, plan: Plan, given_: float, tried: int, kept: int) -> None:
+        self.chains.observe_step(plan, given_)
         if not plan.chain:
             return
         last = plan.chain[-1]
@@ -566,6 +566,6 @@ def test_of_a_text_that_begins_is_expected_what_is_typical() -> None:
     typical = chains.choose(load, TARGET, 0.0).tokens
     for step in range(6):
         plan = chains.choose(load, TARGET, 0.1 * step)
-        chains.observe_step(plan, plan.step_s, 9.0)
+        chains.observe_step(plan, 9.0)
     assert chains.choose(load, TARGET, 0.7).tokens > 1.2 * typical
     assert chains.choose(load._replace(begun=1), TARGET, 0.8).tokens == pytest.approx(typical)

@@ -45,7 +45,7 @@ def fastest(
     """Depth and width with which those behind get their tokens soonest, drafted by one model in
     passes; depth 0 where that is no sooner than without."""
     drafting_s = np.array([[passes(pass_s, deepest) for pass_s in passes_s.values()]])
-    step = Verifying(active, behind, model.kv_s * context, 1.0, path_tokens)
+    step = Verifying(active, behind, model.kv_s * context, path_tokens)
     owner, widths = np.zeros(1, dtype=np.int64), np.array(list(passes_s))
     chances = np.ascontiguousarray(typical[None])
     found = fastest_shapes(chances, owner, widths, drafting_s, 1, step, model.lines())

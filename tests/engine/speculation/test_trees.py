@@ -264,9 +264,9 @@ def test_the_end_of_an_answer_is_not_taken_for_bad_guesses() -> None:
     chains = engine.scheduler._speculation.drafting.chains
     seen, observe_step = [], chains.observe_step
 
-    def observing(plan: Plan, took_s: float, tokens: float) -> None:
+    def observing(plan: Plan, tokens: float) -> None:
         seen.append((plan.depth, tokens))
-        observe_step(plan, took_s, tokens)
+        observe_step(plan, tokens)
 
     chains.observe_step = observing
     for number in range(12):

@@ -183,18 +183,6 @@ class CandidateTrees:
         return worths
 
 
-class StepNodes(NamedTuple):
-    """The nodes that a step verifies.
-
-    Attributes:
-        marks: as ``select_trees`` returns them.
-        hoped: expected tokens of all nodes that would pay, including those that do not fit.
-    """
-
-    marks: Marks
-    hoped: float
-
-
 EPS_S = 1e-9
 ENOUGH = 0.98
 """Share of the paces that TPOTs need from which on a step is not shortened for them."""
@@ -207,7 +195,7 @@ def nodes_of_step(
     load: StepLoad,
     expected: StepTimeModel,
     promise: StepTimeModel,
-) -> StepNodes:
+) -> Marks:
     """Select the nodes of a step: those that objectives need and those that pay, or fewer of them
     where a shorter step serves the TPOTs of all requests better.
 
@@ -222,11 +210,13 @@ def nodes_of_step(
         load: the step.
         expected: typical step times, drafting included.
         promise: step times that promises are made by.
+
+    Returns:
+        What `select_trees` returns.
     """
     likely = candidates.likely()
     room = max(load.max_tokens - load.planned, 0)
     paying = worthwhile_nodes(likely, load.roots, load.others, load.context, expected, room)
-    hoped = float(likely[:paying].sum())
     step = _Step(candidates, load, expected)
     most = min(max(paying, step.needed(paying)), room)
     bound = room
@@ -236,10 +226,10 @@ def nodes_of_step(
         bound = min(room, max(soonest, within, 0) if step.limits else max(within, 0))
     most = step.rounded(min(most, bound), bound)
     if step.served(most) >= ENOUGH * step.asked and step.broken(most) <= step.broken(0):
-        return StepNodes(step.marks(most), hoped)
+        return step.marks(most)
     levels = {step.rounded(most * part // LEVELS, most) for part in range(LEVELS + 1)}
     best = max(sorted(levels, reverse=True), key=lambda n: (-step.broken(n), step.served(n)))
-    return StepNodes(step.marks(best), hoped)
+    return step.marks(best)
 
 
 class _Step:

@@ -262,7 +262,6 @@ def drafting_times(
     alphas: Floats2D,
     known: Floats3D,
     requests: int,
-    fresh: float,
     most_beams: int,
     widths: Ints,
     deepest: int,
@@ -278,7 +277,6 @@ def drafting_times(
         alphas: (models + 1, models + 1) alpha(i, j).
         known: (models, 4, OCTAVES) tables of their passes, see `pass_times.TOKENS`.
         requests: drafted for together.
-        fresh: tokens of a request that a model has not read yet.
         most_beams: of one pass.
         widths: (w,) of the trees.
         deepest: greatest depth.
@@ -295,7 +293,7 @@ def drafting_times(
         windows[c] = 1
         if len(chain) == 1:
             model = known[chain[0]]
-            first_s = seconds_of(model, requests * fresh)
+            first_s = seconds_of(model, requests)
             for w in range(len(widths)):
                 each_s = seconds_of(model, min(requests * widths[w], most_beams))
                 for depth in range(deepest):

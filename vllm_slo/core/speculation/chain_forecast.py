@@ -100,7 +100,6 @@ def _fastest(
     active: int,
     behind: int,
     reading_s: float,
-    use: float,
     path_tokens: float,
     verifying_s: float,
     k1: float,
@@ -123,11 +122,11 @@ def _fastest(
         is_open: (C + 1,) whether all models of each chain are available.
         widths, drafting_s, windows: see `DraftingTimes`.
         least: least depth allowed.
-        active, behind, reading_s, use, path_tokens: see `Verifying`.
+        active, behind, reading_s, path_tokens: see `Verifying`.
         verifying_s: see `DraftLoad`.
         k1, c1, b1, k2, c2, b2: see `Lines`.
     """
-    step = Verifying(active, behind, reading_s, use, path_tokens)
+    step = Verifying(active, behind, reading_s, path_tokens)
     lines = Lines(k1, c1, b1, k2, c2, b2)
     for model in range(len(shapes)):
         raised[model] = lifted(shapes[model], odds)
@@ -165,8 +164,6 @@ class ChainForecasts:
         edges: alpha(i, j).
         available: whether each model may be chosen.
         is_open: whether all models of each chain are available.
-        use: share of the nodes that would pay for which steps have room.
-        fresh: mean tokens of a request that a step adds, which each model has to read.
     """
 
     TREES = 32.0
@@ -195,8 +192,6 @@ class ChainForecasts:
         self.shapes = [DraftShape(chances, memory=self.TREES) for chances in self._typical]
         self.available = [True] * models
         self.is_open = [True] * len(self.chains)
-        self.use = 1.0
-        self.fresh = 1.0
         self._max_depth = max_depth
         self._path_tokens = path_tokens
         self._most_beams = most_beams
@@ -220,7 +215,6 @@ class ChainForecasts:
             self.edges.alphas(),
             self._passes,
             max(requests, 1),
-            self.fresh,
             self._most_beams,
             np.array([width]),
             self._max_depth,
@@ -258,7 +252,6 @@ class ChainForecasts:
             load.active,
             behind,
             model.kv_s * load.context,
-            self.use,
             self._path_tokens,
             load.verifying_s,
             *first,
@@ -305,7 +298,6 @@ class ChainForecasts:
             self.edges.alphas(),
             self._passes,
             load.active,
-            self.fresh,
             self._most_beams,
             widths,
             deepest,
@@ -316,4 +308,4 @@ class ChainForecasts:
 
     def _verifying(self, behind: int, load: DraftLoad, model: StepTimeModel) -> Verifying:
         reading_s = model.kv_s * load.context
-        return Verifying(load.active, behind, reading_s, self.use, self._path_tokens)
+        return Verifying(load.active, behind, reading_s, self._path_tokens)

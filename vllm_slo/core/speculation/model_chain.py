@@ -74,13 +74,6 @@ class ModelChains:
     """Steps after which the trees are as wide as they may be, once: chances of siblings that are
     never drafted are not learnt, and count as 0. A convention, not measured. Deeper trees need no
     trial, as the depths below go on by the last ratio: measured, less than 0.3%."""
-    FRESH_TREES = 16.0
-    """Trees that all earlier ones count for in the mean of the tokens that a request gets."""
-    USE_SHARE = 0.05
-    """Weight of a step in the mean share of paying nodes that fit. Not measured."""
-    RECOVERY = 0.004
-    """Rise of that share in each step without drafts, so that drafting is tried again. A
-    convention, not measured."""
 
     def __init__(
         self,
@@ -127,25 +120,15 @@ class ModelChains:
 
     # Learning.
 
-    def used(self, share: float) -> None:
-        """Learn which share of the nodes that would have paid a step had room for. Objectives may
-        leave room for fewer, and nodes that are not verified are drafted in vain."""
-        self.forecasts.use += self.USE_SHARE * (min(share, 1.0) - self.forecasts.use)
-
-    def observe_step(self, plan: Plan, took_s: float, tokens: float) -> None:
-        """Learn from a step without prompts in which all requests had trees, or none had.
+    def observe_step(self, plan: Plan, tokens: float) -> None:
+        """Learn from a step without prompts in which all requests had trees.
 
         Args:
-            plan: with which its trees were drafted, or nothing was.
-            took_s: seconds of verification and of drafting with the plan.
+            plan: with which they were drafted; with an empty chain nothing is learnt.
             tokens: mean number that a request got.
         """
-        if not (0.0 < took_s < math.inf and 0.0 < tokens < math.inf and plan.step_s > 0.0):
-            return
-        if plan.chain:
+        if plan.chain and 0.0 < tokens < math.inf:
             self._predictability.observe(tokens, plan.tokens, plan.requests)
-        share = plan.requests / (plan.requests + self.FRESH_TREES)
-        self.forecasts.fresh += share * (tokens - self.forecasts.fresh)
 
     def drafting_s(self, chain: Chain, requests: int, width: int) -> Floats:
         """As `ChainForecasts.drafting_s`."""
@@ -277,8 +260,6 @@ class ModelChains:
     def _note(self, c: int, load: DraftLoad) -> None:
         """Note which chain a step measures, and count the tokens that models do not read in it."""
         self._probes.note(c, load.active)
-        if not c and load.active:
-            self.forecasts.use = min(self.forecasts.use + self.RECOVERY, 1.0)
         read, chain, lacking = max(load.context - self._context, load.active), self._chains[c], []
         for place, before in enumerate(self._lacking):
             more = 0.0 if place in chain else min(before + read, float(load.context))

@@ -90,14 +90,12 @@ class Verifying(NamedTuple):
         active: requests that decode in it.
         behind: how many of them have trees.
         reading_s: seconds that reading their KV tokens takes.
-        use: share of the paying nodes that fit into the step.
         path_tokens: cost of another path of a tree besides its nodes, in tokens.
     """
 
     active: int
     behind: int
     reading_s: float
-    use: float
     path_tokens: float
 
 
@@ -129,7 +127,7 @@ def _verify(
     and the seconds ``took_s`` of the step with such trees."""
     tokens, extra = 1.0, 0.0
     for node in range(count):
-        tokens += step.use * likely[node]
+        tokens += likely[node]
         extra += 1.0 + step.path_tokens * paths[node]
         hoped[node] = tokens
         took_s[node] = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from vllm.logger import init_logger
@@ -99,9 +99,6 @@ class Drafts(Protocol):
             parents, said: (N,) of all nodes.
         """
 
-    def used(self, share: float, /) -> None:
-        """Tell what share of the nodes that would have paid a step had room for."""
-
     def accepted(self, models: Ints, depths: Ints, said: Floats, hit: Bools, best: Bools) -> None:
         """Learn which of the nodes that the target looked at it accepted.
 
@@ -140,20 +137,6 @@ class Drafts(Protocol):
         """A request has ended."""
 
 
-class _Drafted(NamedTuple):
-    """What drafting for the next step took.
-
-    Attributes:
-        plan: with which it was done.
-        seconds: that it took.
-        quiet: whether the models read no prompts besides.
-    """
-
-    plan: Plan
-    seconds: float
-    quiet: bool
-
-
 class DraftModels:
     """Follows the draft models of one engine; see `Drafts`.
 
@@ -184,7 +167,7 @@ class DraftModels:
         )
         self.plan = NO_DRAFT
         self.fixed: Plan | None = None
-        self._drafted = _Drafted(NO_DRAFT, 0.0, quiet=False)
+        self._drafted = NO_DRAFT
         for name in self.names[:-1]:
             metrics.draft_model_up(name, up=True)
 
@@ -230,9 +213,6 @@ class DraftModels:
         return drafts.model
 
     # What guesses are worth.
-
-    def used(self, share: float) -> None:
-        self.chains.used(share)
 
     def observe(self, _verified: Iterable[Verified]) -> None:
         """What became of whole trees is told node by node, by `accepted`."""
@@ -282,10 +262,9 @@ class DraftModels:
         verified: int,
         quiet: bool,
     ) -> None:
-        # A step with hardly any nodes does not show what trees of all requests yield.
-        drafted = self._drafted.plan
-        is_whole = not drafted.chain or verified >= drafted.requests
-        self._learn_step(plan, report.seconds, given if is_whole else (), quiet)
+        if quiet:
+            self._learn_yield(given, verified)
+        self._drafted = plan
         edges = self.chains.edges
         for model, tokens, seconds in report.passes:
             self.chains.times[model].observe(tokens, seconds)
@@ -298,16 +277,13 @@ class DraftModels:
         if plan.depth:
             self._count(plan, report)
 
-    def _learn_step(
-        self, plan: Plan, seconds: float, given: Sequence[tuple[int, int]], quiet: bool
-    ) -> None:
-        """Hold what drafting and verifying with a plan took against what was expected of it. That
-        is of whole trees: a request that is about to end has less of one, and tells nothing."""
-        drafted, self._drafted = self._drafted, _Drafted(plan, seconds, quiet)
-        lengths = [tokens for tokens, lacked in given if lacked > drafted.plan.depth]
-        if drafted.quiet and quiet and 2 * len(lengths) > drafted.plan.requests:
-            took_s = drafted.seconds + self._clock.verified_s
-            self.chains.observe_step(drafted.plan, took_s, sum(lengths) / len(lengths))
+    def _learn_yield(self, given: Sequence[tuple[int, int]], verified: int) -> None:
+        """Hold what trees yielded against what was expected of whole trees. A request that is about
+        to end has less of one, and tells nothing. Nor does a step with hardly any nodes."""
+        drafted = self._drafted
+        lengths = [tokens for tokens, lacked in given if lacked > drafted.depth]
+        if verified >= drafted.requests and 2 * len(lengths) > drafted.requests:
+            self.chains.observe_step(drafted, sum(lengths) / len(lengths))
 
     def _count(self, plan: Plan, report: DraftingReport) -> None:
         names, edges = self.names, self.chains.edges

@@ -312,8 +312,6 @@ class DraftServers:
             if of.any():
                 self._calibration(name).observe(depths[of], said[of], hit[of], best[of])
 
-    def used(self, _share: float) -> None: ...
-
     def observe(self, verified: Iterable[Verified]) -> None:
         metrics, ratios = self._metrics, dict[str, list[float]]()
         tokens: Counter[str] = Counter()

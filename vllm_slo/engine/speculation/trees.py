@@ -30,7 +30,6 @@ from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.speculation.candidate_trees import (
     CandidateTrees,
     StepLoad,
-    StepNodes,
     nodes_of_step,
     tpot_needs,
 )
@@ -203,7 +202,7 @@ class Trees:
         """Choose trees for a step of all roots, and give promised requests theirs."""
         trees = step.trees
         load = replace(self._load(step, None), others=0)
-        taken = self._choose(trees, load).marks > 0
+        taken = self._choose(trees, load) > 0
         tokens, gains = step.tokens[taken].tolist(), trees.gains(taken).tolist()
         end = 0
         for place, (request, count) in enumerate(
@@ -226,25 +225,22 @@ class Trees:
         began_s = time.perf_counter()
         granted = np.asarray([_is_granted(schedule, request) for request in step.requests])
         step.trees.leave_out(granted)
-        nodes = self._choose(step.trees, self._load(step, schedule))
-        self._place(step, nodes.marks)
-        taken = float(step.trees.gains(nodes.marks > 0).sum())
-        self.drafting.used(taken / nodes.hoped if nodes.hoped else 1.0)
+        self._place(step, self._choose(step.trees, self._load(step, schedule)))
         if schedule is not None:
             for request in itertools.compress(step.requests, granted):
                 schedule.token_budget += len(request.spec_token_ids)
                 schedule.tokens[request.request_id] = 1 + len(request.spec_token_ids)
         self._selection_s += time.perf_counter() - began_s
 
-    def _choose(self, trees: CandidateTrees, load: StepLoad) -> StepNodes:
+    def _choose(self, trees: CandidateTrees, load: StepLoad) -> Marks:
         if self.fixed_nodes is not None:
             return self._measured(trees, self.fixed_nodes)
         return nodes_of_step(trees, load, self._clock.expected_model, self._clock.promise_model)
 
-    def _measured(self, trees: CandidateTrees, fixed_nodes: int) -> StepNodes:
+    def _measured(self, trees: CandidateTrees, fixed_nodes: int) -> Marks:
         """The nodes of a measurement: see ``fixed_nodes``."""
         nodes = fixed_nodes * int(np.count_nonzero(trees.limits))
-        return StepNodes(trees.select(nodes, 0.0, 0.0), 0.0)
+        return trees.select(nodes, 0.0, 0.0)
 
     def _load(self, step: StepCandidates, schedule: StepSchedule | None) -> StepLoad:
         """The step without nodes. Those that it was planned with are taken out of the schedule."""
