@@ -360,8 +360,8 @@ def main() -> None:
     head, *rows = table(found, args.rates)
     text = (
         f"{len(args.seeds)} windows of {args.requests} requests of {load_trace(TRACE, 0)[1]} "
-        f"(seeds {', '.join(map(str, args.seeds))}), means. The tightest TPOT is {args.scale:g} times "
-        f"the time of a lone request for a token. {Cost().describe()}"
+        f"(seeds {', '.join(map(str, args.seeds))}), means. The tightest TPOT is {args.scale:g} "
+        f"times what a lone request takes for a token. {Cost().describe()}"
     )
     if args.urgent is not None:
         text += f" {args.urgent:.0%} of the requests have that TPOT."
