@@ -151,6 +151,7 @@ class TreeEngine(VirtualEngine):
             said,
             plan.width,
             plan.chain[-1],
+            plan.depth,
         )
 
     def _candidates(

@@ -8,6 +8,7 @@ from collections import Counter
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -19,6 +20,7 @@ from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.core.speculation.tree_budget import DEPTH_BESIDE_PROMPTS
 from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.engine.speculation.draft_models import Candidate
 from vllm_slo.sim.harness import EngineShape
 
 pytestmark = pytest.mark.versions
@@ -275,6 +277,29 @@ def test_the_end_of_an_answer_is_not_taken_for_bad_guesses() -> None:
     whole = [(depth, tokens) for depth, tokens in seen if depth]
     assert whole
     assert all(tokens == depth + 1 for depth, tokens in whole), whole
+
+
+def test_shallower_trees_tell_nothing_of_the_depths_that_they_were_not_to_have() -> None:
+    """A tree that was not verified yet may be deeper than those that were drafted after it."""
+    drafting = TreeEngine(FLAT).scheduler._speculation.drafting
+
+    def tree(asked: int, depth: int) -> Candidate:
+        parents = np.arange(-1, depth - 1, dtype=np.int32)
+        return Candidate(20, 0, 1, asked, np.arange(depth), parents, np.full(depth, 0.8))
+
+    def typical(trees: list[Candidate]) -> list[float]:
+        offsets = np.cumsum([0, *(len(one.tokens) for one in trees)])
+        parents = np.concatenate([one.parents for one in trees])
+        for _ in range(100):
+            drafting.chances(trees, offsets, parents, np.full(len(parents), 0.8))
+        found: list[float] = drafting.chains.shapes[0].typical[:3, 0].tolist()
+        return found
+
+    whole = typical([tree(3, 3)] * 3)
+    assert typical([tree(3, 3), tree(2, 2), tree(2, 2)]) == pytest.approx(whole, rel=1e-3)
+    ended = typical([tree(3, 3), tree(3, 2), tree(3, 2)])
+    assert ended[:2] == pytest.approx(whole[:2], rel=1e-3)
+    assert ended[2] == pytest.approx(whole[2] / 3, rel=0.1), "nothing likely followed"
 
 
 def test_a_thinking_budget_pauses_the_trees() -> None:

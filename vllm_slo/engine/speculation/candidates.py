@@ -107,6 +107,7 @@ class Candidates:
                     request.num_tokens,
                     self._drafting.author(drafts, name),
                     drafts.width,
+                    drafts.depth,
                     drafts.tokens[own],
                     drafts.parents[own],
                     drafts.probabilities[own],

@@ -41,6 +41,7 @@ class Candidate:
         at: tokens of the request when it was drafted; of another length, it is out of date.
         model: whose guesses they are, by its place in the pool.
         width: nodes of a layer.
+        depth: that the tree was to have.
         tokens, parents: the nodes, layer by layer.
         probabilities: the draft's, of each node given its path.
     """
@@ -48,6 +49,7 @@ class Candidate:
     at: int
     model: int
     width: int
+    depth: int
     tokens: Ints
     parents: Parents
     probabilities: Floats
@@ -235,7 +237,9 @@ class DraftModels:
             sizes = np.diff(starts)
             layers = np.repeat([c.width for c in part], sizes)
             depths = (np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)) // layers + 1
-            self.chains.shapes[model].observe_nodes(*_as_deep(paths[nodes], depths, starts))
+            asked = np.array([c.depth for c in part], dtype=np.int64)
+            whole = _as_deep(paths[nodes], depths, starts, asked)
+            self.chains.shapes[model].observe_nodes(*whole)
             start += len(part)
         return paths, best
 
@@ -304,12 +308,14 @@ class DraftModels:
             self._metrics.speculation_on(False)
 
 
-def _as_deep(chances: Floats, depths: Ints, starts: Ints) -> tuple[Floats, Ints, Ints]:
-    """Trees of one depth: those that end early do so where nothing likely follows, so their missing
-    depths are nodes that are worth nothing."""
+def _as_deep(
+    chances: Floats, depths: Ints, starts: Ints, asked: Ints
+) -> tuple[Floats, Ints, Ints]:
+    """Trees as deep as they were to be: those that end before do so where nothing likely follows,
+    so their missing depths are nodes that are worth nothing."""
     counts = np.diff(starts)
     deep = np.maximum.reduceat(depths, starts[:-1])
-    lacking = deep.max() - deep
+    lacking = np.maximum(asked - deep, 0)
     if not lacking.any():
         return chances, depths, starts
     more, trees = np.cumsum(lacking), np.arange(len(counts))

@@ -107,6 +107,7 @@ class DraftTrees(DraftTokenIds):
         probabilities: the draft's, of each candidate given its path, [nodes].
         width: nodes of a layer.
         model: whose candidates they are, by its place in the pool.
+        depth: that they were to have; a tree may end before, where nothing likely follows.
     """
 
     counts: list[int] = field(default_factory=list)
@@ -115,6 +116,7 @@ class DraftTrees(DraftTokenIds):
     probabilities: Floats = field(default_factory=lambda: np.zeros(0))
     width: int = 1
     model: int = 0
+    depth: int = 0
 
     @classmethod
     def none(cls) -> DraftTrees:

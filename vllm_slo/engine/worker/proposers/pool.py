@@ -231,7 +231,9 @@ class TreeProposer:
         self._account(search, order, len(ready))
         names = [self.batch.request_ids[i] for i in ready]
         self._compare(plan, names, search.roots)
-        return DraftTrees(names, [], *trees, width=plan.width, model=plan.chain[-1])
+        return DraftTrees(
+            names, [], *trees, width=plan.width, model=plan.chain[-1], depth=plan.depth
+        )
 
     def _at_work(self, place: int) -> None:
         self._working = place
