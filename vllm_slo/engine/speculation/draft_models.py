@@ -308,9 +308,7 @@ class DraftModels:
             self._metrics.speculation_on(False)
 
 
-def _as_deep(
-    chances: Floats, depths: Ints, starts: Ints, asked: Ints
-) -> tuple[Floats, Ints, Ints]:
+def _as_deep(chances: Floats, depths: Ints, starts: Ints, asked: Ints) -> tuple[Floats, Ints, Ints]:
     """Trees as deep as they were to be: those that end before do so where nothing likely follows,
     so their missing depths are nodes that are worth nothing."""
     counts = np.diff(starts)
