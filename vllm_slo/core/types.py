@@ -80,6 +80,7 @@ class DecodeView(NamedTuple):
         tpot_s: its objective.
         tokens: tokens one decode step verifies for it (1 without speculation).
         context_tokens: KV length it attends to.
+        may_end: whether the answer may end before its first window is full.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class DecodeView(NamedTuple):
     tpot_s: float
     tokens: int = 1
     context_tokens: int = 0
+    may_end: bool = False
 
 
 class PrefillView(NamedTuple):

@@ -140,8 +140,8 @@ def assemble(
     speculation: Speculation
     if trees is not None:
         speculation = Trees(
-            *(state, tracker, blocks, steps, pressure, metrics.speculation, tenants, config),
-            max_step_tokens,
+            *(state, tracker, blocks, steps, responsive, pressure),
+            *(metrics.speculation, tenants, config, max_step_tokens),
         )
     elif trims(vllm_config) and can_promise:
         speculation = Chains(

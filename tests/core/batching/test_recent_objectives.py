@@ -31,6 +31,9 @@ def test_a_step_of_best_effort_is_a_quarter_of_a_ttft_or_two_tpots(
     both = recent((ttft_s, tpot_s, 0.0)).responsive_step_s(1.0, 1e-3)
     exact = max(ttft_s / 4, 2 * tpot_s)
     assert exact / GRID * 0.999 <= both <= exact * 1.001
+    stretched_s = recent((ttft_s, tpot_s, 0.0)).stretched_step_s(1.0, 1e-3)
+    assert tpot_s / GRID * 0.999 <= stretched_s <= both * 1.001
+    assert recent((INFINITY, tpot_s, 0.0)).stretched_step_s(1.0, 1e-3) == INFINITY
     tpot_only = recent((INFINITY, tpot_s, 0.0)).responsive_step_s(1.0, 1e-3)
     assert 2 * tpot_s / GRID * 0.999 <= tpot_only <= 2 * tpot_s * 1.001
 

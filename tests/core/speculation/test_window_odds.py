@@ -142,6 +142,22 @@ def test_a_step_that_yields_one_token_can_be_made_up_for() -> None:
     assert odds.counted_tokens(0.0, decode, 0.5, 2) == 1.5
 
 
+@given(acceptances, st.integers(1, 5), st.floats(0.01, 0.03))
+def test_an_answer_that_may_end_is_on_time_at_each_token(
+    acceptance: float, length: int, plain_s: float
+) -> None:
+    """Where plain steps keep the TPOT, a step that yields one token ends by when that is due."""
+    odds = WindowOdds(np.array([plain_s + 0.01, *[plain_s + 0.02] * 4]), plain_s)
+    decode = window(10, 0.5, 0.050)._replace(may_end=True)
+    counted = odds.counted_tokens(0.0, decode, acceptance, length)
+    assert stretched_s(0.0, decode, counted) == pytest.approx(0.050)
+    hurried = WindowOdds(np.array([0.060, 0.061]))  # a TPOT that needs drafts
+    late = window(10, 0.7, 0.050)._replace(may_end=True)
+    assert hurried.counted_tokens(0.0, late, 0.98, 2) == pytest.approx(
+        hurried.counted_tokens(0.0, late._replace(may_end=False), 0.98, 2)
+    )
+
+
 def test_who_is_late_stretches_nothing() -> None:
     odds = WindowOdds(np.array([0.030, 0.031]))
     for left_s in (0.1, 0.0, -1.0):

@@ -146,3 +146,14 @@ def test_scaling() -> None:
     for factor in (-1.0, math.nan, math.inf):
         with pytest.raises(ProfileError):
             TRUE.scaled(factor)
+
+
+@given(st.integers(0, 5000), st.integers(0, 50_000))
+def test_in_a_filled_step_no_token_is_free(tokens: int, context: int) -> None:
+    model = StepTimeModel(((0.0, 0.0, 0.020), (1e-4, 0.0, 0.004)), kv_s=1e-7)
+    filled = model.filled()
+    took_s = filled.predict_s(tokens, context)
+    assert took_s <= model.predict_s(tokens, context)
+    assert took_s == pytest.approx(0.004 + 1e-4 * tokens + 1e-7 * context)
+    if tokens > 200:
+        assert took_s == model.predict_s(tokens, context)

@@ -184,6 +184,8 @@ def test_drafts_spare_prompts_the_reading_of_long_contexts(
         if not spares:
             monkeypatch.setattr(chain_lengths, "sparing_length", lambda *_, **__: 1)
         engine = Engine(DRAFT, pass_s=0.003, kv_s=1e-6)
+        for _ in range(8):
+            engine.scheduler.parts.workload.lengths.observe("loose", 200)
         for name in names("loose", 16):
             engine.add(name, 2000, 200, SLO(slo_class="loose"), acceptance=0.8)
         for _ in range(60):

@@ -41,7 +41,7 @@ class Decodes(NamedTuple):
         """The rows of these views."""
         if not views:
             return NONE
-        ids, *floats, tokens, context = zip(*views, strict=True)
+        ids, *floats, tokens, context, _ = zip(*views, strict=True)
         due_s, end_s, left, tpot_s = (np.array(column, dtype=np.float64) for column in floats)
         counts = np.array(tokens, dtype=np.int64), np.array(context, dtype=np.int64)
         return cls(ids, due_s, end_s, left, tpot_s, *counts)

@@ -42,20 +42,26 @@ class RecentObjectives:
             if 0.0 < objective_s < INFINITY:
                 last_seen_s[math.floor(math.log(objective_s, GRID))] = now_s
 
-    def responsive_step_s(self, now_s: float, shortest_s: float, tpots: float = TPOTS) -> float:
+    def responsive_step_s(self, now_s: float, shortest_s: float) -> float:
         """Seconds of the longest step for best effort alone; infinite where nothing asks for less.
 
         Args:
             now_s: the time.
             shortest_s: seconds of the shortest step; tighter objectives cannot be kept, and do not
                 count.
-            tpots: tightest TPOTs that a step may last whatever TTFTs are.
         """
         ttft_s = self._tightest(self._ttft, now_s, shortest_s)
         tpot_s = self._tightest(self._tpot, now_s, shortest_s)
         if ttft_s == INFINITY:
             return TPOTS * tpot_s
-        return max(TTFT_SHARE * ttft_s, tpots * tpot_s if tpot_s < INFINITY else 0.0)
+        return max(TTFT_SHARE * ttft_s, TPOTS * tpot_s if tpot_s < INFINITY else 0.0)
+
+    def stretched_step_s(self, now_s: float, shortest_s: float) -> float:
+        """Seconds of the longest step that drafts may make; infinite where no TTFT asks for less.
+        The tightest TPOT is allowed whatever TTFTs are. Arguments as in `responsive_step_s`."""
+        ttft_s = self._tightest(self._ttft, now_s, shortest_s)
+        tpot_s = self._tightest(self._tpot, now_s, shortest_s)
+        return max(TTFT_SHARE * ttft_s, tpot_s if tpot_s < INFINITY else 0.0)
 
     def _tightest(self, last_seen_s: dict[int, float], now_s: float, shortest_s: float) -> float:
         for power in [p for p, at_s in last_seen_s.items() if at_s < now_s - self._memory_s]:

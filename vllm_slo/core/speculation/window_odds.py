@@ -86,10 +86,12 @@ class WindowOdds:
 
     Args:
         step_s: (L,) seconds of a step that verifies 1, 2, ... L tokens of each request.
+        plain_s: seconds of a step without drafting; None: that of a single token.
     """
 
-    def __init__(self, step_s: Floats) -> None:
+    def __init__(self, step_s: Floats, plain_s: float | None = None) -> None:
         self._step_s = step_s
+        self._plain_s = float(step_s[0]) if plain_s is None else plain_s
         self._sure_s: dict[int, Floats] = {}
 
     def sure_s(self, acceptance: float, tokens: float) -> float:
@@ -117,7 +119,9 @@ class WindowOdds:
         They are so few that the other tokens of the window surely come in the time left after a
         step that yields a single one. Where steps without drafts keep the TPOT, no draft is counted
         on for that: drafts are accepted and rejected in series more often than independent ones.
-        The result is at most the step's mean yield, and at least `LEAST_COUNTED`.
+        Nor is it counted on tokens that follow, if the answer may end before they come: it is then
+        judged by those that came. The result is at most the step's mean yield, and at least
+        `LEAST_COUNTED`.
 
         Args:
             start_s: when the step begins.
@@ -130,6 +134,8 @@ class WindowOdds:
         luck = acceptance if plain_s > decode.tpot_s else 0.0
         rest_s = STEP_TIME_MARGIN * self.sure_s(luck, left - 1.0)
         counted = left - rest_s / _pace_s(start_s, decode)
+        if decode.may_end and self._plain_s <= decode.tpot_s:
+            counted = min(counted, 1.0)
         return max(min(counted, expected_tokens(acceptance, length)), LEAST_COUNTED)
 
     def surest_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:

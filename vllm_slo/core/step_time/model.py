@@ -14,7 +14,7 @@ attention, which a prefill chunk at a long context is full of.  All times are se
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_slo.core.step_time.budget import Lines, tokens_within
@@ -116,6 +116,12 @@ class StepTimeModel:
         high = m1 * tokens + m2 * spec_steps + d
         attention = self.kv_s * context_tokens + self.pair_s * pairs
         return max(low, high) + attention
+
+    def filled(self) -> "StepTimeModel":
+        """Times of steps that prompts fill: what a token adds to a long step is what it costs, and
+        no token is free because the weights are read anyway."""
+        steep = max(self.terms)
+        return replace(self, terms=(steep, steep))
 
     def predict_shape_s(self, shape: BatchShape) -> float:
         return self.predict_s(shape.tokens, shape.context_tokens, shape.spec_steps, shape.pairs)

@@ -168,6 +168,7 @@ class Controller:
             self._endings.refuse(tracked.request, declined.pack())
             return
         self._workload.keep_end_to_end(tracked)
+        tracked.may_end_early = self._workload.may_end_early(tracked)
         self._sessions.begin(tracked)
         self._tracker.add(tracked)
         if request_facts.may_stop(tracked.request):

@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.core.batching.decodes import NONE as NO_DECODES
 from vllm_slo.core.batching.decodes import Decodes, due_in_window
 from vllm_slo.core.lengths.output_length import LengthPrediction
+from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
 from vllm_slo.core.types import BestEffortView, DecodeView, Demand, PrefillView
 from vllm_slo.engine.scheduling.decode_model import TokenYields
 from vllm_slo.engine.scheduling.request_facts import is_decoding, tokens_to_next_sample
@@ -45,7 +46,11 @@ def decode_view(
         *(float(expected), tpot_s, tracked.window),
     )
     tokens = max(request.num_tokens_with_spec - request.num_tokens + 1, 1)
-    return DecodeView(request.request_id, *due, tpot_s, tokens, request.num_computed_tokens)
+    is_first = tracked.tpot.measure.worst_full_s is None and tracked.window <= PROMISED_WINDOW
+    may_end = is_first and tracked.may_end_early
+    return DecodeView(
+        request.request_id, *due, tpot_s, tokens, request.num_computed_tokens, may_end
+    )
 
 
 def decode_rows(

@@ -42,9 +42,15 @@ class ResponsiveSteps:
             self.longest_s(model) < model.predict_s(self._max_step_tokens)
         )
 
-    def longest_s(self, model: StepTimeModel, tpots: float = 2.0) -> float:
-        """Seconds of that step by a model that keeps the margin of promises; ``tpots`` times the
-        tightest TPOT are allowed whatever TTFTs are."""
+    def longest_s(self, model: StepTimeModel) -> float:
+        """Seconds of that step by a model that keeps the margin of promises."""
         shortest_s = self._clock.expected_model.predict_s(1)
-        step_s = self._recent.responsive_step_s(self._clock.now_s, shortest_s, tpots)
+        step_s = self._recent.responsive_step_s(self._clock.now_s, shortest_s)
+        return step_s * model.predict_s(1) / shortest_s
+
+    def stretched_s(self, model: StepTimeModel) -> float:
+        """Seconds of the longest step that drafts may make, by such a model: what arrives in its
+        midst waits for its end."""
+        shortest_s = self._clock.expected_model.predict_s(1)
+        step_s = self._recent.stretched_step_s(self._clock.now_s, shortest_s)
         return step_s * model.predict_s(1) / shortest_s

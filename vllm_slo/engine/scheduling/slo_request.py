@@ -80,6 +80,8 @@ class SLORequest:
         session: the job of which it is a round, or None.
         group: name of the HTTP request of which it is one choice of several, or None.
         disturbed: whether planning failed in a step of its life.
+        may_end_early: whether its answer, or a stage of it, may end before its first TPOT window is
+            full, for all that is known of such answers.
     """
 
     __slots__ = (
@@ -99,6 +101,7 @@ class SLORequest:
         "last_token_s",
         "late",
         "loaded_tokens",
+        "may_end_early",
         "opportunistic",
         "planned",
         "promised",
@@ -140,6 +143,7 @@ class SLORequest:
         self.late: LatePromise | None = None
         self.opportunistic = False
         self.disturbed = False
+        self.may_end_early = True
         self.planned = False
         self.reason: str | None = None
         self.cached_tokens = 0

@@ -25,6 +25,10 @@ from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.slo_request import SharedPrefix, SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 
+EARLY = 0.02
+"""Share of short answers in a class from which on any answer of it may be short. A convention: at
+most so many promises may be broken because of that."""
+
 
 class CommittedLoad(NamedTuple):
     """What is promised.
@@ -156,6 +160,18 @@ class Workload:
             tracked.slo.expected_output_tokens,
             request.num_output_tokens,
         )
+
+    def may_end_early(self, tracked: SLORequest) -> bool:
+        """Whether more than `EARLY` of such answers end before a TPOT window is full, as far as is
+        known. The stages of an answer may be short, whatever its length."""
+        length = self.lengths.predict(
+            tracked.slo_class,
+            tracked.request.max_tokens,
+            tracked.slo.expected_output_tokens,
+            quantile=EARLY,
+        )
+        staged = len(tracked.slo.answer_stages) > 1
+        return staged or length.source == "cap" or length.tokens <= tracked.window
 
     def demand(
         self, tracked: SLORequest, start_s: float, model: StepTimeModel, origin_s: float = 0.0

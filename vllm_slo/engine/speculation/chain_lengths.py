@@ -35,9 +35,6 @@ from vllm_slo.engine.speculation.chain_costs import ChainCosts
 from vllm_slo.engine.speculation.no_speculation import wants_no_drafts
 from vllm_slo.engine.speculation.tenants import TenantShares
 
-STRETCHED_TPOTS = 1.0
-"""The longest step that drafts may make, in the tightest TPOT, where a TTFT is so tight that a
-request that arrives during the step would wait too long."""
 WORTH_GRAPHS = 1.1
 """Output tokens per second that other lengths must promise, over those of full drafts, for a step
 to run without full CUDA graphs."""
@@ -120,7 +117,8 @@ class ChainLengths:
         self._fastest_s.clear()
         context = sum(request.num_computed_tokens for request in decoding)
         clock, costs = self._clock, self._costs
-        self._stretched_s = self._responsive.longest_s(clock.promise_model, STRETCHED_TPOTS)
+        responsive, promise = self._responsive, clock.promise_model
+        self._stretched_s = min(responsive.stretched_s(promise), responsive.longest_s(promise))
         self._verifying = costs.without_passes(
             clock.plain_promise_model if self._lowers else clock.promise_model
         )

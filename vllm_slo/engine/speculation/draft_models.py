@@ -21,6 +21,7 @@ from vllm_slo.core.arrays import Bools, Floats, Ints, Parents
 from vllm_slo.core.speculation.calibration import DraftCalibration
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
 from vllm_slo.core.speculation.model_chain import ModelChains, Plan
+from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.messages import NO_DRAFT, DraftingReport, DraftTrees, Grant
 from vllm_slo.engine.speculation.tenants import Verified
@@ -74,8 +75,8 @@ class Drafts(Protocol):
     def nothing(self) -> None:
         """After the next step nothing is drafted."""
 
-    def decide(self, load: DraftLoad) -> None:
-        """Choose what is drafted after the next step."""
+    def decide(self, load: DraftLoad, model: StepTimeModel) -> None:
+        """Choose what is drafted after the next step, by what steps take without drafting."""
 
     def grants(self, requests: Sequence[Request], /) -> dict[str, Grant]:
         """What draft servers are to draft for the requests that get tokens in a step."""
@@ -179,10 +180,10 @@ class DraftModels:
         self.plan = NO_DRAFT
         self._clock.drafting(0.0, 0.0)
 
-    def decide(self, load: DraftLoad) -> None:
+    def decide(self, load: DraftLoad, model: StepTimeModel) -> None:
         clock = self._clock
         if self.fixed is None:
-            self.plan = self.chains.choose(load, clock.verifying_model, clock.now_s)
+            self.plan = self.chains.choose(load, model, clock.now_s)
         else:
             self.plan = self.fixed
         prompt_s = sum(self.chains.times[model].token_s for model in self.plan.chain)

@@ -119,14 +119,14 @@ class DraftServers:
         self.plan = NO_DRAFT
         self._clock.drafting(0.0, 0.0)
 
-    def decide(self, load: DraftLoad) -> None:
+    def decide(self, load: DraftLoad, model: StepTimeModel) -> None:
         requests = self._at_home(self._state.running)
         if not requests or not load.deepest:
             self.nothing()
             return
         found = plan_round(
             self._crowd(requests, load),
-            self._clock.verifying_model,
+            model,
             room=max(self._max_step_tokens - load.active, 0),
             context_tokens=load.context,
             shallowest=load.min_depth,

@@ -54,8 +54,10 @@ class NextDrafts:
         running, config = self._state.running, self._config
         active, behind = len(running), max(lagging, self._faster_than_plain())
         late = self._pressure.first_tokens_late(self._clock.now_s)
-        idle = late and not behind and not config.min_depth
-        if barred or not active or idle:
+        model = self._clock.verifying_model
+        if late and not behind:
+            model = model.filled()
+        if barred or not active:
             self._drafting.nothing()
             return
         deepest, widest = self._depth_and_width(active)
@@ -66,7 +68,8 @@ class NextDrafts:
         self._drafting.decide(
             DraftLoad(
                 *(active, context, deepest, widths, behind, config.min_depth, begun, verifying_s)
-            )
+            ),
+            model,
         )
         self._limits.note_drafting(self._drafting.plan.drafting_s)
 

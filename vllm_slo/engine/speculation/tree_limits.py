@@ -24,6 +24,7 @@ from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_views
 from vllm_slo.engine.scheduling.decode_model import PlainDecoding, WayToDecode
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.speculation.draft_models import Drafts
@@ -44,6 +45,7 @@ class TreeLimits:
         state: SchedulerState,
         tracker: RequestTracker,
         clock: StepClock,
+        responsive: ResponsiveSteps,
         drafting: Drafts,
         verifying: VerifyingTime,
         config: SLOConfig,
@@ -51,6 +53,7 @@ class TreeLimits:
         self._state = state
         self._tracker = tracker
         self._clock = clock
+        self._responsive = responsive
         self._drafting = drafting
         self._verifying = verifying
         self._plain = PlainDecoding(clock)
@@ -60,7 +63,7 @@ class TreeLimits:
         self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._ahead_s: Floats | None = None
         self._verifying_s: float | None = None
-        self._dear_s = 0.0
+        self._dear_s = self._stretched_s = 0.0
         self._odds: tuple[WindowOdds, float, int] | None = None
         self._shares: dict[str, float] = {}
         self._sustained: dict[float, tuple[float, Speculated]] = {}
@@ -72,6 +75,7 @@ class TreeLimits:
         self._known_limits = [], []
         self._ahead_s = self._verifying_s = self._odds = None
         self._shares.clear()
+        self._stretched_s = self._responsive.stretched_s(self._clock.promise_model)
 
     def note_drafting(self, drafting_s: float) -> None:
         """So many seconds of drafting follow the step that is being planned."""
@@ -160,6 +164,8 @@ class TreeLimits:
             counted = odds.counted_tokens(start_s, view, acceptance, longest)
             if counted < 1.0:
                 counted = max(counted, odds.surest_tokens(start_s, view, acceptance))
+            # Prompts that arrive during the step wait for its end.
+            counted = min(counted, max(self._stretched_s / view.tpot_s, 1.0))
             self._shares[view.request_id] = min(max((counted - 1.0) / (hoped - 1.0), 0.0), 1.0)
         return self._shares[view.request_id]
 
@@ -179,7 +185,8 @@ class TreeLimits:
             ]
             # Guesses accepted of those that were reached.
             acceptance = float(chances.sum() / (1.0 + chances[:-1].sum()))
-            self._odds = WindowOdds(np.array(step_s)), acceptance, len(step_s)
+            plain_s = model.predict_s(requests, context)
+            self._odds = WindowOdds(np.array(step_s), plain_s), acceptance, len(step_s)
         return self._odds
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:

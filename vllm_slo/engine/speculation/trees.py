@@ -45,6 +45,7 @@ from vllm_slo.engine.scheduling import request_facts
 from vllm_slo.engine.scheduling.decode_model import TokenYields, WayToDecode
 from vllm_slo.engine.scheduling.kv_blocks import KVBlocks
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
+from vllm_slo.engine.scheduling.responsive_steps import ResponsiveSteps
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.speculation import grammar, messages
@@ -94,6 +95,7 @@ class Trees:
         tracker: RequestTracker,
         blocks: KVBlocks,
         clock: StepClock,
+        responsive: ResponsiveSteps,
         pressure: Pressure,
         metrics: SpeculationMetrics,
         tenants: TenantShares | None,
@@ -120,7 +122,9 @@ class Trees:
             )
         )
         self._verifying = VerifyingTime(clock)
-        self._limits = TreeLimits(state, tracker, clock, self.drafting, self._verifying, config)
+        self._limits = TreeLimits(
+            *(state, tracker, clock, responsive, self.drafting, self._verifying, config)
+        )
         self._candidates = Candidates(
             state, tracker, blocks, self.drafting, tenants, self.config, path_tokens
         )
