@@ -29,7 +29,7 @@ from vllm_slo.sim.questions import Question
 from vllm_slo.sim.scenarios import LOOSE_TPOT_S, TIGHT_TPOT_S, applications_of
 from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.statistics import Capacity, ratio
-from vllm_slo.sim.systems import OURS, System, parse_system, speculating
+from vllm_slo.sim.systems import OURS, TREES, System, parse_system, speculating
 from vllm_slo.sim.workers import Workers, quiet
 
 SCENARIOS: Mapping[str, tuple[str, int]] = {
@@ -56,8 +56,9 @@ SHORTEST_S = 10.0
 CONTEXT = 1000
 """KV tokens of a request where equations are asked."""
 STOCK = parse_system("fcfs-2048")
-DRAFTED = {OURS: speculating(OURS), STOCK: speculating(STOCK, 3)}
-"""System -> the same with speculation."""
+CHAINS = speculating(OURS)
+PAIRS = ((OURS, CHAINS), (OURS, TREES), (STOCK, speculating(STOCK, 3)))
+"""(system, the same with speculation)."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,17 @@ class Study:
     def run(self) -> None:
         """With and without, one scenario after another; then other acceptances, and why."""
         for name in self.plan.scenarios:
-            pairs = {
-                (name, one.name, self.acceptance * (one.drafts > 0)): one
-                for pair in DRAFTED.items()
+            systems = {
+                (name, one.name, self.acceptance * one.speculates): one
+                for pair in PAIRS
                 for one in pair
             }
-            self.search(pairs, self.plan.seeds, name)
+            self.search(systems, self.plan.seeds, name)
         others = {
-            (name, DRAFTED[OURS].name, other): DRAFTED[OURS]
+            (name, one.name, other): one
             for name in self.plan.scenarios
             for other in OTHERS
+            for one in (CHAINS, TREES)
         }
         self.search(others, self.plan.seeds[:1], "other acceptances")
 
@@ -130,12 +132,14 @@ class Study:
         """One capacity that was found."""
         if acceptance is None:
             acceptance = self.acceptance
-        return self.found[name, one.name, acceptance if one.drafts else 0.0]
+        return self.found[name, one.name, acceptance if one.speculates else 0.0]
 
-    def gain(self, name: str, plain: System, acceptance: float | None = None) -> float:
+    def gain(
+        self, name: str, plain: System, drafted: System, acceptance: float | None = None
+    ) -> float:
         """With speculation over without, on the windows that both ran; nan where either has no
         answer, or none that means anything: its jobs came all at once."""
-        one, other = self.of(name, DRAFTED[plain], acceptance), self.of(name, plain)
+        one, other = self.of(name, drafted, acceptance), self.of(name, plain)
         if max(one.score, other.score) > SCENARIOS[name][1] / SHORTEST_S:
             return math.nan
         count = min(len(one.windows), len(other.windows))
@@ -149,33 +153,39 @@ class Study:
         for name in self.plan.scenarios:
             hardware = load_hardware(SCENARIOS[name][0])
             row = [name, f"{hardware.name}, {hardware.draft.name if hardware.draft else '-'}"]
-            for plain, drafted in DRAFTED.items():
+            for plain, drafted in PAIRS:
                 one, other = self.of(name, plain), self.of(name, drafted)
-                row += [one.text, other.text, times(ratio(other, one))]
+                row += [one.text] * (drafted is not TREES)
+                row += [other.text, times(ratio(other, one))]
             rows.append(row)
         for title, names in (("paper's with a draft", PAPER), ("all", self.plan.scenarios)):
-            means = [self.mean(names, plain) for plain in DRAFTED]
-            cells = [cell for mean in means for cell in ("", "", fold(mean))]
+            means = [fold(self.mean(names, *pair)) for pair in PAIRS]
+            cells = ["", "", means[0], "", means[1], "", "", means[2]]
             rows.append([f"**geo-mean, {title}**", "", *cells])
         head = ["scenario", "hardware, draft"]
-        for plain, drafted in DRAFTED.items():
-            head += [plain.name, drafted.name, "with : without (95%)"]
+        for plain, drafted in PAIRS:
+            head += [plain.name] * (drafted is not TREES)
+            head += [drafted.name, "with : without (95%)"]
         return markdown(head, rows)
 
-    def mean(self, names: Sequence[str], plain: System) -> float:
+    def mean(self, names: Sequence[str], plain: System, drafted: System) -> float:
         """Geometric mean of the gains, of the scenarios that were run."""
-        gains = [self.gain(name, plain) for name in names if name in self.plan.scenarios]
+        gains = [self.gain(name, plain, drafted) for name in names if name in self.plan.scenarios]
         return math.exp(statistics.fmean(map(math.log, gains))) if gains else math.nan
 
     def sensitivity(self) -> str:
         """The gain at other acceptances."""
         shares = sorted({*OTHERS, self.acceptance})
         rows = [
-            [name, *(fold(self.gain(name, OURS, share)) for share in shares)]
-            for name in self.plan.scenarios
+            [name, *(self._both(name, share) for share in shares)] for name in self.plan.scenarios
         ]
         head = ["scenario", *(f"accepted: {share:g}" for share in shares)]
         return markdown(head, rows)
+
+    def _both(self, name: str, acceptance: float) -> str:
+        """The gains of chains and of trees."""
+        drafted = (CHAINS, TREES)
+        return ", ".join(fold(self.gain(name, OURS, one, acceptance)) for one in drafted)
 
     def reasons(self) -> str:
         """Whole first windows at our capacity without speculation: what stood in the way."""
@@ -183,7 +193,7 @@ class Study:
         for name in self.plan.scenarios:
             setting = self.plan.setting(name, self.acceptance)
             rate = self.of(name, OURS).score
-            for system in (OURS, DRAFTED[OURS]):
+            for system in (OURS, CHAINS, TREES):
                 (points,) = sweep(
                     [Case(setting, system)], [rate], self.plan.seeds[:1], processes=self.workers
                 )
@@ -219,7 +229,7 @@ def in_theory(acceptance: float) -> str:
                         context_tokens=context,
                         least_passes=min(drafts, 1),
                     )
-                    for each, drafts in ((hardware, 0), (beside, DRAFTED[OURS].drafts))
+                    for each, drafts in ((hardware, 0), (beside, CHAINS.drafts))
                 )
                 row += [other.lengths[0], fold(other.per_second / one.per_second)]
             rows.append(row)
@@ -238,18 +248,21 @@ INTRODUCTION = """\
 The highest rate, in jobs per second and GPU, at which 90% of the jobs keep every objective (TTFT of
 every round, worst window of 10 tokens of every stage), by bisection on windows with seeds {seeds};
 objectives and hardware are those of [capacity.md](capacity.md), windows are shorter. `{ours}`
-plans at most {drafts} drafts for each request by its TPOT and learns online how many are accepted;
-`{stock}` is vLLM's own scheduler with 3 drafts for everybody. A drafted token is accepted with
-probability {acceptance:g} if those before it were: assumed, SLOs-Serve gives no figure.
+plans at most {drafts} drafts of vLLM's own draft model for each request by its TPOT and learns
+online how many are accepted; `{trees}` is what `vllm-slo serve --draft-model` does; `{stock}`
+is vLLM's own scheduler with 3 drafts for everybody. A drafted token is accepted with probability
+{acceptance:g} if those before it were: assumed, SLOs-Serve gives no figure. Each further guess of a
+tree has 15% of the rest: assumed, too.
 
-Speculation is not free here: a step is charged each pass of the draft, the draft reads every token
-that the target computes, and its weights and its KV take memory from the target's (4% to 9% of
-the KV tokens). The passes are those that vLLM's worker runs: after each step as many as the
-scheduler asks for, whether the drafts are verified or not. OPT-125M is SLOs-Serve's draft; it runs
-toolllm and reasoning without one, so those drafts are chosen. Ratios are geometric means over the
-windows, compared pairwise; a dash: no rate is too high for a window of so few jobs. vLLM 0.32's
-scheduler object (light scheduler) and ours over it, in virtual time; step times are rooflines of
-data sheets. Took {minutes:.0f} minutes in {processes}."""
+Speculation is not free here: a step is charged each pass of the draft and the tokens that the draft
+reads, and its weights and its KV take memory from the target's (4% to 9% of the KV tokens). The
+passes of vLLM's draft model are those that its worker runs: after each step as many as the
+scheduler asks for and one at least, whether the drafts are verified or not. The draft of trees may
+rest, and reads later what it has missed; trees take some blocks of KV more. OPT-125M is
+SLOs-Serve's draft; it runs toolllm and reasoning without one, so those drafts are chosen. Ratios
+are geometric means over the windows, compared pairwise; a dash: no rate is too high for a window of
+so few jobs. vLLM 0.32's scheduler object (light scheduler) and ours over it, in virtual time; step
+times are rooflines of data sheets. Took {minutes:.0f} minutes in {processes}."""
 
 
 def main() -> None:
@@ -283,18 +296,20 @@ def main() -> None:
         "speculation_capacity",
         INTRODUCTION.format(
             seeds=", ".join(map(str, plan.seeds)),
-            ours=DRAFTED[OURS].name,
-            stock=DRAFTED[STOCK].name,
-            drafts=DRAFTED[OURS].drafts,
+            ours=CHAINS.name,
+            trees=TREES.name,
+            stock=PAIRS[-1][1].name,
+            drafts=CHAINS.drafts,
             acceptance=options.acceptance,
             minutes=study.watch.minutes,
             processes="one process" if count == 1 else f"{count} processes",
         ),
         parts[0],
-        note=f"## If other shares were accepted: `{DRAFTED[OURS].name}` : `{OURS.name}`, first "
-        f"window\n\n{parts[1]}\n\n## At the capacity without speculation, the whole first window"
-        f"\n\n{parts[2]}\n\n## What there is to gain: the planner's objective (SLOs-Serve, "
-        f"appendix D), {CONTEXT} tokens of KV per request\n\n{parts[3]}",
+        note=f"## If other shares were accepted: `{CHAINS.name}` and `{TREES.name}` : "
+        f"`{OURS.name}`, first window\n\n{parts[1]}\n\n"
+        f"## At the capacity without speculation, the whole first window\n\n{parts[2]}\n\n"
+        "## What there is to gain: the planner's objective (SLOs-Serve, appendix D), "
+        f"{CONTEXT} tokens of KV per request\n\n{parts[3]}",
     )
 
 

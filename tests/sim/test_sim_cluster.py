@@ -31,7 +31,7 @@ from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage, answer_text, own_text
-from vllm_slo.sim.systems import OURS, System, parse_system
+from vllm_slo.sim.systems import OURS, TREES, System, parse_system
 from vllm_slo.sim.virtual_replicas import Disaggregated
 
 pytestmark = pytest.mark.versions
@@ -59,6 +59,7 @@ SYSTEMS = tuple(
         "vllm-slo-spec",
         "fcfs-512-spec3",
         "priority-512-spec1",
+        "vllm-slo-trees",
     )
 )
 
@@ -646,6 +647,45 @@ def test_ours_speculates_too(exact: bool) -> None:
     assert run.end_s < plain.end_s
 
 
+def test_trees_are_the_same_on_the_light_scheduler_and_on_vllms() -> None:
+    jobs = burst(8, 100, 60, 0.05)
+    light, exact = (
+        simulate(jobs, TREES, HARDWARE, Conditions(exact=exact, acceptance={"app": 0.8}))
+        for exact in (False, True)
+    )
+    assert light.results == exact.results
+    assert all(result.rounds[0].finished for result in light.results)
+    assert light.end_s < 0.8 * simulate(jobs, OURS, HARDWARE).end_s
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.2])
+def test_trees_that_do_not_pay_are_not_drafted(acceptance: float) -> None:
+    jobs = burst(4, 100, 200, 0.05)
+    run = simulate(jobs, TREES, HARDWARE, Conditions(acceptance={"app": acceptance}))
+    assert run.end_s < 1.06 * simulate(jobs, OURS, HARDWARE).end_s
+
+
+def test_a_sure_tree_is_accepted_whole() -> None:
+    run = simulate(
+        burst(1, 20, 150), TREES, HARDWARE, Conditions(acceptance={"app": 1.0}, overhead="none")
+    )
+    assert 4.0 < tokens_per_step(run) <= 6.0
+    assert len(run.results[0].rounds[0].token_times_s) == 150
+
+
+@pytest.mark.parametrize("system", [parse_system("vllm-slo-spec"), TREES], ids=["chains", "trees"])
+def test_promises_of_short_answers_are_kept_beside_drafts(system: System) -> None:
+    """A step is not stretched for tokens that an answer may not have any more. If it was, half of
+    these promises were broken."""
+    answers = [1 + n % 7 for n in range(120)]
+    jobs = [job(n, 0.06 * n, one_round(300, a, 0.4, 0.05)) for n, a in enumerate(answers)]
+    run = simulate(jobs, system, HARDWARE, Conditions(acceptance={"app": 0.7}))
+    promised = [result.rounds[0] for result in run.results if result.rounds[0].promised]
+    worst_s = [worst_window_tpot_s(one.token_times_s) or 0.0 for one in promised]
+    assert len(promised) > 30
+    assert sum(each > 0.0505 for each in worst_s) <= 2
+
+
 def test_drafting_takes_time_and_memory() -> None:
     draft = Draft("small", token_s=1e-5, kv_share=0.5)
     hardware = replace(HARDWARE, draft=draft)
@@ -669,7 +709,7 @@ def test_nothing_is_drafted_without_a_draft() -> None:
     [
         ("vllm-slo-spec0", "drafts are 1 to 32"),
         ("fcfs-2048-spec33", "drafts are 1 to 32"),
-        ("shed-edf-1024-spec", "the first three with -specK for K drafts"),
+        ("shed-edf-1024-spec", "vllm-slo, fcfs-N and priority-N with -specK"),
         ("disaggregated-1:1-512-spec2", "is not known"),
         ("vllm-slo-512-spec2", "is not known"),
         ("vllm-slo-spec-2", "is not known"),

@@ -154,7 +154,7 @@ def find_ceilings(
     starts: dict[str, float] = {}
     tasks: list[tuple[Any, ...]] = []
     for case in cases:
-        if case.system.drafts:
+        if case.system.speculates:
             raise SimulationError(f"ceiling: {case.system.name}: no bound holds with speculation")
         key = repr(replace(case.setting, conditions=Conditions()))
         if key not in starts:

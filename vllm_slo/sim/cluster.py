@@ -180,8 +180,8 @@ def simulate(
             speculates has no draft.
     """
     conditions = conditions or Conditions()
-    if system.drafts:
-        hardware = hardware.speculating()
+    if system.speculates:
+        hardware = hardware.speculating(rests=system.trees)
     if not jobs:
         raise SimulationError("jobs: there are none to simulate")
     longest = max(jobs, key=lambda job: job.tokens)

@@ -148,8 +148,11 @@ class Hardware:
         draft = self.draft or Draft("a draft")
         return replace(self, step_time=model, draft=draft, sources=given)
 
-    def speculating(self) -> Hardware:
+    def speculating(self, *, rests: bool = False) -> Hardware:
         """The same hardware with the time and memory that its draft leaves to the target.
+
+        Args:
+            rests: the draft reads tokens when it drafts, and not with every step.
 
         Raises:
             SimulationError: there is no draft.
@@ -161,7 +164,7 @@ class Hardware:
             )
         return replace(
             self,
-            step_time=self.step_time.besides(0.0, self.draft.token_s),
+            step_time=self.step_time.besides(0.0, 0.0 if rests else self.draft.token_s),
             kv_tokens=int(self.kv_tokens * self.draft.kv_share),
         )
 

@@ -37,8 +37,9 @@ from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.telemetry.recording import shape_of
 from vllm_slo.sim.baselines import ShedEDF
-from vllm_slo.sim.jobs import STOP_TOKEN, own_text
+from vllm_slo.sim.jobs import STOP_TOKEN, answer_token, own_text
 from vllm_slo.sim.light_scheduler import LightOutput, LightResult, LightScheduler
+from vllm_slo.sim.virtual_draft import DraftModel, VirtualDraft
 from vllm_slo.slo.access import Seal
 from vllm_slo.slo.keys import QUOTE_KEY, TICKET_KEY
 from vllm_slo.slo.model import SLO
@@ -149,6 +150,7 @@ class VirtualEngine:
         believed: the step-time model of vllm-slo's scheduler; None: it learns one from its prior.
         margin: safety factor on it until live steps have shown one.
         overlap: schedule each step while the one before it runs, as async scheduling does.
+        draft: the draft model of an engine that verifies token trees, which never overlaps steps.
         overhead: seconds to schedule a step of so many requests. ``None``: no time.
             ``"measured"``: the time that it takes in this process.
         seed: of which drafts are accepted.
@@ -168,6 +170,7 @@ class VirtualEngine:
         believed: StepTimeModel | None = None,
         margin: float = 1.0,
         overlap: bool = False,
+        draft: DraftModel | None = None,
         slo_config: dict[str, Any] | None = None,
         overhead: Callable[[int], float] | Literal["measured"] | None = None,
         seed: int = 0,
@@ -178,6 +181,9 @@ class VirtualEngine:
         self.clock = VirtualClock()
         self.step_time = step_time
         self.overlap = overlap
+        self._draft_model = draft and VirtualDraft(
+            draft, shape.max_num_batched_tokens, self._token_at, seed
+        )
         self.keep_history = True
         self.outcomes: dict[str, Outcome] = {}
         self.lengths: dict[str, int] = {}
@@ -317,6 +323,8 @@ class VirtualEngine:
             shape = self._shape(output)
             self.computed_tokens += shape.tokens
             took_s = self.step_time(shape)
+            if self._draft_model is not None:
+                took_s += self._draft_model.work(output, self.scheduler.requests).seconds
         sampling = [] if self._light else self._sampling(output)
         self._free_s = max(self._free_s, self.clock.now_s) + took_s
         self._flight.append((output, sampling, self._free_s))
@@ -327,10 +335,12 @@ class VirtualEngine:
     def _shape(self, output: SchedulerOutput) -> BatchShape:
         """The shape of a step.
 
-        After the target, the draft model does as many passes as the scheduler asks for, even if
-        fewer drafts are verified in the next step.
+        After the target, vLLM's draft model does as many passes as the scheduler asks for, even if
+        fewer drafts are verified in the next step. Those of a ``draft`` are counted apart.
         """
         shape = output.batch if isinstance(output, LightOutput) else shape_of(output)
+        if self._draft_model is not None:
+            return replace(shape, spec_steps=0)
         if self.config.speculative_config is None:
             return shape
         return replace(shape, spec_steps=output.num_spec_tokens_to_schedule)
@@ -358,6 +368,8 @@ class VirtualEngine:
         output, sampling, done_s = self._flight.popleft()
         self.clock.advance(max(done_s - self.clock.now_s, 0.0))
         result = self._light_result(output) if self._light else self._result(output, sampling)
+        if self._draft_model is not None:
+            self._draft_model.report(result)
         for outputs in self._timed(self.scheduler.update_from_output, output, result).values():
             for request_output in outputs.outputs:
                 seen = self.outcomes[request_output.request_id]
@@ -369,6 +381,11 @@ class VirtualEngine:
                     seen.finish_reason = str(request_output.finish_reason)
                     seen.stop_reason = request_output.stop_reason
                     seen.report = (request_output.kv_transfer_params or {}).get("vllm_slo")
+        if self._draft_model is not None:
+            live, outcomes = self.scheduler.requests, self.outcomes
+            made = {name: request.num_output_tokens for name, request in live.items()}
+            best = {name: outcomes[name].acceptance for name in live}
+            self.scheduler.update_draft_token_ids(self._draft_model.trees(made, best))
 
     def _result(self, output: SchedulerOutput, sampling: list[str]) -> ModelRunnerOutput:
         chosen = set(sampling)
@@ -378,7 +395,7 @@ class VirtualEngine:
             req_ids=ids,
             req_id_to_index={request_id: place for place, request_id in enumerate(ids)},
             sampled_token_ids=[
-                self._tokens(i, len(drafts.get(i, ()))) if i in chosen else [] for i in ids
+                self._tokens(output, i, drafts.get(i, ())) if i in chosen else [] for i in ids
             ],
         )
 
@@ -391,28 +408,35 @@ class VirtualEngine:
             times_s = self.outcomes[request_id].token_times_s
             made, length = len(times_s), self.lengths[request_id]
             if request_id in drafts:
-                tokens = self._drawn(request_id, made, len(drafts[request_id]))
+                tokens = self._drawn(output, request_id, made, drafts[request_id])
                 times_s += [now_s] * min(len(tokens), length - made, request.max_tokens - made)
             else:
-                tokens = [STOP_TOKEN if made + 1 >= length else 3 + made % 1000]
+                tokens = [answer_token(made, length)]
                 times_s.append(now_s)
             sampled.append(tokens)
         return LightResult(output.sampling, sampled)
 
-    def _tokens(self, request_id: str, drafted: int) -> list[int]:
-        request = self.scheduler.requests.get(request_id)
-        return self._drawn(request_id, request.num_output_tokens if request else 0, drafted)
+    def _token_at(self, request_id: str, place: int) -> int:
+        """Output token number ``place`` of a request, from 0."""
+        return answer_token(place, self.lengths[request_id])
 
-    def _drawn(self, request_id: str, made: int, drafted: int) -> list[int]:
+    def _tokens(
+        self, output: SchedulerOutput, request_id: str, drafted: Sequence[int]
+    ) -> list[int]:
+        request = self.scheduler.requests.get(request_id)
+        made = request.num_output_tokens if request else 0
+        return self._drawn(output, request_id, made, drafted)
+
+    def _drawn(
+        self, output: SchedulerOutput, request_id: str, made: int, drafted: Sequence[int]
+    ) -> list[int]:
         """The accepted drafts after ``made`` tokens, and one more token."""
+        if self._draft_model is not None:
+            return self._draft_model.given(output, request_id, made)
         acceptance, accepted = self.outcomes[request_id].acceptance, 0
-        while accepted < drafted and self._rng.random() < acceptance:
+        while accepted < len(drafted) and self._rng.random() < acceptance:
             accepted += 1
-        stop = self.lengths[request_id] - 1
-        return [
-            STOP_TOKEN if place >= stop else 3 + place % 1000
-            for place in range(made, made + accepted + 1)
-        ]
+        return [self._token_at(request_id, place) for place in range(made, made + accepted + 1)]
 
     def run(self, limit: int = 1_000_000) -> None:
         """Step until everything has finished.

@@ -8,7 +8,8 @@ stays within its block and completes none changes nothing there. Drafts are chai
 length, which a request may cut, as vLLM's own methods make them. A test compares the light
 scheduler with the real one, step by step.
 
-``harness``, ``baselines`` and this file are the only files of ``sim`` that import vLLM.
+``harness``, ``baselines``, ``virtual_draft`` and this file are the only files of ``sim`` that
+import vLLM.
 """
 
 from __future__ import annotations

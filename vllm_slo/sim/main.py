@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--systems", default=DEFAULT_SYSTEMS, metavar="NAME,...",
         help="vllm-slo, fcfs-N, priority-N, prefill-first-N, shed-edf-N (N: tokens per step), "
         "latency-budget-N (N: ms per step), disaggregated-P:D-N; the first three with -specK for "
-        f"at most K drafts, such as vllm-slo-spec (K = {DRAFTS}) or fcfs-2048-spec3; or "
+        f"at most K drafts, such as vllm-slo-spec (K = {DRAFTS}) or fcfs-2048-spec3; "
+        "vllm-slo-trees: with a draft model, as 'vllm-slo serve --draft-model' runs it; or "
         "'families': every baseline, tuned on separate windows "
         f"(default: {DEFAULT_SYSTEMS})")  # fmt: skip
     add("--rate", metavar="R,...", help="jobs/s per GPU; several rates draw a curve")

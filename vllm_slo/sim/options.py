@@ -181,7 +181,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
 
 def check_drafts(systems: Sequence[System], settings: Sequence[Setting]) -> None:
     """Raise SimulationError if a system speculates and its hardware has no draft."""
-    if any(system.drafts for system in systems):
+    if any(system.speculates for system in systems):
         for setting in settings:
             setting.hardware.speculating()
 

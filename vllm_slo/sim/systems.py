@@ -42,6 +42,7 @@ class System:
         prefill, decode: engines of each kind if disaggregated, else 0.
         drafts: tokens drafted for each decoding request in a step; 0: no speculation.
         step_ms: latency budget of a step; 0: none.
+        trees: whether a draft model drafts token trees, as ``vllm-slo serve --draft-model`` does.
     """
 
     name: str
@@ -51,6 +52,11 @@ class System:
     decode: int = 0
     drafts: int = 0
     step_ms: int = 0
+    trees: bool = False
+
+    @property
+    def speculates(self) -> bool:
+        return self.trees or self.drafts > 0
 
     @property
     def engines(self) -> int:
@@ -67,6 +73,7 @@ class System:
 
 
 OURS: Final = System("vllm-slo", "slo")
+TREES: Final = replace(OURS, name="vllm-slo-trees", trees=True)
 _NAME: Final = re.compile(
     r"(?P<policy>fcfs|priority|prefill-first|shed-edf|latency-budget|disaggregated)"
     r"(-(?P<prefill>\d+):(?P<decode>\d+))?(-(?P<budget>\d+))?"
@@ -89,7 +96,7 @@ def speculating(plain: System, drafts: int = DRAFTS) -> System:
 
 def parse_system(text: str) -> System:
     """``vllm-slo``, ``fcfs-2048``, ``shed-edf-1024``, ``disaggregated-2:1-8192`` and so on;
-    ``vllm-slo-spec``, ``fcfs-2048-spec3`` with speculation.
+    ``vllm-slo-spec``, ``fcfs-2048-spec3``, ``vllm-slo-trees`` with speculation.
 
     Raises:
         SimulationError: anything else.
@@ -99,17 +106,18 @@ def parse_system(text: str) -> System:
         if not 1 <= drafts <= MOST_DRAFTS:
             raise SimulationError(f"systems: {text!r}: drafts are 1 to {MOST_DRAFTS}")
         return speculating(parse_system(drafted["plain"]), drafts)
-    if text == OURS.name:
-        return OURS
+    for ours in (OURS, TREES):
+        if text == ours.name:
+            return ours
     match = _NAME.fullmatch(text)
     policy = match["policy"].replace("-", "_") if match else ""
     apart = policy == "disaggregated"
     if match is None or policy not in get_args(Policy) or apart != bool(match["prefill"]):
         raise SimulationError(
-            f"systems: {text!r} is not known; use vllm-slo, fcfs-N, priority-N, prefill-first-N, "
-            "shed-edf-N (N: tokens per step), latency-budget-N (N: ms per step) or "
-            "disaggregated-P:D-N (P prefill, D decode engines); "
-            "the first three with -specK for K drafts"
+            f"systems: {text!r} is not known; use vllm-slo, vllm-slo-trees, fcfs-N, priority-N, "
+            "prefill-first-N, shed-edf-N (N: tokens per step), latency-budget-N (N: ms per step) "
+            "or disaggregated-P:D-N (P prefill, D decode engines); "
+            "vllm-slo, fcfs-N and priority-N with -specK for K drafts"
         )
     prefill, decode = int(match["prefill"] or 0), int(match["decode"] or 0)
     if policy == "latency_budget":

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from vllm_slo.config.class_names import TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst, ShedEDF
@@ -23,6 +25,7 @@ from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, Virtual
 from vllm_slo.sim.jobs import RoundRequest, RoundResult, answer_text
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
 from vllm_slo.sim.systems import System
+from vllm_slo.sim.virtual_draft import DraftModel
 
 SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
     "slo": (LightSLOScheduler, Scheduler),
@@ -77,6 +80,18 @@ def build_engine(
             f"exact: {system.name} runs on the light scheduler only; do not set it"
         )
     engine_args: dict[str, Any] = {}
+    slo_config: dict[str, Any] = {"classes": {name: {} for name in applications}}
+    if system.trees:
+        folder = str(model_folder(hardware.max_model_len))
+        slo_config["speculation"] = {"draft_model": folder}
+        speculation = SpeculationConfig(draft_model=folder)
+        engine_args["worker_cls"] = TREE_WORKER
+        engine_args["speculative_config"] = {
+            "method": "custom_class",
+            "model": TREE_PROPOSER,
+            "num_speculative_tokens": speculation.max_nodes,
+        }
+        engine_args["draft"] = draft_model(hardware, speculation)
     if system.policy in BY_DEADLINE:
         engine_args["scheduling_policy"] = "priority"
     if system.drafts:
@@ -103,12 +118,19 @@ def build_engine(
         ),
         believed=hardware.step_time,
         margin=1.0 if conditions.known else DEFAULT_MARGIN,
-        slo_config={"classes": {name: {} for name in applications}},
+        slo_config=slo_config,
         overhead=_overhead(system, hardware, conditions),
         seed=conditions.seed,
         options=options,
         **engine_args,
     )
+
+
+def draft_model(hardware: Hardware, config: SpeculationConfig) -> DraftModel:
+    """The draft of a hardware, as a virtual engine takes it."""
+    (_, pass_s, _), _ = hardware.step_time.terms
+    assert hardware.draft is not None
+    return DraftModel(pass_s, hardware.draft.token_s, config.draft_tokens)
 
 
 def _overhead(
