@@ -223,8 +223,11 @@ def test_a_window_is_not_staked_on_luck(seed: int) -> None:
     engine.read_prompts(8)
     engine.run()
     assert all(engine.promised("steady"))
-    kept = [o.report["attained"] for n, o in engine.outcomes.items() if n.startswith("steady")]
-    assert kept.count(False) == 0
+    for name, outcome in engine.outcomes.items():
+        if name.startswith("steady"):  # a step may end at the very limit, and sums are rounded
+            worst_s = worst_window_tpot_s(outcome.token_times_s)
+            assert worst_s is not None
+            assert worst_s <= 0.045 + 1e-9
     assert engine.mean("steady") > 0.5
 
 
