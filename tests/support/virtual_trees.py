@@ -18,6 +18,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.speculation import messages
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
+from vllm_slo.sim.virtual_draft import beams
 
 SPECULATION = {"max_depth": 5, "max_width": 3, "max_nodes": 15, "draft_tokens": 64}
 
@@ -158,22 +159,10 @@ class TreeEngine(VirtualEngine):
         self, honest: float, depth: int, width: int
     ) -> tuple[list[int], list[int], list[float]]:
         """A beam search where each node's children have the chances of the class."""
-        children = [honest, *[0.15 * (1.0 - honest)] * (width - 1)]
-        parents: list[int] = []
-        said: list[float] = []
-        beams = [(1.0, -1)]
-        for _ in range(depth):
-            grown = [(p * q, q, node) for p, node in beams for q in children]
-            grown.sort(key=lambda row: -row[0])
-            beams = []
-            for path, q, node in grown[:width]:
-                beams.append((path, len(parents)))
-                parents.append(node)
-                said.append(q)
-        first = self._next_token
-        self._next_token = 100 + (first + len(parents) - 100) % 1900
-        tokens = [100 + (first + i - 100) % 1900 for i in range(len(parents))]
-        return tokens, parents, said
+        tree, first = beams(honest, depth, width), self._next_token
+        self._next_token = 100 + (first + len(tree.parents) - 100) % 1900
+        tokens = [100 + (first + i - 100) % 1900 for i in range(len(tree.parents))]
+        return tokens, tree.parents, tree.chances
 
     def _result(self, output: SchedulerOutput, sampling: list[str]) -> ModelRunnerOutput:
         chosen = set(sampling)

@@ -324,7 +324,7 @@ class VirtualEngine:
             self.computed_tokens += shape.tokens
             took_s = self.step_time(shape)
             if self._draft_model is not None:
-                took_s += self._draft_model.work(output, self.scheduler.requests).seconds
+                took_s += self._draft_model.work(output, self.scheduler.requests)
         sampling = [] if self._light else self._sampling(output)
         self._free_s = max(self._free_s, self.clock.now_s) + took_s
         self._flight.append((output, sampling, self._free_s))
@@ -369,7 +369,7 @@ class VirtualEngine:
         self.clock.advance(max(done_s - self.clock.now_s, 0.0))
         result = self._light_result(output) if self._light else self._result(output, sampling)
         if self._draft_model is not None:
-            self._draft_model.report(result)
+            self._draft_model.tell(result)
         for outputs in self._timed(self.scheduler.update_from_output, output, result).values():
             for request_output in outputs.outputs:
                 seen = self.outcomes[request_output.request_id]

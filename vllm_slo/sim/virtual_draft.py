@@ -53,7 +53,7 @@ def beams(best: float, depth: int, width: int) -> Beams:
         best: probability of the best guess.
     """
     guesses = [best, *[SIBLING * (1.0 - best)] * (width - 1)]
-    found = Beams([], [], {}, list(itertools.accumulate(guesses)))
+    tree = Beams([], [], {}, list(itertools.accumulate(guesses)))
     layer = [(1.0, -1)]
     for _ in range(depth):
         grown = [
@@ -64,12 +64,12 @@ def beams(best: float, depth: int, width: int) -> Beams:
         grown.sort(key=lambda row: -row[0])
         layer = []
         for path, chance, parent, rank in grown[:width]:
-            node = len(found.parents)
+            node = len(tree.parents)
             layer.append((path, node))
-            found.children[parent, rank] = node
-            found.parents.append(parent)
-            found.chances.append(chance)
-    return found
+            tree.children[parent, rank] = node
+            tree.parents.append(parent)
+            tree.chances.append(chance)
+    return tree
 
 
 class DraftModel(NamedTuple):
@@ -93,6 +93,9 @@ class VirtualDraft:
         pass_tokens: most tokens of a pass.
         token_at: (request id, number of an output token) -> the token.
         seed: of which guesses are right.
+
+    Attributes:
+        report: the passes after the last step, and what they took.
     """
 
     def __init__(
@@ -109,19 +112,17 @@ class VirtualDraft:
         self._read: dict[str, int] = {}
         self._ready: list[str] = []
         self._plan = messages.NO_DRAFT
-        self._report = messages.DraftingReport()
+        self.report = messages.DraftingReport()
 
-    def work(
-        self, output: SchedulerOutput, requests: Mapping[str, Request]
-    ) -> messages.DraftingReport:
-        """The passes after a step, and what they take.
+    def work(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> float:
+        """Make the passes after a step; the seconds that they take.
 
         Args:
             output: the step, scheduled.
             requests: the live requests by id.
         """
-        step, report = messages.of(output), messages.DraftingReport()
-        self._plan, self._ready = step.plan, []
+        step = messages.of(output)
+        self._plan, self._ready, self.report = step.plan, [], messages.DraftingReport()
         self._read = {name: read for name, read in self._read.items() if name in requests}
         for name, scheduled in output.num_scheduled_tokens.items():
             # What was in the prefix cache was read, too.
@@ -131,14 +132,13 @@ class VirtualDraft:
             rows = [len(self._ready) * step.plan.width] * (step.plan.depth - 1)
             for count in (tokens, *rows) if tokens else ():
                 seconds = self._model.pass_s + self._model.token_s * count
-                report.passes.append((step.plan.chain[0], count, seconds))
-        report.seconds = sum(seconds for *_, seconds in report.passes)
-        self._report = report
-        return report
+                self.report.passes.append((step.plan.chain[0], count, seconds))
+        self.report.seconds = sum(seconds for *_, seconds in self.report.passes)
+        return self.report.seconds
 
-    def report(self, done: ModelRunnerOutput) -> None:
+    def tell(self, done: ModelRunnerOutput) -> None:
         """Tell the scheduler, with the output of a step, what the passes after it were like."""
-        messages.note_drafting(done, self._report)
+        messages.note_drafting(done, self.report)
 
     def given(self, output: SchedulerOutput, name: str, made: int) -> list[int]:
         """What a step gives a request that has ``made`` output tokens."""
@@ -158,8 +158,7 @@ class VirtualDraft:
         for name in output.num_scheduled_tokens:
             if name in step.silent:
                 continue
-            verified = len(drafts.get(name, ()))
-            end = requests[name].num_computed_tokens - verified
+            end = requests[name].num_computed_tokens - len(drafts.get(name, ()))
             self._read[name] = min(self._read[name], end)
             lacking[name] = end - self._read[name]
         asking = [name for name in lacking if not requests[name].is_prefill_chunk]
@@ -185,19 +184,19 @@ class VirtualDraft:
         if not names:
             return messages.DraftTrees.none()
         plan = self._plan
-        tokens, parents, said = [], [], []
+        tokens, parents, probabilities = [], [], []
         for name in names:
             tree = beams(best[name], plan.depth, plan.width)
             tokens += self._tokens(name, tree, made[name], plan)
             parents += tree.parents
-            said += tree.chances
+            probabilities += tree.chances
         return messages.DraftTrees(
             names,
             [],
             [plan.depth * plan.width] * len(names),
             np.asarray(tokens, dtype=np.int64),
             np.asarray(parents, dtype=np.int32),
-            np.asarray(said),
+            np.asarray(probabilities),
             plan.width,
             plan.chain[-1],
             plan.depth,
@@ -209,11 +208,11 @@ class VirtualDraft:
         node = -1
         for place, drawn in enumerate(self._random.random(plan.depth)):
             rank = bisect.bisect_right(tree.below, drawn)
-            found = tree.children.get((node, rank))
-            if found is None:
+            child = tree.children.get((node, rank))
+            if child is None:
                 break
-            tokens[found] = self._token_at(name, made + place)
-            node = found
+            tokens[child] = self._token_at(name, made + place)
+            node = child
         return tokens
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from vllm_slo.config.class_names import TREE_PROPOSER, TREE_WORKER
+from vllm_slo.config.serve_args import tree_arguments
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
@@ -39,6 +39,9 @@ SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] 
 """Policy -> its scheduler over the light scheduler, and over vLLM's own if there is one."""
 BY_DEADLINE: Final = ("priority", "latency_budget")
 """Policies of which a request's priority is its deadline."""
+OF_THE_HARDWARE: Final = ("block_size", "attention_backend", "compilation_config")
+"""Arguments of vLLM's engine that trees set where the simulator runs. It has those of the simulated
+hardware, or needs none."""
 
 
 @functools.cache
@@ -82,15 +85,9 @@ def build_engine(
     engine_args: dict[str, Any] = {}
     slo_config: dict[str, Any] = {"classes": {name: {} for name in applications}}
     if system.trees:
-        folder = str(model_folder(hardware.max_model_len))
-        slo_config["speculation"] = {"draft_model": folder}
-        speculation = SpeculationConfig(draft_model=folder)
-        engine_args["worker_cls"] = TREE_WORKER
-        engine_args["speculative_config"] = {
-            "method": "custom_class",
-            "model": TREE_PROPOSER,
-            "num_speculative_tokens": speculation.max_nodes,
-        }
+        speculation = SpeculationConfig(draft_model=str(model_folder(hardware.max_model_len)))
+        slo_config["speculation"] = {"draft_model": speculation.draft_model}
+        engine_args |= tree_arguments(speculation, OF_THE_HARDWARE)
         engine_args["draft"] = draft_model(hardware, speculation)
     if system.policy in BY_DEADLINE:
         engine_args["scheduling_policy"] = "priority"

@@ -14,7 +14,7 @@ class VerifyingShare:
     """Estimates the share where steps with trees follow steps without, or the other way round.
 
     The first step after such a change is compared with the mean of the steps before it. So a
-    machine that becomes slower or faster by and by looks the same with trees and without.
+    machine that slowly becomes slower or faster looks the same with trees and without.
     """
 
     PRIOR = 2.0

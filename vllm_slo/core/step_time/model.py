@@ -118,8 +118,8 @@ class StepTimeModel:
         return max(low, high) + attention
 
     def filled(self) -> "StepTimeModel":
-        """Times of steps that prompts fill: what a token adds to a long step is what it costs, and
-        no token is free because the weights are read anyway."""
+        """Times of steps that prompts fill. Each token then takes what it adds to a long step. None
+        is free, as tokens of a short step are while the weights are read."""
         steep = max(self.terms)
         return replace(self, terms=(steep, steep))
 

@@ -44,8 +44,8 @@ class NextDrafts:
     def decide(self, lagging: int, *, barred: bool) -> None:
         """Decide what is drafted after the step that is being planned.
 
-        If first tokens come too late, nothing is drafted that no objective needs. That leaves the
-        time to the prompts.
+        If first tokens come too late, prompts fill the steps. Unless a TPOT needs them, drafts then
+        have to spare more of such a step than they take.
 
         Args:
             lagging: requests that need nodes to keep up with their TPOT.
@@ -54,12 +54,12 @@ class NextDrafts:
         running, config = self._state.running, self._config
         active, behind = len(running), max(lagging, self._faster_than_plain())
         late = self._pressure.first_tokens_late(self._clock.now_s)
-        model = self._clock.verifying_model
-        if late and not behind:
-            model = model.filled()
         if barred or not active:
             self._drafting.nothing()
             return
+        model = self._clock.verifying_model
+        if late and not behind:
+            model = model.filled()
         deepest, widest = self._depth_and_width(active)
         least = min(config.min_width, widest)
         widths = tuple(w for w in sorted({*WIDTHS, widest}) if least <= w <= widest)
