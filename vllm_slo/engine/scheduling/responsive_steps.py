@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -46,14 +44,20 @@ class ResponsiveSteps:
 
     def longest_s(self, model: StepTimeModel) -> float:
         """Seconds of that step by a model that keeps the margin of promises."""
-        return self._scaled(self._recent.responsive_step_s, model)
+        step_s = self._recent.responsive_step_s(self._clock.now_s, self._shortest_s)
+        return self._scaled(step_s, model)
 
     def stretched_s(self, model: StepTimeModel) -> float:
         """Seconds of the longest step that drafts may make, by such a model. A request that arrives
         in its midst waits for its end."""
-        return self._scaled(self._recent.stretched_step_s, model)
+        step_s = self._recent.stretched_step_s(self._clock.now_s, self._shortest_s)
+        return self._scaled(step_s, model)
 
-    def _scaled(self, longest_s: Callable[[float, float], float], model: StepTimeModel) -> float:
-        """Seconds by ``model`` of a step that is so long by expected times."""
-        shortest_s = self._clock.expected_model.predict_s(1)
-        return longest_s(self._clock.now_s, shortest_s) * model.predict_s(1) / shortest_s
+    @property
+    def _shortest_s(self) -> float:
+        """Seconds of the shortest step."""
+        return self._clock.expected_model.predict_s(1)
+
+    def _scaled(self, step_s: float, model: StepTimeModel) -> float:
+        """Seconds by ``model`` of a step that takes ``step_s`` by expected times."""
+        return step_s * model.predict_s(1) / self._shortest_s
