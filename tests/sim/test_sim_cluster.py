@@ -32,7 +32,7 @@ from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage, answer_text, own_text
 from vllm_slo.sim.systems import OURS, TREES, System, parse_system
-from vllm_slo.sim.virtual_replicas import Disaggregated
+from vllm_slo.sim.virtual_replicas import Disaggregated, kv_tokens_for_requests
 
 pytestmark = pytest.mark.versions
 
@@ -786,12 +786,17 @@ def test_simulations_that_cannot_be() -> None:
     big = [*burst(2), job(7, 0.0, one_round(4000, 50), one_round(40, 7))]
     with pytest.raises(SimulationError, match=r"^job j7: its 4097 tokens do not fit") as raised:
         simulate(big, FCFS, HARDWARE)
-    assert "max_model_len (4096) and kv_tokens (32768) of test" in str(raised.value)
+    assert "max_model_len (4096) and the 32768 KV tokens that test has" in str(raised.value)
     # Whole blocks count: 100 tokens of KV are six blocks of 16.
     small = replace(HARDWARE, kv_tokens=100, max_model_len=100)
     assert simulate(burst(2, 90, 6), FCFS, small).results[1].rounds[0].finished
     with pytest.raises(SimulationError, match=r"^job j0: its 98 tokens do not fit"):
         simulate(burst(2, 92, 6), FCFS, small)
+    # The blocks in which trees are verified are nobody's.
+    small = replace(HARDWARE, kv_tokens=128 * 16 + 100, max_model_len=100)
+    assert simulate(burst(2, 90, 6), TREES, small).results[1].rounds[0].finished
+    with pytest.raises(SimulationError, match=r"96 KV tokens that test has for requests with vllm"):
+        simulate(burst(2, 92, 6), TREES, small)
 
 
 @pytest.mark.parametrize("name", ["prefill-first-512", "shed-edf-512", "disaggregated-1:1-512"])
@@ -833,6 +838,8 @@ def test_whatever_the_traffic(
     hardware = replace(
         HARDWARE, kv_tokens=2560, max_model_len=2560, max_num_seqs=6, frontend_s=frontend_s
     )
+    of_trees = hardware.kv_tokens - kv_tokens_for_requests(system, hardware)
+    hardware = replace(hardware, kv_tokens=hardware.kv_tokens + of_trees)
     run = simulate(jobs, system, hardware, Conditions(replicas=replicas))
     assert [result.job for result in run.results] == jobs
     for result in run.results:

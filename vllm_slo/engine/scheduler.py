@@ -104,7 +104,8 @@ class Scheduler(AsyncScheduler):
             check_model(vllm_config)
             trees = speculation_of(vllm_config)
             if trees is not None:
-                kv_cache_config = without_scratch(kv_cache_config, trees)
+                longest = vllm_config.model_config.max_model_len
+                kv_cache_config = without_scratch(kv_cache_config, trees, longest)
             super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
             if is_synchronous_pipeline(vllm_config):
                 await_tokens(self)

@@ -179,17 +179,20 @@ def simulate(
         SimulationError: there are no jobs, a job does not fit the engine, or a system that
             speculates has no draft.
     """
+    from vllm_slo.sim.virtual_replicas import kv_tokens_for_requests  # imports vLLM
+
     conditions = conditions or Conditions()
     if system.speculates:
         hardware = hardware.speculating(rests=system.trees)
     if not jobs:
         raise SimulationError("jobs: there are none to simulate")
     longest = max(jobs, key=lambda job: job.tokens)
-    kv_tokens = hardware.kv_tokens // hardware.block_size * hardware.block_size
+    kv_tokens = kv_tokens_for_requests(system, hardware)
     if longest.tokens > min(hardware.max_model_len, kv_tokens):
         raise SimulationError(
             f"job {longest.job_id}: its {longest.tokens} tokens do not fit max_model_len "
-            f"({hardware.max_model_len}) and kv_tokens ({kv_tokens}) of {hardware.name}"
+            f"({hardware.max_model_len}) and the {kv_tokens} KV tokens that {hardware.name} has "
+            f"for requests with {system.name}"
         )
     began_s = time.perf_counter()
     simulation = Simulation(jobs, system, hardware, conditions, watch)

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.engine.speculation import messages
 from vllm_slo.sim.jobs import STOP_TOKEN
@@ -214,6 +215,11 @@ class VirtualDraft:
             tokens[child] = self._token_at(name, made + place)
             node = child
         return tokens
+
+
+def blocks_of_trees(config: SpeculationConfig, block_size: int) -> int:
+    """KV blocks in which a worker verifies trees; no request has them."""
+    return messages.scratch_blocks(config, block_size)
 
 
 def verified(

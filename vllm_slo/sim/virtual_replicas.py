@@ -25,7 +25,7 @@ from vllm_slo.sim.harness import AsyncScheduler, EngineShape, Scheduler, Virtual
 from vllm_slo.sim.jobs import RoundRequest, RoundResult, answer_text
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
 from vllm_slo.sim.systems import System
-from vllm_slo.sim.virtual_draft import DraftModel
+from vllm_slo.sim.virtual_draft import DraftModel, blocks_of_trees
 
 SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
     "slo": (LightSLOScheduler, Scheduler),
@@ -68,6 +68,19 @@ def model_folder(max_model_len: int) -> Path:
     return folder
 
 
+def _speculation(hardware: Hardware) -> SpeculationConfig:
+    """As ``vllm-slo serve --draft-model`` configures it."""
+    return SpeculationConfig(draft_model=str(model_folder(hardware.max_model_len)))
+
+
+def kv_tokens_for_requests(system: System, hardware: Hardware) -> int:
+    """KV tokens of whole blocks that requests can have; trees are verified in the other blocks."""
+    blocks = hardware.kv_tokens // hardware.block_size
+    if system.trees:
+        blocks -= blocks_of_trees(_speculation(hardware), hardware.block_size)
+    return max(blocks, 0) * hardware.block_size
+
+
 def build_engine(
     system: System,
     hardware: Hardware,
@@ -85,7 +98,7 @@ def build_engine(
     engine_args: dict[str, Any] = {}
     slo_config: dict[str, Any] = {"classes": {name: {} for name in applications}}
     if system.trees:
-        speculation = SpeculationConfig(draft_model=str(model_folder(hardware.max_model_len)))
+        speculation = _speculation(hardware)
         slo_config["speculation"] = {"draft_model": speculation.draft_model}
         engine_args |= tree_arguments(speculation, OF_THE_HARDWARE)
         engine_args["draft"] = draft_model(hardware, speculation)
@@ -111,7 +124,7 @@ def build_engine(
             hardware.block_size,
             min(hardware.max_num_seqs, system.token_budget),  # vLLM refuses more
             system.token_budget,
-            hardware.max_model_len,
+            min(hardware.max_model_len, kv_tokens_for_requests(system, hardware)),
         ),
         believed=hardware.step_time,
         margin=1.0 if conditions.known else DEFAULT_MARGIN,

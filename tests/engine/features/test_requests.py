@@ -135,6 +135,7 @@ def test_kv_connector(group: Group) -> None:
 def test_too_few_blocks_are_refused(group: Group) -> None:
     """Before drafts are tried on blocks that are not there."""
     assert group["few_blocks"].refusal() == (
-        "ConfigError: speculation.draft_tokens: 32 paths need 64 KV blocks of 64; lower it or give "
-        "the KV cache more memory"
+        "ConfigError: speculation.draft_tokens: 32 paths need 64 KV blocks of 64, and a request of "
+        "max_model_len 256 tokens does not fit into the rest; lower one of them or give the KV "
+        "cache more memory"
     )

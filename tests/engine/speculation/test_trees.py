@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm_slo.core.speculation.model_chain import Plan
 from vllm_slo.core.speculation.tree_budget import DEPTH_BESIDE_PROMPTS
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.speculation.draft_models import Candidate
+from vllm_slo.errors import ConfigError
 from vllm_slo.sim.harness import EngineShape
 
 pytestmark = pytest.mark.versions
@@ -254,6 +256,21 @@ def test_the_last_tokens_of_the_context_length() -> None:
     engine.run()
     assert all(o.finish_reason in ("stop", "length") for o in engine.outcomes.values())
     assert all(len(o.token_ids) == 44 for o in engine.outcomes.values())
+
+
+def test_the_longest_request_fits_beside_the_blocks_of_trees() -> None:
+    """Else it would wait for ever, and with it all behind it."""
+    scratch = 64 * 2
+    shape = EngineShape(
+        num_blocks=scratch + 1 + 4, max_model_len=128, max_num_seqs=6, block_size=32
+    )
+    engine = TreeEngine(FLAT, shape=shape)
+    engine.add("longest", 90, 38)
+    engine.add("behind", 16, 10)
+    engine.run()
+    assert [len(o.token_ids) for o in engine.outcomes.values()] == [38, 10]
+    with pytest.raises(ConfigError, match="a request of max_model_len 129 tokens does not fit"):
+        TreeEngine(FLAT, shape=replace(shape, max_model_len=129))
 
 
 def test_no_tree_is_deeper_than_what_is_still_to_come() -> None:

@@ -211,11 +211,15 @@ def most_nodes(config: SpeculationConfig, requests: int) -> int:
     return min(config.draft_tokens * config.max_depth, requests * config.max_nodes)
 
 
-def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -> KVCacheConfig:
+def without_scratch(
+    kv_cache_config: KVCacheConfig, config: SpeculationConfig, max_model_len: int
+) -> KVCacheConfig:
     """The KV cache as the scheduler is to know it: the worker's blocks left out.
 
     Raises:
-        ConfigError: trees cannot be verified in this KV cache, or nothing would be left of it.
+        ConfigError: trees cannot be verified in this KV cache, or a request of ``max_model_len``
+            tokens would not fit into the rest of it. vLLM has compared that with the whole cache;
+            such a request would wait for ever, and with it all behind it.
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ConfigError(
@@ -223,11 +227,12 @@ def without_scratch(kv_cache_config: KVCacheConfig, config: SpeculationConfig) -
             "layer, and a draft likewise; this one has several kinds. Serve it without drafts"
         )
     size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    left = kv_cache_config.num_blocks - scratch_blocks(config, size)
-    if left < 2:
+    blocks, taken = kv_cache_config.num_blocks, scratch_blocks(config, size)
+    left = blocks - taken
+    if taken and max_model_len > (left - 1) * size:  # vLLM gives nobody the first block
         raise ConfigError(
-            f"speculation.draft_tokens: {config.draft_tokens} paths need "
-            f"{scratch_blocks(config, size)} KV blocks of {kv_cache_config.num_blocks}; lower it "
-            "or give the KV cache more memory"
+            f"speculation.draft_tokens: {config.draft_tokens} paths need {taken} KV blocks of "
+            f"{blocks}, and a request of max_model_len {max_model_len} tokens does not fit into "
+            "the rest; lower one of them or give the KV cache more memory"
         )
     return replace(kv_cache_config, num_blocks=left)

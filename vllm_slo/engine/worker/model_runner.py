@@ -117,7 +117,7 @@ class TreeRunner(GPUModelRunner):
             ConfigError: the KV cache has too few blocks for that; also in the log.
         """
         try:
-            messages.without_scratch(self.kv_cache_config, self.drafter.config)
+            messages.without_scratch(self.kv_cache_config, self.drafter.config, self.max_model_len)
         except ConfigError as error:
             refuse(error)
         self.drafter.warm_up()
