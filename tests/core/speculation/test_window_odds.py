@@ -132,6 +132,18 @@ def test_a_window_that_no_step_keeps_surely_gets_the_surest_step() -> None:
     assert stretched_s(0.0, decode, counted) == pytest.approx(0.031)
 
 
+@given(acceptances, times_s, st.integers(1, 20), st.floats(0.1, 3.0))
+def test_what_the_surest_step_counts_on_is_its_time(
+    acceptance: float, step_s: np.ndarray, tokens: int, ahead: float
+) -> None:
+    """Also where the window is ahead of its TPOT: none of the time that it is ahead is spent."""
+    odds, decode = WindowOdds(step_s), window(tokens, ahead * tokens * 0.05, 0.05)
+    surest_s = step_s[odds.surest_length(0.0, decode, acceptance) - 1]
+    assume(surest_s <= decode.window_end_s)
+    counted = odds.surest_tokens(0.0, decode, acceptance)
+    assert stretched_s(0.0, decode, counted) == pytest.approx(surest_s)
+
+
 def test_a_step_that_yields_one_token_can_be_made_up_for() -> None:
     """Ten tokens at 50 ms, 30 ms a step without drafts, a tenth more to be sure: what nine of them
     leave of 500 ms may go into one step; and no more is counted on than it yields."""

@@ -145,7 +145,8 @@ class WindowOdds:
         odds.
         """
         length = self.surest_length(start_s, decode, acceptance)
-        return float(self._step_s[length - 1]) / _pace_s(start_s, decode)
+        rest_s = decode.window_end_s - start_s - float(self._step_s[length - 1])
+        return decode.window_left - rest_s / _pace_s(start_s, decode)
 
     def surest_length(self, start_s: float, decode: DecodeView, acceptance: float) -> int:
         """The length of steps that most likely keep a request's window; of equals the shortest.

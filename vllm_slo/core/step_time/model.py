@@ -118,9 +118,11 @@ class StepTimeModel:
         return max(low, high) + attention
 
     def filled(self) -> "StepTimeModel":
-        """Times of steps that prompts fill. Each token then takes what it adds to a long step. None
-        is free, as tokens of a short step are while the weights are read."""
-        steep = max(self.terms)
+        """What tokens take from the prompts of steps that are as long as they may be: each what it
+        adds to a long step. None is free, as tokens of a short step are while the weights are read.
+        What a step takes whatever is in it counts for nothing: there are as many of these steps."""
+        tokens_s, passes_s, _ = max(self.terms)
+        steep = tokens_s, passes_s, 0.0
         return replace(self, terms=(steep, steep))
 
     def predict_shape_s(self, shape: BatchShape) -> float:

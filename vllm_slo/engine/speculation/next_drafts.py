@@ -41,14 +41,17 @@ class NextDrafts:
         self._config = config
         self._max_step_tokens = max_step_tokens
 
-    def decide(self, lagging: int, *, barred: bool) -> None:
+    def decide(self, lagging: int, nodes: int, *, barred: bool) -> None:
         """Decide what is drafted after the step that is being planned.
 
         If first tokens come too late, prompts fill the steps. Unless a TPOT needs them, drafts then
         have to spare more of such a step than they take.
 
+        Nothing is drafted after a step that would end too late for a promised TPOT by that.
+
         Args:
             lagging: requests that need nodes to keep up with their TPOT.
+            nodes: that the last step verified; this one is taken to verify as many.
             barred: whether trees could not be verified.
         """
         running, config = self._state.running, self._config
@@ -71,6 +74,8 @@ class NextDrafts:
             ),
             model,
         )
+        if self._limits.drafting_breaks_tpot(self._drafting.plan.drafting_s, nodes):
+            self._drafting.nothing()
         self._limits.note_drafting(self._drafting.plan.drafting_s)
 
     def _faster_than_plain(self) -> int:

@@ -12,14 +12,13 @@ from vllm.v1.request import Request
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
 from vllm_slo.core.arrays import Floats
-from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
 from vllm_slo.core.speculation.window_odds import WindowOdds
-from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
+from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW, stretched_s
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import DecodeView
+from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_views
 from vllm_slo.engine.scheduling.decode_model import PlainDecoding, WayToDecode
@@ -65,7 +64,7 @@ class TreeLimits:
         self._verifying_s: float | None = None
         self._dear_s = self._stretched_s = 0.0
         self._odds: tuple[WindowOdds, float, int] | None = None
-        self._shares: dict[str, float] = {}
+        self._tokens: dict[str, float] = {}
         self._sustained: dict[float, tuple[float, Speculated]] = {}
 
     def begin_step(self) -> None:
@@ -74,7 +73,7 @@ class TreeLimits:
         self._views.clear()
         self._known_limits = [], []
         self._ahead_s = self._verifying_s = self._odds = None
-        self._shares.clear()
+        self._tokens.clear()
         self._stretched_s = self._responsive.stretched_s(self._clock.promise_model)
 
     def note_drafting(self, drafting_s: float) -> None:
@@ -143,8 +142,8 @@ class TreeLimits:
             tracked = self._tracker.live[name]
             view = self.view(tracked)
             if view.window_end_s > start_s:  # else it is lost, and hurries nobody
-                limit_s = limit_of(start_s, view, 0.0)
-                tpot_s = tracked.tpot_s * self.counted_share(view)
+                limit_s = stretched_s(start_s, view, min(self._counted(view), 1.0))
+                tpot_s = tracked.tpot_s * self._share(view)
                 found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found
 
@@ -156,18 +155,53 @@ class TreeLimits:
             return True
         return any(t.opportunistic and not t.decodes for t in tracker.without_promise())
 
-    def counted_share(self, view: DecodeView) -> float:
+    def counted_tokens(self, view: DecodeView, gain: float) -> float:
+        """Tokens of a request that a step may be stretched for, if its tree is expected to yield
+        ``gain`` of them beside the root's."""
+        return min(self._counted(view), 1.0) + self._share(view) * gain
+
+    def drafting_breaks_tpot(self, drafting_s: float, nodes: int) -> bool:
+        """Whether the step that is being planned keeps a promised TPOT only if nothing is drafted
+        after it. Its tokens come when the drafting is done. Windows of which more is left are kept
+        by the tokens that drafts yield.
+
+        Args:
+            drafting_s: seconds of the drafting.
+            nodes: that the step verifies.
+        """
+        start_s, model = self._clock.start_s, self._clock.plain_promise_model
+        requests, context = len(self._state.running), self.context()
+        plain_s = model.predict_s(requests, context)
+        step_s = model.predict_s(requests + nodes, context) + self.verifying_s() + drafting_s
+        views = [
+            self.view(t)
+            for t in self._tracker.live.values()
+            if t.promised and t.decodes and t.tpot_s < INFINITY
+        ]
+        return drafting_s > 0.0 and any(
+            plain_s <= stretched_s(start_s, view, 1.0) < step_s
+            for view in views
+            if view.window_left <= 1.0
+        )
+
+    def _share(self, view: DecodeView) -> float:
         """Share of a tree's gain that a step may be stretched for."""
-        if view.request_id not in self._shares:
-            hoped, start_s = max(self.ahead(), 1.0 + EPS), self._clock.start_s
+        hoped = max(self.ahead(), 1.0 + EPS)
+        return min(max((self._counted(view) - 1.0) / (hoped - 1.0), 0.0), 1.0)
+
+    def _counted(self, view: DecodeView) -> float:
+        """Tokens that a step may be stretched for if the tree is typical. It may be less than one:
+        where a window hangs on drafts, the time that it is ahead is kept for bad luck."""
+        if view.request_id not in self._tokens:
+            start_s = self._clock.start_s
             odds, acceptance, longest = self._window_odds()
             counted = odds.counted_tokens(start_s, view, acceptance, longest)
             if counted < 1.0:
                 counted = max(counted, odds.surest_tokens(start_s, view, acceptance))
             # Prompts that arrive during the step wait for its end.
             counted = min(counted, max(self._stretched_s / view.tpot_s, 1.0))
-            self._shares[view.request_id] = min(max((counted - 1.0) / (hoped - 1.0), 0.0), 1.0)
-        return self._shares[view.request_id]
+            self._tokens[view.request_id] = counted
+        return self._tokens[view.request_id]
 
     def _window_odds(self) -> tuple[WindowOdds, float, int]:
         """The odds of TPOT windows in steps that verify the best path of each tree, the acceptance

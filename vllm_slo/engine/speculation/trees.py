@@ -155,7 +155,7 @@ class Trees:
             step_s = self._step_s()
             self._note_needs(self._step, step_s)
             lagging = self._step.trees.behind(step_s)
-        self._next_drafts.decide(lagging, barred=barred)
+        self._next_drafts.decide(lagging, sum(self._chosen), barred=barred)
         if self._step is not None and self._tracker.promised:
             self._propose_promised(self._step)
         self._selection_s = time.perf_counter() - began_s
@@ -214,10 +214,12 @@ class Trees:
         ):
             end += count
             tracked = self._tracker.get(request.request_id)
-            if count and tracked is not None and (tracked.promised or tracked.holds_tpot):
-                request.spec_token_ids = tokens[end - count : end]
-                gain = self._limits.counted_share(self._limits.view(tracked)) * gains[place]
-                self.yields.next_step[request.request_id] = 1.0 + gain
+            if tracked is None or not (tracked.promised or tracked.holds_tpot):
+                continue
+            request.spec_token_ids = tokens[end - count : end]
+            if tracked.tpot_s < INFINITY and tracked.decodes:
+                counted = self._limits.counted_tokens(self._limits.view(tracked), gains[place])
+                self.yields.next_step[request.request_id] = counted
 
     # When a step is planned.
 
