@@ -144,9 +144,16 @@ class WindowOdds:
         That is for a request whose window no step keeps surely. It gets the step with the best
         odds.
         """
-        length = self.surest_length(start_s, decode, acceptance)
-        rest_s = decode.window_end_s - start_s - float(self._step_s[length - 1])
+        return self._surest_s(start_s, decode, acceptance) / _pace_s(start_s, decode)
+
+    def kept_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
+        """As `surest_tokens`, where none of the time that the window is ahead is to be spent. It is
+        negative where that is more than the step takes."""
+        rest_s = decode.window_end_s - start_s - self._surest_s(start_s, decode, acceptance)
         return decode.window_left - rest_s / _pace_s(start_s, decode)
+
+    def _surest_s(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
+        return float(self._step_s[self.surest_length(start_s, decode, acceptance) - 1])
 
     def surest_length(self, start_s: float, decode: DecodeView, acceptance: float) -> int:
         """The length of steps that most likely keep a request's window; of equals the shortest.

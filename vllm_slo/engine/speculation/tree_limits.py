@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from vllm.v1.request import Request
@@ -12,6 +13,7 @@ from vllm.v1.request import Request
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
 from vllm_slo.core.arrays import Floats
+from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
@@ -33,6 +35,18 @@ EPS = 1e-9
 DEAR_SHARE = 0.8
 """Share of the dearest drafting seen so far that still counts a step later: a step of trees may be
 followed by steps that draft as much."""
+
+
+class _Counted(NamedTuple):
+    """Tokens of a request that a step may be stretched for if its tree is typical.
+
+    Attributes:
+        tokens: by the nodes that yield them.
+        kept: by prompts, where they are less than one; otherwise infinite.
+    """
+
+    tokens: float
+    kept: float
 
 
 class TreeLimits:
@@ -64,7 +78,7 @@ class TreeLimits:
         self._verifying_s: float | None = None
         self._dear_s = self._stretched_s = 0.0
         self._odds: tuple[WindowOdds, float, int] | None = None
-        self._tokens: dict[str, float] = {}
+        self._counts: dict[str, _Counted] = {}
         self._sustained: dict[float, tuple[float, Speculated]] = {}
 
     def begin_step(self) -> None:
@@ -73,7 +87,7 @@ class TreeLimits:
         self._views.clear()
         self._known_limits = [], []
         self._ahead_s = self._verifying_s = self._odds = None
-        self._tokens.clear()
+        self._counts.clear()
         self._stretched_s = self._responsive.stretched_s(self._clock.promise_model)
 
     def note_drafting(self, drafting_s: float) -> None:
@@ -142,7 +156,7 @@ class TreeLimits:
             tracked = self._tracker.live[name]
             view = self.view(tracked)
             if view.window_end_s > start_s:  # else it is lost, and hurries nobody
-                limit_s = stretched_s(start_s, view, min(self._counted(view), 1.0))
+                limit_s = limit_of(start_s, view, 0.0)
                 tpot_s = tracked.tpot_s * self._share(view)
                 found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found
@@ -156,14 +170,15 @@ class TreeLimits:
         return any(t.opportunistic and not t.decodes for t in tracker.without_promise())
 
     def counted_tokens(self, view: DecodeView, gain: float) -> float:
-        """Tokens of a request that a step may be stretched for, if its tree is expected to yield
-        ``gain`` of them beside the root's."""
-        return min(self._counted(view), 1.0) + self._share(view) * gain
+        """Tokens of a request that prompts may stretch a step for, if its tree is expected to yield
+        ``gain`` of them beside the root's. They are less than one where its window hangs on drafts:
+        the time that it is ahead is then kept for bad luck."""
+        return min(self._counted(view).kept, 1.0 + self._share(view) * gain)
 
     def drafting_breaks_tpot(self, drafting_s: float, nodes: int) -> bool:
         """Whether the step that is being planned keeps a promised TPOT only if nothing is drafted
         after it. Its tokens come when the drafting is done. Windows of which more is left are kept
-        by the tokens that drafts yield.
+        by the tokens that drafts yield, and all windows are where plain steps are too long.
 
         Args:
             drafting_s: seconds of the drafting.
@@ -181,27 +196,27 @@ class TreeLimits:
         return drafting_s > 0.0 and any(
             plain_s <= stretched_s(start_s, view, 1.0) < step_s
             for view in views
-            if view.window_left <= 1.0
+            if view.window_left <= 1.0 and plain_s <= view.tpot_s
         )
 
     def _share(self, view: DecodeView) -> float:
-        """Share of a tree's gain that a step may be stretched for."""
+        """Share of a tree's gain that nodes may stretch a step for."""
         hoped = max(self.ahead(), 1.0 + EPS)
-        return min(max((self._counted(view) - 1.0) / (hoped - 1.0), 0.0), 1.0)
+        return min(max((self._counted(view).tokens - 1.0) / (hoped - 1.0), 0.0), 1.0)
 
-    def _counted(self, view: DecodeView) -> float:
-        """Tokens that a step may be stretched for if the tree is typical. It may be less than one:
-        where a window hangs on drafts, the time that it is ahead is kept for bad luck."""
-        if view.request_id not in self._tokens:
+    def _counted(self, view: DecodeView) -> _Counted:
+        if view.request_id not in self._counts:
             start_s = self._clock.start_s
             odds, acceptance, longest = self._window_odds()
-            counted = odds.counted_tokens(start_s, view, acceptance, longest)
+            counted = kept = odds.counted_tokens(start_s, view, acceptance, longest)
             if counted < 1.0:
+                kept = max(counted, odds.kept_tokens(start_s, view, acceptance))
                 counted = max(counted, odds.surest_tokens(start_s, view, acceptance))
             # Prompts that arrive during the step wait for its end.
-            counted = min(counted, max(self._stretched_s / view.tpot_s, 1.0))
-            self._tokens[view.request_id] = counted
-        return self._tokens[view.request_id]
+            most = max(self._stretched_s / view.tpot_s, 1.0)
+            kept = kept if kept < 1.0 else INFINITY
+            self._counts[view.request_id] = _Counted(min(counted, most), kept)
+        return self._counts[view.request_id]
 
     def _window_odds(self) -> tuple[WindowOdds, float, int]:
         """The odds of TPOT windows in steps that verify the best path of each tree, the acceptance
