@@ -147,8 +147,8 @@ class WindowOdds:
         return self._surest_s(start_s, decode, acceptance) / _pace_s(start_s, decode)
 
     def kept_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
-        """As `surest_tokens`, where none of the time that the window is ahead is to be spent. It is
-        negative where that is more than the step takes."""
+        """As `surest_tokens`, but the time that the window is ahead is not spent. The result is
+        negative if that time is longer than the step."""
         rest_s = decode.window_end_s - start_s - self._surest_s(start_s, decode, acceptance)
         return decode.window_left - rest_s / _pace_s(start_s, decode)
 

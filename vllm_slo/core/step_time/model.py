@@ -118,9 +118,9 @@ class StepTimeModel:
         return max(low, high) + attention
 
     def filled(self) -> "StepTimeModel":
-        """What tokens take from the prompts of steps that are as long as they may be: each what it
-        adds to a long step. None is free, as tokens of a short step are while the weights are read.
-        What a step takes whatever is in it counts for nothing: there are as many of these steps."""
+        """What tokens cost in steps that prompts fill: the time that each adds to a long step. No
+        token is free, as in a short step while the weights are read. The fixed time of a step is
+        left out: drafts do not change how many of these steps there are."""
         tokens_s, passes_s, _ = max(self.terms)
         steep = tokens_s, passes_s, 0.0
         return replace(self, terms=(steep, steep))

@@ -218,8 +218,8 @@ def without_scratch(
 
     Raises:
         ConfigError: trees cannot be verified in this KV cache, or a request of ``max_model_len``
-            tokens would not fit into the rest of it. vLLM has compared that with the whole cache;
-            such a request would wait for ever, and with it all behind it.
+            tokens would not fit into the rest of it. vLLM has checked that against the whole cache.
+            Such a request would wait for ever, and all behind it would wait, too.
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ConfigError(

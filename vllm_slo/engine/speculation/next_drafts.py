@@ -47,7 +47,7 @@ class NextDrafts:
         If first tokens come too late, prompts fill the steps. Unless a TPOT needs them, drafts then
         have to spare more of such a step than they take.
 
-        Nothing is drafted after a step that would end too late for a promised TPOT by that.
+        If drafting would make a step too late for a promised TPOT, nothing is drafted after it.
 
         Args:
             lagging: requests that need nodes to keep up with their TPOT.

@@ -18,7 +18,7 @@ from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
 from vllm_slo.core.speculation.window_odds import WindowOdds
-from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW, stretched_s
+from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, DecodeView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -171,30 +171,35 @@ class TreeLimits:
 
     def counted_tokens(self, view: DecodeView, gain: float) -> float:
         """Tokens of a request that prompts may stretch a step for, if its tree is expected to yield
-        ``gain`` of them beside the root's. They are less than one where its window hangs on drafts:
-        the time that it is ahead is then kept for bad luck."""
+        ``gain`` of them beside the root's. They are less than one where its window depends on
+        drafts: the time that it is ahead is then kept for bad luck."""
         return min(self._counted(view).kept, 1.0 + self._share(view) * gain)
 
     def drafting_breaks_tpot(self, drafting_s: float, nodes: int) -> bool:
         """Whether the step that is being planned keeps a promised TPOT only if nothing is drafted
-        after it. Its tokens come when the drafting is done. Windows of which more is left are kept
-        by the tokens that drafts yield, and all windows are where plain steps are too long.
+        after it: a step's tokens come when the drafting is done.
+
+        That is asked only of windows that end with the next token. Other windows have more time for
+        drafting, and need the tokens that it yields. It is not asked where plain steps take longer
+        than the TPOT: those windows need drafts in every step.
 
         Args:
             drafting_s: seconds of the drafting.
             nodes: that the step verifies.
         """
+        if drafting_s <= 0.0:
+            return False
         start_s, model = self._clock.start_s, self._clock.plain_promise_model
         requests, context = len(self._state.running), self.context()
         plain_s = model.predict_s(requests, context)
         step_s = model.predict_s(requests + nodes, context) + self.verifying_s() + drafting_s
-        views = [
+        views = (
             self.view(t)
             for t in self._tracker.live.values()
             if t.promised and t.decodes and t.tpot_s < INFINITY
-        ]
-        return drafting_s > 0.0 and any(
-            plain_s <= stretched_s(start_s, view, 1.0) < step_s
+        )
+        return any(
+            plain_s <= view.window_end_s - start_s < step_s
             for view in views
             if view.window_left <= 1.0 and plain_s <= view.tpot_s
         )
