@@ -691,8 +691,8 @@ def test_promises_little_longer_than_a_step_are_kept_beside_drafts(
     tpot_s: float, between_s: float
 ) -> None:
     """A step takes 20 ms, and 23 to 29 with drafting, so these windows depend on accepted drafts.
-    Prompts do not get the time that a window is ahead. Nothing is drafted after a step if a window
-    would end too late by that. Without these rules 8 and 19 of the promises were broken."""
+    Prompts do not get the time that a window is ahead. Without that rule 8 and 19 of the promises
+    were broken."""
     tight = [job(n, 0.5 * n, one_round(30, 200, math.inf, tpot_s)) for n in range(20)]
     others = [job(20 + n, between_s * n, one_round(600, 20)) for n in range(round(10 / between_s))]
     run = simulate([*tight, *others], TREES, HARDWARE, Conditions(acceptance={"app": 0.7}))

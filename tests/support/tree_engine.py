@@ -237,8 +237,8 @@ def rest_by_turns(steps: int, patch: pytest.MonkeyPatch) -> None:
 
     decide, done = NextDrafts.decide, count()
 
-    def resting(drafts: Any, lagging: int, nodes: int, *, barred: bool) -> None:
-        decide(drafts, lagging, nodes, barred=barred or next(done) // steps % 2 == 0)
+    def resting(drafts: Any, lagging: int, *, barred: bool) -> None:
+        decide(drafts, lagging, barred=barred or next(done) // steps % 2 == 0)
 
     patch.setattr(NextDrafts, "decide", resting)
 

@@ -147,6 +147,23 @@ def test_a_window_that_is_ahead_keeps_that_time_beyond_the_surest_step(
         assert counted == pytest.approx(kept)
 
 
+@given(acceptances, times_s, st.integers(1, 20), st.floats(0.1, 3.0))
+def test_prompts_get_none_of_the_time_of_a_window_that_depends_on_drafts(
+    acceptance: float, step_s: np.ndarray, tokens: int, ahead: float
+) -> None:
+    """Nodes may take it. If plain steps keep the window, prompts are bound no further."""
+    odds, decode = WindowOdds(step_s), window(tokens, ahead * tokens * 0.05, 0.05)
+    counted = odds.counted_tokens(0.0, decode, acceptance, len(step_s))
+    given_to = odds.tree_tokens(0.0, decode, acceptance, len(step_s))
+    assert given_to.by_nodes >= counted
+    if counted >= 1.0:
+        assert given_to == (counted, math.inf)
+    elif given_to.by_prompts < math.inf:
+        surest_s = step_s[odds.surest_length(0.0, decode, acceptance) - 1]
+        by_prompts_s = stretched_s(0.0, decode, given_to.by_prompts)
+        assert by_prompts_s <= max(surest_s, stretched_s(0.0, decode, counted)) + 1e-9
+
+
 def test_a_step_that_yields_one_token_can_be_made_up_for() -> None:
     """Ten tokens at 50 ms, 30 ms a step without drafts, a tenth more to be sure: what nine of them
     leave of 500 ms may go into one step; and no more is counted on than it yields."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from vllm_slo.core.arrays import Floats
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN
-from vllm_slo.core.types import DecodeView
+from vllm_slo.core.types import INFINITY, DecodeView
 
 MOST_TOKENS = 32
 """Tokens of a window up to which its odds are computed."""
@@ -81,6 +82,18 @@ def _long_windows(place: int, longest: int) -> tuple[Floats, Floats]:
     return mean, luck / math.sqrt(MOST_TOKENS)
 
 
+class TreeTokens(NamedTuple):
+    """Tokens of a request that a step may be stretched for if its tree is typical.
+
+    Attributes:
+        by_nodes: by the nodes that yield them.
+        by_prompts: by prompts; infinite if prompts are bound no further than nodes.
+    """
+
+    by_nodes: float
+    by_prompts: float
+
+
 class WindowOdds:
     """How likely steps without prompts keep a window.
 
@@ -137,6 +150,21 @@ class WindowOdds:
         if decode.may_end and self._plain_s <= decode.tpot_s:
             counted = min(counted, 1.0)
         return max(min(counted, expected_tokens(acceptance, length)), LEAST_COUNTED)
+
+    def tree_tokens(
+        self, start_s: float, decode: DecodeView, acceptance: float, length: int
+    ) -> TreeTokens:
+        """`counted_tokens`, or what gives a window the best odds that depends on drafts.
+
+        Where less than one token can be counted on, the time that the window is ahead is kept for
+        bad luck. Prompts do not get it. Nodes do, as they yield the tokens that are lacking.
+        """
+        counted = self.counted_tokens(start_s, decode, acceptance, length)
+        if counted >= 1.0:
+            return TreeTokens(counted, INFINITY)
+        by_prompts = max(counted, self.kept_tokens(start_s, decode, acceptance))
+        by_nodes = max(counted, self.surest_tokens(start_s, decode, acceptance))
+        return TreeTokens(by_nodes, by_prompts if by_prompts < 1.0 else INFINITY)
 
     def surest_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
         """Tokens to count on, so that a step may last as long as one of `surest_length`.

@@ -41,17 +41,14 @@ class NextDrafts:
         self._config = config
         self._max_step_tokens = max_step_tokens
 
-    def decide(self, lagging: int, nodes: int, *, barred: bool) -> None:
+    def decide(self, lagging: int, *, barred: bool) -> None:
         """Decide what is drafted after the step that is being planned.
 
         If first tokens come too late, prompts fill the steps. Unless a TPOT needs them, drafts then
         have to spare more of such a step than they take.
 
-        If drafting would make a step too late for a promised TPOT, nothing is drafted after it.
-
         Args:
             lagging: requests that need nodes to keep up with their TPOT.
-            nodes: that the last step verified; this one is taken to verify as many.
             barred: whether trees could not be verified.
         """
         running, config = self._state.running, self._config
@@ -74,8 +71,6 @@ class NextDrafts:
             ),
             model,
         )
-        if self._limits.drafting_breaks_tpot(self._drafting.plan.drafting_s, nodes):
-            self._drafting.nothing()
         self._limits.note_drafting(self._drafting.plan.drafting_s)
 
     def _faster_than_plain(self) -> int:

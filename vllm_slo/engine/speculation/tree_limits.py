@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from vllm.v1.request import Request
@@ -17,10 +16,10 @@ from vllm_slo.core.batching.decodes import limit_of
 from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
-from vllm_slo.core.speculation.window_odds import WindowOdds
+from vllm_slo.core.speculation.window_odds import TreeTokens, WindowOdds
 from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import INFINITY, DecodeView
+from vllm_slo.core.types import DecodeView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_views
 from vllm_slo.engine.scheduling.decode_model import PlainDecoding, WayToDecode
@@ -35,18 +34,6 @@ EPS = 1e-9
 DEAR_SHARE = 0.8
 """Share of the dearest drafting seen so far that still counts a step later: a step of trees may be
 followed by steps that draft as much."""
-
-
-class _Counted(NamedTuple):
-    """Tokens of a request that a step may be stretched for if its tree is typical.
-
-    Attributes:
-        tokens: by the nodes that yield them.
-        kept: by prompts, where they are less than one; otherwise infinite.
-    """
-
-    tokens: float
-    kept: float
 
 
 class TreeLimits:
@@ -78,7 +65,7 @@ class TreeLimits:
         self._verifying_s: float | None = None
         self._dear_s = self._stretched_s = 0.0
         self._odds: tuple[WindowOdds, float, int] | None = None
-        self._counts: dict[str, _Counted] = {}
+        self._counts: dict[str, TreeTokens] = {}
         self._sustained: dict[float, tuple[float, Speculated]] = {}
 
     def begin_step(self) -> None:
@@ -173,54 +160,21 @@ class TreeLimits:
         """Tokens of a request that prompts may stretch a step for, if its tree is expected to yield
         ``gain`` of them beside the root's. They are less than one where its window depends on
         drafts: the time that it is ahead is then kept for bad luck."""
-        return min(self._counted(view).kept, 1.0 + self._share(view) * gain)
-
-    def drafting_breaks_tpot(self, drafting_s: float, nodes: int) -> bool:
-        """Whether the step that is being planned keeps a promised TPOT only if nothing is drafted
-        after it: a step's tokens come when the drafting is done.
-
-        That is asked only of windows that end with the next token. Other windows have more time for
-        drafting, and need the tokens that it yields. It is not asked where plain steps take longer
-        than the TPOT: those windows need drafts in every step.
-
-        Args:
-            drafting_s: seconds of the drafting.
-            nodes: that the step verifies.
-        """
-        if drafting_s <= 0.0:
-            return False
-        start_s, model = self._clock.start_s, self._clock.plain_promise_model
-        requests, context = len(self._state.running), self.context()
-        plain_s = model.predict_s(requests, context)
-        step_s = model.predict_s(requests + nodes, context) + self.verifying_s() + drafting_s
-        views = (
-            self.view(t)
-            for t in self._tracker.live.values()
-            if t.promised and t.decodes and t.tpot_s < INFINITY
-        )
-        return any(
-            plain_s <= view.window_end_s - start_s < step_s
-            for view in views
-            if view.window_left <= 1.0 and plain_s <= view.tpot_s
-        )
+        return min(self._counted(view).by_prompts, 1.0 + self._share(view) * gain)
 
     def _share(self, view: DecodeView) -> float:
         """Share of a tree's gain that nodes may stretch a step for."""
         hoped = max(self.ahead(), 1.0 + EPS)
-        return min(max((self._counted(view).tokens - 1.0) / (hoped - 1.0), 0.0), 1.0)
+        return min(max((self._counted(view).by_nodes - 1.0) / (hoped - 1.0), 0.0), 1.0)
 
-    def _counted(self, view: DecodeView) -> _Counted:
+    def _counted(self, view: DecodeView) -> TreeTokens:
         if view.request_id not in self._counts:
-            start_s = self._clock.start_s
             odds, acceptance, longest = self._window_odds()
-            counted = kept = odds.counted_tokens(start_s, view, acceptance, longest)
-            if counted < 1.0:
-                kept = max(counted, odds.kept_tokens(start_s, view, acceptance))
-                counted = max(counted, odds.surest_tokens(start_s, view, acceptance))
+            counted = odds.tree_tokens(self._clock.start_s, view, acceptance, longest)
             # Prompts that arrive during the step wait for its end.
             most = max(self._stretched_s / view.tpot_s, 1.0)
-            kept = kept if kept < 1.0 else INFINITY
-            self._counts[view.request_id] = _Counted(min(counted, most), kept)
+            counted = counted._replace(by_nodes=min(counted.by_nodes, most))
+            self._counts[view.request_id] = counted
         return self._counts[view.request_id]
 
     def _window_odds(self) -> tuple[WindowOdds, float, int]:

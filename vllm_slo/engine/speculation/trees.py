@@ -155,7 +155,7 @@ class Trees:
             step_s = self._step_s()
             self._note_needs(self._step, step_s)
             lagging = self._step.trees.behind(step_s)
-        self._next_drafts.decide(lagging, sum(self._chosen), barred=barred)
+        self._next_drafts.decide(lagging, barred=barred)
         if self._step is not None and self._tracker.promised:
             self._propose_promised(self._step)
         self._selection_s = time.perf_counter() - began_s
