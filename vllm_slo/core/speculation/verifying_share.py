@@ -8,31 +8,33 @@ had trees, that would look like the time of a step, and drafts would seem to cos
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 
 
 class VerifyingShare:
     """Estimates the share where steps with trees follow steps without, or the other way round.
 
     The first step after such a change is compared with the mean of the steps before it. So a
-    machine that slowly becomes slower or faster looks the same with trees and without.
+    machine that slowly becomes slower or faster looks the same with trees and without. The estimate
+    is the median of these changes: the first steps with trees are cold and may take several times
+    as long, and other steps are held up by the machine.
     """
 
-    PRIOR = 2.0
-    """Changes that "nothing" counts for before any was seen. Few, as plain steps are rare where
-    drafts pay. A convention, not measured."""
+    PRIOR = 2
+    """Changes that are taken to have shown nothing before any was seen. Few, as plain steps are
+    rare where drafts pay. A convention, not measured."""
     REMEMBERED = 32
-    """Changes after which the oldest hardly count. A convention, not measured."""
+    """Changes of which the median is taken, the last ones. A convention, not measured."""
     RUN = 16
     """Steps of the mean that a step is compared with, about. A convention, not measured."""
-    MOST = 2.0
-    """Largest share that one change may show, either way: other steps were held up."""
 
     def __init__(self) -> None:
         self._has_trees = False
         self._run = 0  # steps since the last change
         self._mean = 0.0  # of these
-        self._changes = 0
-        self._sum = 0.0
+        self._changes = deque([0.0] * self.PRIOR, maxlen=self.REMEMBERED)
+        self._share = 0.0
 
     def observe(self, ratio: float, *, has_trees: bool) -> None:
         """Learn from a step that computed no prompts.
@@ -46,17 +48,13 @@ class VerifyingShare:
             return
         if self._run and has_trees != self._has_trees:
             trees, plain = (ratio, self._mean) if has_trees else (self._mean, ratio)
-            self._add(min(max(trees / plain - 1.0, -self.MOST), self.MOST))
+            self._changes.append(trees / plain - 1.0)
+            self._share = max(median(self._changes), 0.0)
             self._run = 0
         self._has_trees = has_trees
         self._run = min(self._run + 1, self.RUN)
         self._mean += (ratio - self._mean) / self._run
 
-    def _add(self, share: float) -> None:
-        keep = 1.0 - 1.0 / self.REMEMBERED if self._changes == self.REMEMBERED else 1.0
-        self._changes = min(self._changes + 1, self.REMEMBERED)
-        self._sum = keep * self._sum + share
-
     def share(self) -> float:
         """The share; at least 0."""
-        return max(self._sum / (self._changes + self.PRIOR), 0.0)
+        return self._share
