@@ -702,20 +702,6 @@ def test_promises_little_longer_than_a_step_are_kept_beside_drafts(
     assert sum(each > tpot_s + 1e-9 for each in worst_s) <= 4
 
 
-def test_drafts_go_on_after_a_ttft_that_could_not_be_promised() -> None:
-    """Its prompt is computed in a step or two. That first tokens came too late then does not matter
-    to the lone request that is left. If it did for a time, the answer would take 8.1 s."""
-    hopeless = job(1, 0.1, one_round(2000, 2, 0.05))
-    run = simulate(
-        [job(0, 0.0, one_round(30, 400)), hopeless],
-        TREES,
-        HARDWARE,
-        Conditions(acceptance={"app": 0.8}),
-    )
-    assert not run.results[1].rounds[0].promised
-    assert run.end_s < 5.0
-
-
 def test_drafting_takes_time_and_memory() -> None:
     draft = Draft("small", token_s=1e-5, kv_share=0.5)
     hardware = replace(HARDWARE, draft=draft)

@@ -44,8 +44,8 @@ class NextDrafts:
     def decide(self, lagging: int, *, barred: bool) -> None:
         """Decide what is drafted after the step that is being planned.
 
-        If first tokens come too late, and prompts fill the next step, too, drafts have to spare
-        more of such a step than they take, unless a TPOT needs them.
+        If first tokens come too late, prompts fill the steps. Unless a TPOT needs them, drafts then
+        have to spare more of such a step than they take.
 
         Args:
             lagging: requests that need nodes to keep up with their TPOT.
@@ -58,7 +58,7 @@ class NextDrafts:
             self._drafting.nothing()
             return
         model = self._clock.verifying_model
-        if late and not behind and self._prompts_outlast_step():
+        if late and not behind:
             model = model.filled()
         deepest, widest = self._depth_and_width(active)
         least = min(config.min_width, widest)
@@ -81,15 +81,6 @@ class NextDrafts:
             for t in self._tracker
         )
 
-    def _prompts_outlast_step(self) -> bool:
-        """Whether prompts have more tokens than fit into the step that is being planned. They are
-        then in the next one, too, which verifies what is drafted now."""
-        tokens, tracker = self._max_step_tokens, self._tracker
-        tightest_s = min((t.tpot_s for t in tracker if t.promised and t.decodes), default=INFINITY)
-        if tightest_s < INFINITY:
-            tokens = min(tokens, self._clock.verifying_model.time_to_tokens(tightest_s))
-        return self._limits.prompt_tokens() > max(tokens - len(self._state.running), 0)
-
     def _depth_and_width(self, active: int) -> tuple[int, int]:
         """Equations 8 and 9. B1 is the largest batch that keeps the tightest TPOT if the best path
         of a typical tree is accepted as usual."""
@@ -103,7 +94,7 @@ class NextDrafts:
             speculator_tokens=config.draft_tokens,
             min_depth=config.min_depth,
             max_depth=min(config.max_depth, DEPTH_BESIDE_PROMPTS)
-            if self._limits.prompt_tokens()
+            if self._limits.prompts_wait()
             else config.max_depth,
             max_width=config.max_width,
         )

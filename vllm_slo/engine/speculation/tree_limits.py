@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -149,14 +148,13 @@ class TreeLimits:
                 found.append(TPOTLimit(limit_s, tpot_s, places.get(name, -1)))
         return found
 
-    def prompt_tokens(self) -> int:
-        """Prompt tokens that are to be computed of requests that are promised an objective, or may
+    def prompts_wait(self) -> bool:
+        """Whether prompts are to be computed of requests that are promised an objective, or may
         begin without a promise."""
-        begins = (t for t in self._tracker.without_promise() if t.opportunistic and not t.decodes)
-        return sum(
-            tracked.request.num_tokens - tracked.request.num_computed_tokens
-            for tracked in itertools.chain(self._tracker.promised_before_first_token(), begins)
-        )
+        tracker = self._tracker
+        if any(True for _ in tracker.promised_before_first_token()):
+            return True
+        return any(t.opportunistic and not t.decodes for t in tracker.without_promise())
 
     def counted_tokens(self, view: DecodeView, gain: float) -> float:
         """Tokens of a request that prompts may stretch a step for, if its tree is expected to yield
