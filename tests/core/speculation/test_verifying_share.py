@@ -68,8 +68,8 @@ def test_noise_evens_out() -> None:
 def test_steps_that_were_cold_or_held_up_are_not_believed(
     share: float, wrong: list[float], order: list[int]
 ) -> None:
-    """A few of twenty steps with trees took any other time, the first two among them or not. Every
-    step with trees is followed by a plain one, so each makes two changes."""
+    """Up to five of twenty steps with trees took any other time. A plain step follows each, so each
+    makes two changes."""
     took = dict(zip(order, wrong, strict=False))
     ratios = [
         (ratio, has_trees)
@@ -80,8 +80,8 @@ def test_steps_that_were_cold_or_held_up_are_not_believed(
 
 
 def test_a_cold_beginning_is_forgotten_at_once() -> None:
-    """The first step with trees takes four times as long. By the mean of the changes, the share
-    would be 0.29 after these six."""
+    """The first step with trees takes four times as long. The mean of the changes would still be
+    0.29 after these six."""
     trees, plain = (1.0, True), (1.0, False)
     assert after([plain, (4.0, True), *[trees] * 9, plain, trees, plain, trees, plain]) == 0.0
 

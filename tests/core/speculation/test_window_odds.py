@@ -158,10 +158,13 @@ def test_prompts_get_none_of_the_time_of_a_window_that_depends_on_drafts(
     assert given_to.by_nodes >= counted
     if counted >= 1.0:
         assert given_to == (counted, math.inf)
-    elif given_to.by_prompts < math.inf:
-        surest_s = step_s[odds.surest_length(0.0, decode, acceptance) - 1]
+        return
+    surest_s = step_s[odds.surest_length(0.0, decode, acceptance) - 1]
+    if given_to.by_prompts < math.inf:
         by_prompts_s = stretched_s(0.0, decode, given_to.by_prompts)
         assert by_prompts_s <= max(surest_s, stretched_s(0.0, decode, counted)) + 1e-9
+    else:  # the surest step is no shorter than one that yields a single token may be
+        assert surest_s >= stretched_s(0.0, decode, 1.0) - 1e-9
 
 
 def test_a_step_that_yields_one_token_can_be_made_up_for() -> None:

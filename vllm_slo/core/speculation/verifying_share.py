@@ -17,8 +17,8 @@ class VerifyingShare:
 
     The first step after such a change is compared with the mean of the steps before it. So a
     machine that slowly becomes slower or faster looks the same with trees and without. The estimate
-    is the median of these changes: the first steps with trees are cold and may take several times
-    as long, and other steps are held up by the machine.
+    is the median of these comparisons. So a step that is held up does not count, nor does the first
+    step with trees, which may take several times as long as the next ones.
     """
 
     PRIOR = 2
@@ -34,7 +34,6 @@ class VerifyingShare:
         self._run = 0  # steps since the last change
         self._mean = 0.0  # of these
         self._changes = deque([0.0] * self.PRIOR, maxlen=self.REMEMBERED)
-        self._share = 0.0
 
     def observe(self, ratio: float, *, has_trees: bool) -> None:
         """Learn from a step that computed no prompts.
@@ -49,7 +48,6 @@ class VerifyingShare:
         if self._run and has_trees != self._has_trees:
             trees, plain = (ratio, self._mean) if has_trees else (self._mean, ratio)
             self._changes.append(trees / plain - 1.0)
-            self._share = max(median(self._changes), 0.0)
             self._run = 0
         self._has_trees = has_trees
         self._run = min(self._run + 1, self.RUN)
@@ -57,4 +55,4 @@ class VerifyingShare:
 
     def share(self) -> float:
         """The share; at least 0."""
-        return self._share
+        return max(median(self._changes), 0.0)

@@ -154,10 +154,11 @@ class WindowOdds:
     def tree_tokens(
         self, start_s: float, decode: DecodeView, acceptance: float, length: int
     ) -> TreeTokens:
-        """`counted_tokens`, or what gives a window the best odds that depends on drafts.
+        """What nodes and prompts may stretch a step for: `counted_tokens`, if it is one or more.
 
-        Where less than one token can be counted on, the time that the window is ahead is kept for
-        bad luck. Prompts do not get it. Nodes do, as they yield the tokens that are lacking.
+        Otherwise the window depends on drafts. Its step may last as long as the one with the best
+        odds. The time that the window is ahead is kept for bad luck. Prompts do not get it. Nodes
+        do, as they yield the tokens that are lacking.
         """
         counted = self.counted_tokens(start_s, decode, acceptance, length)
         if counted >= 1.0:
