@@ -73,6 +73,16 @@ def test_two_tiers_take_turns_as_in_algorithm_2() -> None:
     assert budgets == [(1, 0, 5), (1, 1, 4), (1, 0, 5), (1, 1, 4)]
 
 
+def test_decodes_that_have_time_do_not_make_a_short_tpot_give_up() -> None:
+    """All twelve would take two units, but nine of them may wait for later steps."""
+    tight = [on_schedule(f"tight{i}", 0.0) for i in range(3)]
+    loose = [DecodeView(f"loose{i}", 9.0, 9.0, 1, 9.0) for i in range(9)]
+    plan = plan_step(0.0, [*loose, *tight], [], [], SIX_A_UNIT, WIDE)
+    assert plan.limit_s == 1.0
+    assert [plan.tokens[one.request_id] for one in tight] == [1, 1, 1]
+    assert plan.token_budget == 6
+
+
 def test_what_deadlines_do_not_ask_for_now_leaves_room_for_patient_decodes() -> None:
     """The loose decode may wait, but 12 tokens by t = 6 leave room for it at once."""
     decodes = [on_schedule("tight", 0.0), DecodeView("loose", 2.0, 2.0, 1, 2.0)]

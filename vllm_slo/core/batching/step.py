@@ -72,9 +72,7 @@ def plan_step(
     """
     decodes = decodes if isinstance(decodes, Decodes) else Decodes.of(decodes)
     batch = _Batch(start_s, model, limits)
-    decoding, context, pairs = decodes.load()
-    shortest = model.predict_s(decoding, context, pairs=pairs)
-    limit = decodes.limit_s(start_s, shortest)
+    limit = decodes.limit_s(start_s, _shortest_s(start_s, decodes, model))
     batch.set_limits(limit, _meet_next_deadline(batch, limit, decodes, prefills))
     # Decodes that must be in this step, and those that may wait for the next.
     urgent, patient = decodes.parted(start_s + 2 * min(batch.limit_s, batch.longest_s) - EPS_S)
@@ -95,6 +93,14 @@ def plan_step(
     if held and not batch.used:  # an empty step would gain nothing by holding back
         batch.grant_prefills(prefills, lambda _: True, 0)
     return batch.plan()
+
+
+def _shortest_s(start_s: float, decodes: Decodes, model: StepTimeModel) -> float:
+    """Seconds of a step of those decodes that cannot wait for two more."""
+    tokens, context, pairs = decodes.load()
+    all_s = model.predict_s(tokens, context, pairs=pairs)
+    tokens, context, pairs = decodes.load_before(start_s + 3 * all_s)
+    return model.predict_s(tokens, context, pairs=pairs)
 
 
 def _prompt_pace(

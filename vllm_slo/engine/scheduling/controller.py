@@ -369,7 +369,7 @@ class Controller:
     # Planning.
 
     def _nothing_to_decide(self) -> bool:
-        """Whether every live request is a promised one that decodes."""
+        """Whether every live request is a promised one that decodes, and may do so in this step."""
         state, tracker = self._state, self._tracker
         return not (
             tracker.arrived
@@ -379,6 +379,7 @@ class Controller:
             or state.waiting
             or state.any_prefills
             or len(state.running) != len(tracker)
+            or not self._planner.all_may_decode()
         )
 
     def _orders_waiting(self) -> bool:

@@ -80,6 +80,15 @@ class StepPlanner:
         self._ageing_s = config.ageing_s
         self._draft_padding = draft_padding
 
+    def all_may_decode(self) -> bool:
+        """Whether a step of all promised decodes keeps the shortest of their TPOTs."""
+        tpot_s, requests, context = INFINITY, 0, 0
+        for tracked in self._tracker:
+            if tracked.promised and tracked.decodes:
+                tpot_s = min(tpot_s, tracked.tpot_s)
+                requests, context = requests + 1, context + tracked.request.num_computed_tokens
+        return self._clock.promise_model.predict_s(requests, context) <= tpot_s
+
     def _begin(self, start_s: float) -> None:
         """Sort the running requests for a step that begins at ``start_s``."""
         self.start_s = start_s
@@ -111,7 +120,7 @@ class StepPlanner:
         self._begin(start_s)
         starting, waiting_others = self._sort_waiting()
         quiet = not (starting or waiting_others or self.prefills or self.holding)
-        if quiet and not self.others:
+        if quiet and not self.others and self.all_may_decode():
             return None
         self._load = self._workload.committed(start_s, self.model)
         self.prefills += starting
