@@ -686,20 +686,63 @@ def test_promises_of_short_answers_are_kept_beside_drafts(system: System) -> Non
     assert sum(each > 0.0505 for each in worst_s) <= 2
 
 
-@pytest.mark.parametrize(("tpot_s", "between_s"), [(0.022, 0.5), (0.026, 0.2)])
-def test_promises_little_longer_than_a_step_are_kept_beside_drafts(
-    tpot_s: float, between_s: float
-) -> None:
-    """A step takes 20 ms, and 23 to 29 with drafting, so these windows depend on accepted drafts.
-    Prompts do not get the time that a window is ahead. Without that rule 8 and 19 of the promises
-    were broken."""
+def broken_beside_prompts(system: System, tpot_s: float) -> int:
+    """How many of 20 TPOTs are promised and broken beside prompts at twice the rate that can be
+    served. Their first tokens come late, all at once, when many others decode that have time."""
     tight = [job(n, 0.5 * n, one_round(30, 200, math.inf, tpot_s)) for n in range(20)]
-    others = [job(20 + n, between_s * n, one_round(600, 20)) for n in range(round(10 / between_s))]
-    run = simulate([*tight, *others], TREES, HARDWARE, Conditions(acceptance={"app": 0.7}))
+    others = [job(20 + n, 0.2 * n, one_round(600, 20)) for n in range(50)]
+    run = simulate([*tight, *others], system, HARDWARE, Conditions(acceptance={"app": 0.7}))
     promised = [result.rounds[0] for result in run.results[:20] if result.rounds[0].promised]
-    worst_s = [worst_window_tpot_s(one.token_times_s) or 0.0 for one in promised]
     assert len(promised) == 20
-    assert sum(each > tpot_s + 1e-9 for each in worst_s) <= 4
+    worst_s = [worst_window_tpot_s(one.token_times_s) or 0.0 for one in promised]
+    return sum(each > 1.01 * tpot_s for each in worst_s)
+
+
+@pytest.mark.parametrize("tpot_s", [0.022, 0.026, 0.030])
+def test_short_tpots_are_kept_beside_many_that_have_time(tpot_s: float) -> None:
+    """A step of all that decode takes 35 ms, and those that have time need not be in it. If all
+    were, 13 to 19 of these promises were broken."""
+    assert broken_beside_prompts(OURS, tpot_s) == 0
+
+
+@pytest.mark.parametrize("tpot_s", [0.024, 0.026])
+def test_promises_little_longer_than_a_step_are_kept_beside_drafts(tpot_s: float) -> None:
+    """A step takes 20 ms, and 23 to 29 with drafting, so these windows depend on accepted drafts.
+    Prompts stretch a step only for tokens that surely come. If they did so for all that trees are
+    expected to yield, 15 and 9 of these promises were broken."""
+    assert broken_beside_prompts(TREES, tpot_s) <= 3
+
+
+def test_drafts_rest_beside_prompts_that_fill_the_steps() -> None:
+    """A backlog without objectives fills each step up to what the TPOTs allow. Drafts would pay in
+    short steps, but here they take more time than they spare: the last answer would come at 14.16 s
+    in place of 13.98 s."""
+    tight = [job(n, 0.1 * n, one_round(30, 100, 2.0, 0.1)) for n in range(6)]
+    backlog = [job(6 + n, 0.02 * n, one_round(500, 8, math.inf, math.inf)) for n in range(60)]
+    plain, trees = (
+        simulate(
+            [*tight, *backlog],
+            system,
+            PLAIN.with_draft_step(0.008),
+            Conditions(acceptance={"app": 0.7}),
+        )
+        for system in (OURS, TREES)
+    )
+    assert trees.end_s <= plain.end_s
+
+
+def test_drafts_go_on_after_a_ttft_that_could_not_be_promised() -> None:
+    """Its prompt is computed in a step or two, and does not matter to the lone request that is
+    left. Without drafts the answer would take 8.1 s."""
+    hopeless = job(1, 0.1, one_round(2000, 2, 0.05))
+    run = simulate(
+        [job(0, 0.0, one_round(30, 400)), hopeless],
+        TREES,
+        HARDWARE,
+        Conditions(acceptance={"app": 0.8}),
+    )
+    assert not run.results[1].rounds[0].promised
+    assert run.end_s < 5.0
 
 
 def test_drafting_takes_time_and_memory() -> None:

@@ -10,7 +10,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.speculation import SpeculationConfig
-from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.batching.recent_objectives import RecentObjectives
 from vllm_slo.core.clock import Clock
 from vllm_slo.core.jit import compile_package
@@ -70,7 +69,6 @@ class Parts(NamedTuple):
     blocks: KVBlocks
     workload: Workload
     guard: StarvationGuard
-    pressure: Pressure
     marks: StageMarks
     speculation: Speculation
     starts: OpportunisticStarts
@@ -128,7 +126,6 @@ def assemble(
     containment = Containment(clock, metrics, contains=contains_faults)
     tracker, blocks = RequestTracker(steps.now_s), KVBlocks(manager, state.connector)
     responsive = ResponsiveSteps(state, steps, RecentObjectives(), max_step_tokens)
-    pressure = Pressure(config.ageing_s / 2)
     ordered = config.best_effort.order != "fcfs" and can_promise
     share = config.best_effort_token_share
     guard = StarvationGuard(config.ageing_s, share, keep_starved=not ordered)
@@ -140,7 +137,7 @@ def assemble(
     speculation: Speculation
     if trees is not None:
         speculation = Trees(
-            *(state, tracker, blocks, steps, responsive, pressure),
+            *(state, tracker, blocks, steps, responsive),
             *(metrics.speculation, tenants, config, max_step_tokens),
         )
     elif trims(vllm_config) and can_promise:
@@ -168,7 +165,7 @@ def assemble(
         else None
     )
     admission = AdmissionController(
-        *(state, tracker, workload, steps, pressure, quotas, config), obstacle=obstacle
+        *(state, tracker, workload, steps, quotas, config), obstacle=obstacle
     )
     late = LatePromises(tracker, workload, steps, quotas, can_promise=can_promise)
     starts = OpportunisticStarts(state, tracker, workload, steps, speculation, guard)
@@ -186,7 +183,7 @@ def assemble(
     outcomes = Outcomes(tracker, sessions, steps, metrics, spans)
     reports = ReplicaReports(state, tracker, workload, quotes, steps, containment)
     endings, groups = Endings(state), ChoiceGroups()
-    promises = Promises(tracker, steps, admission, quotes, quotas, guard, groups, metrics, endings)
+    promises = Promises(tracker, steps, quotes, quotas, guard, groups, metrics, endings)
     recovery = Recovery(
         *(state, intake, tracker, promises, quotes, quotas, best_effort, sessions, guard, groups),
         endings,
@@ -199,7 +196,7 @@ def assemble(
         can_promise=can_promise,
     )
     return Parts(
-        *(config, steps, tracker, blocks, workload, guard, pressure, marks, speculation, starts),
+        *(config, steps, tracker, blocks, workload, guard, marks, speculation, starts),
         *(admission, planner, quotas, quotes, best_effort, sessions, outcomes, reports, metrics),
         *(endings, promises, recovery, containment, controller),
     )

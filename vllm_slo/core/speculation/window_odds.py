@@ -22,7 +22,7 @@ from vllm_slo.core.arrays import Floats
 from vllm_slo.core.jit import jit
 from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.window_pace import STEP_TIME_MARGIN
-from vllm_slo.core.types import INFINITY, DecodeView
+from vllm_slo.core.types import DecodeView
 
 MOST_TOKENS = 32
 """Tokens of a window up to which its odds are computed."""
@@ -87,7 +87,7 @@ class TreeTokens(NamedTuple):
 
     Attributes:
         by_nodes: by the nodes that yield them.
-        by_prompts: by prompts; infinite if prompts are bound no further than nodes.
+        by_prompts: by prompts, at most as many.
     """
 
     by_nodes: float
@@ -154,18 +154,15 @@ class WindowOdds:
     def tree_tokens(
         self, start_s: float, decode: DecodeView, acceptance: float, length: int
     ) -> TreeTokens:
-        """What nodes and prompts may stretch a step for: `counted_tokens`, if it is one or more.
+        """What nodes and prompts may stretch a step for: both for `counted_tokens`.
 
-        Otherwise the window depends on drafts. Its step may last as long as the one with the best
-        odds. The time that the window is ahead is kept for bad luck. Prompts do not get it. Nodes
-        do, as they yield the tokens that are lacking.
+        If they are less than one, the window depends on drafts. Nodes may then make the step as
+        long as the one with the best odds, as they yield the tokens that are lacking.
         """
         counted = self.counted_tokens(start_s, decode, acceptance, length)
         if counted >= 1.0:
-            return TreeTokens(counted, INFINITY)
-        by_prompts = max(counted, self.kept_tokens(start_s, decode, acceptance))
-        by_nodes = max(counted, self.surest_tokens(start_s, decode, acceptance))
-        return TreeTokens(by_nodes, by_prompts if by_prompts < 1.0 else INFINITY)
+            return TreeTokens(counted, counted)
+        return TreeTokens(max(counted, self.surest_tokens(start_s, decode, acceptance)), counted)
 
     def surest_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
         """Tokens to count on, so that a step may last as long as one of `surest_length`.
@@ -173,16 +170,8 @@ class WindowOdds:
         That is for a request whose window no step keeps surely. It gets the step with the best
         odds.
         """
-        return self._surest_s(start_s, decode, acceptance) / _pace_s(start_s, decode)
-
-    def kept_tokens(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
-        """As `surest_tokens`, but the time that the window is ahead is not spent. The result is
-        negative if that time is longer than the step."""
-        rest_s = decode.window_end_s - start_s - self._surest_s(start_s, decode, acceptance)
-        return decode.window_left - rest_s / _pace_s(start_s, decode)
-
-    def _surest_s(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
-        return float(self._step_s[self.surest_length(start_s, decode, acceptance) - 1])
+        surest_s = float(self._step_s[self.surest_length(start_s, decode, acceptance) - 1])
+        return surest_s / _pace_s(start_s, decode)
 
     def surest_length(self, start_s: float, decode: DecodeView, acceptance: float) -> int:
         """The length of steps that most likely keep a request's window; of equals the shortest.

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission import program
 from vllm_slo.core.admission.idle_probe import SLOW, IdleProbe, whom_to_probe
-from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY, AdmissionPlan, Demand, PrefillView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -34,7 +33,6 @@ class AdmissionController:
     """Asks SLOs-Serve's program for the requests of one engine.
 
     Args:
-        pressure: whether first tokens come too late; it is told of refusals here.
         quotas: how much each tenant may be promised; None: as much as there is.
         config: how often to rule, and over how many.
         obstacle: why nothing can be promised on this engine, or None; see `obstacles`.
@@ -46,7 +44,6 @@ class AdmissionController:
         tracker: RequestTracker,
         workload: Workload,
         clock: StepClock,
-        pressure: Pressure,
         quotas: Quotas | None,
         config: SLOConfig,
         *,
@@ -56,7 +53,6 @@ class AdmissionController:
         self._tracker = tracker
         self._workload = workload
         self._clock = clock
-        self._pressure = pressure
         self._quotas = quotas
         self._replan_s = config.replan_interval_s
         self._max_new = config.max_planned_new
@@ -238,11 +234,6 @@ class AdmissionController:
         slow = [t for t in asking if plan.refused.get(t.request.request_id) in SLOW]
         refused = [self._workload.demand(t, start_s, fastest) for t in slow]
         return whom_to_probe(refused, fastest, self._workload.capacity(0, 0), start_s)
-
-    def note_refusal(self, tracked: SLORequest, reason: str) -> None:
-        """A request was refused for the first time."""
-        if reason == "prefill" and tracked.deadline_s < INFINITY:
-            self._pressure.refused(self._clock.now_s)
 
     def may_start(self, starting: PrefillView, start_s: float, model: StepTimeModel) -> bool:
         """Whether a prefill may end before its deadline; see `program.can_start_early`."""

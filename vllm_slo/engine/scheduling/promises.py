@@ -7,7 +7,6 @@ from typing import Final
 
 from vllm_slo.core.admission.late import LatePromise
 from vllm_slo.core.ordering.starvation_guard import StarvationGuard
-from vllm_slo.engine.scheduling.admission import AdmissionController
 from vllm_slo.engine.scheduling.choice_groups import ChoiceGroups
 from vllm_slo.engine.scheduling.endings import Endings
 from vllm_slo.engine.scheduling.quotas import Quotas
@@ -36,7 +35,6 @@ class Promises:
         self,
         tracker: RequestTracker,
         clock: StepClock,
-        admission: AdmissionController,
         quotes: Quotes,
         quotas: Quotas | None,
         guard: StarvationGuard,
@@ -46,7 +44,6 @@ class Promises:
     ) -> None:
         self._tracker = tracker
         self._clock = clock
-        self._admission = admission
         self._competition = quotes.competition
         self._quotas = quotas
         self._guard = guard
@@ -156,7 +153,6 @@ class Promises:
         tracked.planned = True
         if first:
             tracked.reason = reason
-            self._admission.note_refusal(tracked, reason)
         if tracked.slo.on_unattainable == "decline" and tracked.first_token_s is None:
             if first or beside or tracked.request.num_computed_tokens == 0:
                 self._decline(tracked, reason, retry_after_s)

@@ -159,7 +159,7 @@ class TreeLimits:
     def counted_tokens(self, view: DecodeView, gain: float) -> float:
         """Tokens of a request that prompts may stretch a step for, if its tree is expected to yield
         ``gain`` of them beside the root's. They are less than one where its window depends on
-        drafts: the time that it is ahead is then kept for bad luck."""
+        drafts."""
         return min(self._counted(view).by_prompts, 1.0 + self._share(view) * gain)
 
     def _share(self, view: DecodeView) -> float:

@@ -26,7 +26,6 @@ from vllm.v1.request import Request
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import Speculated
 from vllm_slo.core.arrays import Ints, Marks
-from vllm_slo.core.batching.pressure import Pressure
 from vllm_slo.core.speculation.candidate_trees import (
     CandidateTrees,
     StepLoad,
@@ -96,7 +95,6 @@ class Trees:
         blocks: KVBlocks,
         clock: StepClock,
         responsive: ResponsiveSteps,
-        pressure: Pressure,
         metrics: SpeculationMetrics,
         tenants: TenantShares | None,
         config: SLOConfig,
@@ -129,7 +127,7 @@ class Trees:
             state, tracker, blocks, self.drafting, tenants, self.config, path_tokens
         )
         self._next_drafts = NextDrafts(
-            *(state, tracker, clock, pressure, self._limits, self.drafting, self.config),
+            *(state, tracker, blocks, clock, self._limits, self.drafting, self.config),
             max_step_tokens,
         )
         self._step: StepCandidates | None = None
