@@ -23,7 +23,6 @@ from vllm_slo.core.speculation.chain_costs import Edges
 from vllm_slo.core.speculation.chain_forecast import ChainForecasts
 from vllm_slo.core.speculation.chain_learning import Predictability, Probes
 from vllm_slo.core.speculation.draft_shape import DraftShape
-from vllm_slo.core.speculation.model_chain import ModelChains
 from vllm_slo.core.speculation.pass_times import PassTimes
 
 
@@ -51,8 +50,6 @@ CHANGES: Final = (
     Change(Probes, "STALE", 32),
     Change(Probes, "STALE", 512),
     Change(Probes, "STALE", 2048),
-    Change(ModelChains, "MARGIN", 0.0),
-    Change(ModelChains, "MARGIN", 0.06),
     Change(ChainForecasts, "TREES", 16.0),
     Change(ChainForecasts, "TREES", 100.0),
     Change(ChainForecasts, "TREES", 400.0),

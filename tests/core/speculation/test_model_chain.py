@@ -513,6 +513,29 @@ def test_measuring_what_is_not_at_work_costs_little(name: str) -> None:
     assert world.tokens > had
 
 
+def test_a_change_waits_until_staying_has_lost_what_it_costs() -> None:
+    """While tokens are dear the draft rests, and misses the context. Then it would spare some time
+    in every step, but first it has to read what it missed."""
+    chains = ModelChains(("draft",), 4, 1)
+    for tokens, pass_s in ((1, 0.001), (4096, 0.4)):
+        for _ in range(8):
+            chains.times[0].observe(tokens, pass_s)
+    chains.edges.observe_acceptance(0, 1, 1000, 800)
+    dear = StepTimeModel(((0.1, 0.0, 0.0), (0.1, 0.0, 0.0)))
+    for step in range(2):
+        assert not chains.choose(DraftLoad(1, 4000, 4), dear, float(step)).chain
+    time_s = chains.forecasts.forecast(DraftLoad(1, 4000, 4), TARGET, 1.0).time_s
+    lost_s, steps = 0.0, 0
+    while True:
+        plan = chains.choose(DraftLoad(1, 4000, 4), TARGET, 2.0 + steps)
+        steps, lost_s = steps + 1, lost_s + time_s[0] - time_s[1]
+        if plan.chain:
+            break
+    price_s = plan.drafting_s - chains.drafting_s((0,), 1, 1)[plan.depth - 1]
+    assert steps > 3
+    assert lost_s - (time_s[0] - time_s[1]) <= price_s < lost_s
+
+
 def test_who_is_out_is_never_chosen() -> None:
     world = World(WORLDS["all three"])
     world.run(100)

@@ -47,9 +47,10 @@ class ModelChains:
     """Chooses the chain of each step, and the depth and width of its trees, from measured times of
     passes and measured acceptance.
 
-    A chain replaces the current one if it is predicted to be faster by a margin. Other chains are
-    measured now and then, in probes that an account pays for; see `Probes`. Nothing is random, and
-    no clock is read.
+    A chain replaces the current one as soon as staying has lost as much time as changing costs: the
+    models of another chain first have to read the tokens that they missed. This is the rule of ski
+    rental (Karlin et al., "Competitive snoopy caching", 1988). Other chains are measured now and
+    then, in probes that an account pays for; see `Probes`. Nothing is random, and no clock is read.
 
     Args:
         pool: names of the draft models, the cheapest and least capable first.
@@ -66,10 +67,6 @@ class ModelChains:
     where numba's cache is empty, which takes some seconds.
     """
 
-    MARGIN = 0.03
-    """Share by which another chain has to be faster, so that near-equal ones do not alternate: the
-    models of another chain first have to read the tokens that they missed. A convention: without
-    that price, 0 and 0.06 were measured to be as good."""
     TRY_EVERY = 32
     """Steps after which the trees are as wide as they may be, once: chances of siblings that are
     never drafted are not learnt, and count as 0. A convention, not measured. Deeper trees need no
@@ -95,6 +92,7 @@ class ModelChains:
         self._probes = Probes(self._chains)
         self._lacking = [0.0] * len(pool)  # tokens that each model has not read
         self._current = 0
+        self._lost_s = [0.0] * len(self._chains)  # by not having changed to each chain
         self._time_s = [0.0] * len(self._chains)
         self._all_known = False
         self._tries = 0
@@ -182,11 +180,11 @@ class ModelChains:
         If some requests are behind, it is the chain with which they get their tokens soonest, where
         only they have trees. The trees are as large as is best for these requests, or for all.
         """
-        fastest = self._fastest(forecast)
+        fastest = self._worth_it(forecast, load)
         depth, width, *_ = forecast.trees[fastest]
         if 0 < load.behind < load.active:
             hurried = self.forecasts.with_trees(load.behind, forecast.drafting, load, model)
-            other = self._fastest(hurried)
+            other = min(range(len(hurried.time_s)), key=hurried.time_s.__getitem__)
             if other:
                 fastest, (depth, width, *_) = other, hurried.trees[other]
                 if forecast.time_s[other] < forecast.time_s[0]:
@@ -195,12 +193,18 @@ class ModelChains:
         self._current, self._time_s = fastest, forecast.time_s
         return int(depth), int(width)
 
-    def _fastest(self, forecast: Forecast) -> int:
-        """The fastest chain; another than the current one only if it is faster by the margin."""
-        time_s = forecast.time_s
-        fastest = min(range(len(time_s)), key=time_s.__getitem__)
-        is_worth_it = time_s[fastest] * (1.0 + self.MARGIN) < time_s[self._current]
-        return fastest if is_worth_it else self._current
+    def _worth_it(self, forecast: Forecast, load: DraftLoad) -> int:
+        """The chain to which a change is worth its price now, or else the current one."""
+        time_s, current = forecast.time_s, self._current
+        tokens = forecast.trees[current][2]
+        for c, lost_s in enumerate(self._lost_s):
+            more_s = (time_s[current] - time_s[c]) * tokens if time_s[c] < math.inf else -math.inf
+            self._lost_s[c] = max(lost_s + more_s, 0.0)
+        best = min(range(len(time_s)), key=time_s.__getitem__)
+        if best == current or self._lost_s[best] <= self._lacking_s(best, load):
+            return current
+        self._lost_s = [0.0] * len(self._chains)
+        return best
 
     def _lacking_s(self, c: int, load: DraftLoad) -> float:
         """Seconds that a chain's models need for the tokens that they have not read yet."""

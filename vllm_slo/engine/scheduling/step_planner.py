@@ -81,13 +81,13 @@ class StepPlanner:
         self._draft_padding = draft_padding
 
     def all_may_decode(self) -> bool:
-        """Whether a step of all promised decodes keeps the shortest of their TPOTs."""
-        tpot_s, requests, context = INFINITY, 0, 0
-        for tracked in self._tracker:
-            if tracked.promised and tracked.decodes:
-                tpot_s = min(tpot_s, tracked.tpot_s)
-                requests, context = requests + 1, context + tracked.request.num_computed_tokens
-        return self._clock.promise_model.predict_s(requests, context) <= tpot_s
+        """Whether a step of all that run keeps the shortest promised TPOT."""
+        tpot_s = min((t.tpot_s for t in self._tracker if t.promised), default=INFINITY)
+        if tpot_s == INFINITY:
+            return True
+        running = self._state.running
+        context = sum(request.num_computed_tokens for request in running)
+        return self._clock.promise_model.predict_s(len(running), context) <= tpot_s
 
     def _begin(self, start_s: float) -> None:
         """Sort the running requests for a step that begins at ``start_s``."""
