@@ -705,12 +705,12 @@ def test_short_tpots_are_kept_beside_many_that_have_time(tpot_s: float) -> None:
     assert broken_beside_prompts(OURS, tpot_s) == 0
 
 
-@pytest.mark.parametrize("tpot_s", [0.024, 0.026])
-def test_promises_little_longer_than_a_step_are_kept_beside_drafts(tpot_s: float) -> None:
+def test_promises_little_longer_than_a_step_are_kept_beside_drafts() -> None:
     """A step takes 20 ms, and 23 to 29 with drafting, so these windows depend on accepted drafts.
-    Prompts stretch a step only for tokens that surely come. If they did so for all that trees are
-    expected to yield, 15 and 9 of these promises were broken."""
-    assert broken_beside_prompts(TREES, tpot_s) <= 3
+    Prompts stretch a step only for tokens that surely come: 14 of these 100 promises are broken.
+    If they did so for all that trees are expected to yield, 48 were."""
+    tpots_s = (0.023, 0.024, 0.025, 0.026, 0.027)
+    assert sum(broken_beside_prompts(TREES, tpot_s) for tpot_s in tpots_s) <= 30
 
 
 def test_drafts_rest_beside_prompts_that_fill_the_steps() -> None:
