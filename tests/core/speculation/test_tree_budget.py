@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +16,8 @@ from vllm_slo.core.speculation.tree_budget import (
     Verifying,
     depth_and_width,
     fastest_shapes,
+    needs_drafts,
+    prompts_fill,
     sustained_trees,
     worthwhile_nodes,
 )
@@ -276,3 +280,31 @@ def test_more_requests_never_get_deeper_or_wider_trees(active: int, more: int) -
     )
     assert 2 <= deeper <= depth <= 10
     assert 1 <= wider <= width <= 16
+
+
+@pytest.mark.parametrize(
+    ("room", "seats", "blocks", "waiting", "filled"),
+    [
+        (-1, 0, 0, [], True),  # by prompts that are being computed
+        (100, 8, 99, [], False),
+        (100, 8, 99, [(60, 4), (40, 3)], False),
+        (100, 8, 99, [(60, 4), (41, 3)], True),
+        (100, 1, 99, [(60, 4), (41, 3)], False),  # the second finds no seat
+        (100, 0, 99, [(500, 32)], False),
+        (100, 8, 6, [(60, 4), (41, 3)], False),  # the second finds no memory
+        (100, 8, 7, [(60, 4), (41, 3)], True),
+    ],
+)
+def test_prompts_fill_a_step_if_those_that_can_begin_have_more_tokens(
+    room: int, seats: int, blocks: int, waiting: list[tuple[int, int]], filled: bool
+) -> None:
+    assert prompts_fill(room, seats, blocks, iter(waiting)) == filled
+
+
+def test_no_more_of_a_long_queue_is_looked_at_than_fits_into_a_step() -> None:
+    assert prompts_fill(100, 1000, 1000, itertools.repeat((50, 4)))
+
+
+def test_a_tpot_of_one_and_a_half_steps_needs_no_drafts() -> None:
+    assert not needs_drafts(0.030, 0.020)
+    assert needs_drafts(0.029, 0.020)

@@ -184,27 +184,26 @@ class ModelChains:
         depth, width, *_ = forecast.trees[fastest]
         if 0 < load.behind < load.active:
             hurried = self.forecasts.with_trees(load.behind, forecast.drafting, load, model)
-            other = min(range(len(hurried.time_s)), key=hurried.time_s.__getitem__)
+            other = _fastest(hurried)
             if other:
                 fastest, (depth, width, *_) = other, hurried.trees[other]
                 if forecast.time_s[other] < forecast.time_s[0]:
                     depth = max(depth, forecast.trees[other][0])
                     width = max(width, forecast.trees[other][1])
+        if fastest != self._current:
+            self._lost_s = [0.0] * len(self._chains)
         self._current, self._time_s = fastest, forecast.time_s
         return int(depth), int(width)
 
     def _worth_it(self, forecast: Forecast, load: DraftLoad) -> int:
         """The chain to which a change is worth its price now, or else the current one."""
-        time_s, current = forecast.time_s, self._current
+        time_s, current, best = forecast.time_s, self._current, _fastest(forecast)
+        if time_s[current] == math.inf:  # it cannot be chosen any more
+            return best
         tokens = forecast.trees[current][2]
         for c, lost_s in enumerate(self._lost_s):
-            more_s = (time_s[current] - time_s[c]) * tokens if time_s[c] < math.inf else -math.inf
-            self._lost_s[c] = max(lost_s + more_s, 0.0)
-        best = min(range(len(time_s)), key=time_s.__getitem__)
-        if best == current or self._lost_s[best] <= self._lacking_s(best, load):
-            return current
-        self._lost_s = [0.0] * len(self._chains)
-        return best
+            self._lost_s[c] = max(lost_s + (time_s[current] - time_s[c]) * tokens, 0.0)
+        return best if self._lost_s[best] > self._lacking_s(best, load) else current
 
     def _lacking_s(self, c: int, load: DraftLoad) -> float:
         """Seconds that a chain's models need for the tokens that they have not read yet."""
@@ -269,3 +268,8 @@ class ModelChains:
             more = 0.0 if place in chain else min(before + read, float(load.context))
             lacking.append(more)
         self._lacking, self._context = lacking, load.context
+
+
+def _fastest(forecast: Forecast) -> int:
+    """The chain of least predicted time per token."""
+    return min(range(len(forecast.time_s)), key=forecast.time_s.__getitem__)

@@ -10,6 +10,8 @@ own passes count. Where no node pays, nothing is drafted.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,38 @@ DEPTH_BESIDE_PROMPTS = 3
 """Greatest depth of a tree while prompts wait. Steps then last as long as the latest request
 allows. Its drafts are mostly seldom accepted. Passes for deeper trees would take time from it and
 from the prompts. Measured: "Trees beside prompts" in benchmarks/results/ablation.md."""
+
+NEEDED = 1.5
+"""A promised TPOT shorter than so many steps without drafts needs drafts. Otherwise prompts get at
+least a third of the time of steps that last as long as it allows. Measured in the virtual time of
+AdaServe's scenario: 1.0 attains 90%, 1.1 95%, 1.2 and 1.5 97%."""
+
+
+def needs_drafts(tpot_s: float, plain_s: float) -> bool:
+    """Whether a promised TPOT counts on drafts.
+
+    Args:
+        tpot_s: the shortest of those that are promised.
+        plain_s: seconds of a step of all requests without drafts, with the margin of promises.
+    """
+    return tpot_s < NEEDED * plain_s
+
+
+def prompts_fill(room: int, seats: int, blocks: int, waiting: Iterable[tuple[int, int]]) -> bool:
+    """Whether prompts have more tokens than a step has room for.
+
+    Args:
+        room: tokens that the running requests leave of the step; negative: more than it has.
+        seats: requests that may begin.
+        blocks: free KV blocks.
+        waiting: (prompt tokens, KV blocks) of those that wait, in serving order. The first that
+            finds no seat or no memory ends the count.
+    """
+    for tokens, needed in itertools.islice(waiting, max(seats, 0)):
+        if room < 0 or needed > blocks:
+            break
+        room, blocks = room - tokens, blocks - needed
+    return room < 0
 
 
 def depth_and_width(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
+from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 
 FINISH_WEIGHT = 0.1
@@ -54,6 +55,11 @@ class RequestTracker:
     def promised(self) -> int:
         """How many are promised their objectives now."""
         return len(self.live) - self.unpromised
+
+    @property
+    def tightest_tpot_s(self) -> float:
+        """The shortest promised TPOT; infinite where there is none."""
+        return min((t.tpot_s for t in self.live.values() if t.promised), default=INFINITY)
 
     def without_promise(self) -> list[SLORequest]:
         """Those that are not promised, in the order in which they arrived."""

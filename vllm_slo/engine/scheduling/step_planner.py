@@ -82,7 +82,7 @@ class StepPlanner:
 
     def all_may_decode(self) -> bool:
         """Whether a step of all that run keeps the shortest promised TPOT."""
-        tpot_s = min((t.tpot_s for t in self._tracker if t.promised), default=INFINITY)
+        tpot_s = self._tracker.tightest_tpot_s
         if tpot_s == INFINITY:
             return True
         running = self._state.running

@@ -7,7 +7,12 @@ import itertools
 
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.speculation.chain_forecast import DraftLoad
-from vllm_slo.core.speculation.tree_budget import DEPTH_BESIDE_PROMPTS, depth_and_width
+from vllm_slo.core.speculation.tree_budget import (
+    DEPTH_BESIDE_PROMPTS,
+    depth_and_width,
+    needs_drafts,
+    prompts_fill,
+)
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
 from vllm_slo.engine.scheduling import request_facts
@@ -19,10 +24,6 @@ from vllm_slo.engine.speculation.tree_limits import TreeLimits
 
 WIDTHS = 1, 2
 """Widths of trees to choose from, besides the widest that equation 9 allows."""
-NEEDED = 1.5
-"""A promised TPOT shorter than so many steps without drafts needs drafts. Otherwise prompts get at
-least a third of the time of steps that last as long as it allows. Measured in the virtual time of
-AdaServe's scenario: 1.0 attains 90%, 1.1 95%, 1.2 and 1.5 97%."""
 
 
 class NextDrafts:
@@ -64,8 +65,9 @@ class NextDrafts:
             self._drafting.nothing()
             return
         model = self._clock.verifying_model
-        tightest_s = min((t.tpot_s for t in self._tracker if t.promised), default=INFINITY)
-        if not (behind or self._needs_drafts(tightest_s)) and self._prompts_fill(tightest_s):
+        tightest_s = self._tracker.tightest_tpot_s
+        plain_s = self._clock.plain_promise_model.predict_s(active, self._limits.context())
+        if not (behind or needs_drafts(tightest_s, plain_s)) and self._prompts_fill(tightest_s):
             model = model.filled()
         deepest, widest = self._depth_and_width(active, tightest_s)
         least = min(config.min_width, widest)
@@ -90,28 +92,14 @@ class NextDrafts:
             for t in self._tracker
         )
 
-    def _needs_drafts(self, tpot_s: float) -> bool:
-        """Whether a promised TPOT counts on drafts."""
-        context = self._limits.context()
-        step_s = self._clock.plain_promise_model.predict_s(len(self._state.running), context)
-        return tpot_s < NEEDED * step_s
-
     def _prompts_fill(self, step_s: float) -> bool:
-        """Whether prompts have more tokens than a step of ``step_s`` has room for. Those that wait
-        for a seat or for memory do not count."""
-        state = self._state
-        room, blocks = self._tokens_within(step_s), self._blocks.free
+        """`prompts_fill` for a step of ``step_s``."""
+        state, next_tokens = self._state, request_facts.tokens_to_next_sample
+        room = self._tokens_within(step_s) - sum(map(next_tokens, state.running))
+        tokens = map(next_tokens, itertools.chain(state.waiting_with_blocks, state.waiting))
+        waiting = ((each, self._blocks.needed(each)) for each in tokens)
         seats = state.max_running - len(state.running)
-        for request in state.running:
-            room -= request_facts.tokens_to_next_sample(request)
-        waiting = itertools.chain(state.waiting_with_blocks, state.waiting)
-        while room >= 0 and seats > 0 and (request := next(waiting, None)):
-            tokens = request_facts.tokens_to_next_sample(request)
-            room, blocks = room - tokens, blocks - self._blocks.needed(tokens)
-            seats -= 1
-            if blocks < 0:
-                return False
-        return room < 0
+        return prompts_fill(room, seats, self._blocks.free, waiting)
 
     def _tokens_within(self, step_s: float) -> int:
         """Tokens of a step that takes so long."""

@@ -63,6 +63,7 @@ class TreeLimits:
         self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._ahead_s: Floats | None = None
         self._verifying_s: float | None = None
+        self._context: int | None = None
         self._dear_s = self._stretched_s = 0.0
         self._odds: tuple[WindowOdds, float, int] | None = None
         self._counts: dict[str, TreeTokens] = {}
@@ -73,7 +74,7 @@ class TreeLimits:
         self._sustained.clear()
         self._views.clear()
         self._known_limits = [], []
-        self._ahead_s = self._verifying_s = self._odds = None
+        self._ahead_s = self._verifying_s = self._context = self._odds = None
         self._counts.clear()
         self._stretched_s = self._responsive.stretched_s(self._clock.promise_model)
 
@@ -118,8 +119,11 @@ class TreeLimits:
         return self._verifying_s
 
     def context(self) -> int:
-        """KV tokens that the running requests read."""
-        return sum(r.num_computed_tokens for r in self._state.running)
+        """KV tokens that the running requests read; asked several times in a step, so answered
+        once."""
+        if self._context is None:
+            self._context = sum(r.num_computed_tokens for r in self._state.running)
+        return self._context
 
     def limits(self, requests: Sequence[Request]) -> list[TPOTLimit]:
         """Longest step of a token that keeps the TPOT of each promised request that decodes.
