@@ -733,7 +733,7 @@ def test_drafts_rest_beside_prompts_that_fill_the_steps() -> None:
 
 def test_drafts_go_on_after_a_ttft_that_could_not_be_promised() -> None:
     """Its prompt is computed in a step or two, and does not matter to the lone request that is
-    left. Without drafts the answer would take 8.1 s."""
+    left. Without drafts the answer would take 8.8 s."""
     hopeless = job(1, 0.1, one_round(2000, 2, 0.05))
     run = simulate(
         [job(0, 0.0, one_round(30, 400)), hopeless],
