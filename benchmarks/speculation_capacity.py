@@ -12,7 +12,6 @@ hardware is in its profile (vllm_slo/sim/profiles_data).
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -136,16 +135,15 @@ class Study:
 
     def gain(
         self, name: str, plain: System, drafted: System, acceptance: float | None = None
-    ) -> float:
-        """With speculation over without, on the windows that both ran; nan where either has no
-        answer, or none that means anything: its jobs came all at once."""
+    ) -> tuple[float, float, float] | None:
+        """With speculation over without (mean, low, high), on the windows that both ran; None where
+        either has no answer, or none that means anything: its jobs came all at once."""
         one, other = self.of(name, drafted, acceptance), self.of(name, plain)
         if max(one.score, other.score) > SCENARIOS[name][1] / SHORTEST_S:
-            return math.nan
+            return None
         count = min(len(one.windows), len(other.windows))
         one, other = (Capacity.of(NINETY, each.windows[:count]) for each in (one, other))
-        found = ratio(one, other)
-        return found[0] if found else math.nan
+        return ratio(one, other)
 
     def capacities(self) -> str:
         """The table of the claim."""
@@ -156,10 +154,10 @@ class Study:
             for plain, drafted in PAIRS:
                 one, other = self.of(name, plain), self.of(name, drafted)
                 row += [one.text] * (drafted is not TREES)
-                row += [other.text, times(ratio(other, one))]
+                row += [other.text, times(self.gain(name, plain, drafted))]
             rows.append(row)
         for title, names in (("paper's with a draft", PAPER), ("all", self.plan.scenarios)):
-            means = [fold(self.mean(names, *pair)) for pair in PAIRS]
+            means = [self.mean(names, *pair) for pair in PAIRS]
             cells = ["", "", means[0], "", means[1], "", "", means[2]]
             rows.append([f"**geo-mean, {title}**", "", *cells])
         head = ["scenario", "hardware, draft"]
@@ -168,10 +166,14 @@ class Study:
             head += [drafted.name, "with : without (95%)"]
         return markdown(head, rows)
 
-    def mean(self, names: Sequence[str], plain: System, drafted: System) -> float:
-        """Geometric mean of the gains, of the scenarios that were run."""
+    def mean(self, names: Sequence[str], plain: System, drafted: System) -> str:
+        """Geometric mean of the gains of the scenarios that have one, and how many have not."""
         gains = [self.gain(name, plain, drafted) for name in names if name in self.plan.scenarios]
-        return math.exp(statistics.fmean(map(math.log, gains))) if gains else math.nan
+        means = [gain[0] for gain in gains if gain]
+        if not means:
+            return "-"
+        missing = f", without {len(gains) - len(means)}" if len(means) < len(gains) else ""
+        return f"{statistics.geometric_mean(means):.2f}x{missing}"
 
     def sensitivity(self) -> str:
         """The gain at other acceptances."""
@@ -185,7 +187,8 @@ class Study:
     def _both(self, name: str, acceptance: float) -> str:
         """The gains of chains and of trees."""
         drafted = (CHAINS, TREES)
-        return ", ".join(fold(self.gain(name, OURS, one, acceptance)) for one in drafted)
+        gains = (self.gain(name, OURS, one, acceptance) for one in drafted)
+        return ", ".join(fold(gain[0]) if gain else "-" for gain in gains)
 
     def reasons(self) -> str:
         """Whole first windows at our capacity without speculation: what stood in the way."""
@@ -240,8 +243,8 @@ def in_theory(acceptance: float) -> str:
 
 
 def fold(value: float) -> str:
-    """A ratio; a dash if there is none."""
-    return "-" if math.isnan(value) else f"{value:.2f}x"
+    """A ratio."""
+    return f"{value:.2f}x"
 
 
 INTRODUCTION = """\
@@ -261,8 +264,9 @@ scheduler asks for and one at least, whether the drafts are verified or not. The
 rest, and reads later what it has missed; trees take some blocks of KV more. OPT-125M is
 SLOs-Serve's draft; it runs toolllm and reasoning without one, so those drafts are chosen. Ratios
 are geometric means over the windows, compared pairwise; a dash: no rate is too high for a window of
-so few jobs. vLLM 0.32's scheduler object (light scheduler) and ours over it, in virtual time; step
-times are rooflines of data sheets. Took {minutes:.0f} minutes in {processes}."""
+so few jobs. The last two rows leave such scenarios out. vLLM 0.32's scheduler object (light
+scheduler) and ours over it, in virtual time; step times are rooflines of data sheets.
+Took {minutes:.0f} minutes in {processes}."""
 
 
 def main() -> None:
