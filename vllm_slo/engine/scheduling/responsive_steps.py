@@ -10,7 +10,7 @@ from vllm_slo.engine.scheduling.step_clock import StepClock
 
 
 class ResponsiveSteps:
-    """The longest step that best effort may cause; see `RecentObjectives`.
+    """The longest step that best effort and drafts may cause; see `RecentObjectives`.
 
     Args:
         recent: the objectives that requests had of late; they are noted here.
@@ -43,21 +43,7 @@ class ResponsiveSteps:
         )
 
     def longest_s(self, model: StepTimeModel) -> float:
-        """Seconds of that step by a model that keeps the margin of promises."""
-        step_s = self._recent.responsive_step_s(self._clock.now_s, self._shortest_s)
-        return self._scaled(step_s, model)
-
-    def stretched_s(self, model: StepTimeModel) -> float:
-        """Seconds of the longest step that drafts may make, by such a model. A request that arrives
-        in its midst waits for its end."""
-        step_s = self._recent.stretched_step_s(self._clock.now_s, self._shortest_s)
-        return self._scaled(step_s, model)
-
-    @property
-    def _shortest_s(self) -> float:
-        """Seconds of the shortest step."""
-        return self._clock.expected_model.predict_s(1)
-
-    def _scaled(self, step_s: float, model: StepTimeModel) -> float:
-        """Seconds by ``model`` of a step that takes ``step_s`` by expected times."""
-        return step_s * model.predict_s(1) / self._shortest_s
+        """Seconds of that step by ``model``, which keeps the margin of promises."""
+        shortest_s = self._clock.expected_model.predict_s(1)
+        step_s = self._recent.responsive_step_s(self._clock.now_s, shortest_s)
+        return step_s * model.predict_s(1) / shortest_s

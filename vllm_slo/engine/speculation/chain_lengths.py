@@ -117,8 +117,7 @@ class ChainLengths:
         self._fastest_s.clear()
         context = sum(request.num_computed_tokens for request in decoding)
         clock, costs = self._clock, self._costs
-        responsive, promise = self._responsive, clock.promise_model
-        self._stretched_s = min(responsive.stretched_s(promise), responsive.longest_s(promise))
+        self._stretched_s = self._responsive.longest_s(clock.promise_model)
         self._verifying = costs.without_passes(
             clock.plain_promise_model if self._lowers else clock.promise_model
         )

@@ -76,7 +76,7 @@ class TreeLimits:
         self._known_limits = [], []
         self._ahead_s = self._verifying_s = self._context = self._odds = None
         self._counts.clear()
-        self._stretched_s = self._responsive.stretched_s(self._clock.promise_model)
+        self._stretched_s = self._responsive.longest_s(self._clock.promise_model)
 
     def note_drafting(self, drafting_s: float) -> None:
         """So many seconds of drafting follow the step that is being planned."""
