@@ -164,6 +164,8 @@ class Bench:
         server.engine.reset_prefix_cache()
         server.serve(asked, self._limit_s)
         rows = [row for row in server.steps.rows if row["decodes"] == batch][1:]
+        if not rows:
+            raise RuntimeError(f"{mode}, batch {batch}: no two steps in which all of them decode")
         plans = [plan[:2] for plan in self.chosen.plans if plan[2] == batch]
         return {
             "mode": mode,
@@ -236,7 +238,7 @@ def ask_of(args: argparse.Namespace) -> dict[str, Any]:
         "enforce_eager": True,
         "max_model_len": 512,
         "max_num_seqs": most,
-        "max_num_batched_tokens": 1024,
+        "max_num_batched_tokens": max(1024, PROMPT * most),  # all prompts of a batch in one step
         "block_size": 32,
         "scheduler_cls": SCHEDULER,
         "worker_cls": TREE_WORKER,
