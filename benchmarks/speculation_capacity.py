@@ -173,7 +173,7 @@ class Study:
         if not means:
             return "-"
         missing = f", without {len(gains) - len(means)}" if len(means) < len(gains) else ""
-        return f"{statistics.geometric_mean(means):.2f}x{missing}"
+        return fold(statistics.geometric_mean(means)) + missing
 
     def sensitivity(self) -> str:
         """The gain at other acceptances."""

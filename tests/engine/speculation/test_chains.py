@@ -191,8 +191,8 @@ def test_drafts_spare_prompts_the_reading_of_long_contexts(
         for _ in range(60):
             engine.step()
         begun_s = engine.clock.now_s
-        for number in range(15):
-            while engine.clock.now_s < begun_s + 0.8 * number:
+        for number in range(20):
+            while engine.clock.now_s < begun_s + 0.6 * number:
                 engine.step()
             engine.add(f"prompt-{number}", 1200, 1, SLO(ttft_ms=2000))
         engine.run()

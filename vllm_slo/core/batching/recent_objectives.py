@@ -40,9 +40,11 @@ class RecentObjectives:
                 last_seen_s[math.floor(math.log(objective_s, GRID))] = now_s
 
     def responsive_step_s(self, now_s: float, shortest_s: float) -> float:
-        """Seconds of the longest step that best effort and drafts may make; infinite where no TTFT
-        asks for less: a TPOT without a TTFT loses nothing by a step before its first token. The
-        tightest TPOT is allowed whatever TTFTs are, as running answers make such steps anyway.
+        """Seconds of the longest step that best effort and drafts may make; infinite if no TTFT is
+        remembered.
+
+        A TPOT without a TTFT limits no step, as it counts from the first token on. A step as long
+        as the tightest TPOT is always allowed, as running answers make such steps anyway.
 
         Args:
             now_s: the time.

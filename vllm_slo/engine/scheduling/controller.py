@@ -56,7 +56,7 @@ class Controller:
     Args:
         quotas: how much each tenant may be promised; None: as much as there is.
         best_effort: in which order requests without a promise are served; None: as they arrive.
-        responsive: how long a step may be that best effort alone causes.
+        responsive: how long a step may be that no promise limits.
         endings: ends the requests that are not served.
         containment: holds the faults that cost one request or one series, and no step's plan.
         tpot_window: tokens over which a TPOT is judged.

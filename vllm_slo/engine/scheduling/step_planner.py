@@ -45,7 +45,7 @@ class StepPlanner:
     Args:
         warm: blocks that best effort leaves to rounds that are to come.
         starts: who may begin without a promise.
-        responsive: how long a step may be that best effort alone causes.
+        responsive: how long a step may be that no promise limits.
         order: in which best effort is served; None: as it arrives.
         config: ages and windows.
         draft_padding: drafts to which vLLM pads a request that starts.

@@ -62,7 +62,7 @@ class ChainLengths:
     """Chooses the lengths of each step.
 
     Args:
-        responsive: how long a step may be that best effort alone causes.
+        responsive: how long a step may be that no promise limits.
         tenants: whose drafts are verified beyond those that objectives need; None: the likeliest.
         yields: tokens that steps are expected to yield; this sets those in flight.
         most: drafts of a request at most.

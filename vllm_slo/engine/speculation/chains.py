@@ -113,7 +113,7 @@ class Chains:
     `Speculation`. It sets ``spec_token_ids`` of requests.
 
     Args:
-        responsive: how long a step may be that best effort alone causes.
+        responsive: how long a step may be that no promise limits.
         tenants: whose drafts are verified beyond those that objectives need; None: the likeliest.
         max_step_tokens: tokens of one step at most.
 
