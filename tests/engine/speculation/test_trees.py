@@ -320,7 +320,7 @@ def test_shallower_trees_tell_nothing_of_the_depths_that_they_were_not_to_have()
     def typical(trees: list[Candidate]) -> list[float]:
         offsets = np.cumsum([0, *(len(one.tokens) for one in trees)])
         parents = np.concatenate([one.parents for one in trees])
-        for _ in range(100):
+        for _ in range(1000):
             drafting.chances(trees, offsets, parents, np.full(len(parents), 0.8))
         found: list[float] = drafting.chains.shapes[0].typical[:3, 0].tolist()
         return found
