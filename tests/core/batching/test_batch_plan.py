@@ -83,15 +83,6 @@ def test_decodes_that_have_time_do_not_make_a_short_tpot_give_up() -> None:
     assert plan.token_budget == 6
 
 
-def test_beside_drafts_no_decode_is_left_out_for_a_tpot_shorter_than_a_step() -> None:
-    """Drafts make up for it: see `StepLimits.speculates`."""
-    tight = [on_schedule(f"tight{i}", 0.0) for i in range(3)]
-    loose = [DecodeView(f"loose{i}", 9.0, 9.0, 1, 9.0) for i in range(9)]
-    plan = plan_step(0.0, [*loose, *tight], [], [], SIX_A_UNIT, replace(WIDE, speculates=True))
-    assert all(plan.tokens[one.request_id] == 1 for one in [*tight, *loose])
-    assert plan.limit_s == 2.0
-
-
 def test_what_deadlines_do_not_ask_for_now_leaves_room_for_patient_decodes() -> None:
     """The loose decode may wait, but 12 tokens by t = 6 leave room for it at once."""
     decodes = [on_schedule("tight", 0.0), DecodeView("loose", 2.0, 2.0, 1, 2.0)]

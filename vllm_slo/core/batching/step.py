@@ -40,18 +40,15 @@ class StepLimits:
         best_effort_step_s: longest step that best effort alone may cause; see
             ``RecentObjectives``.
         seats: waiting requests that may start in this step.
-        speculates: whether drafts are verified in free tokens of steps. Then prompts are not spread
-            over these (see ``prompt_pace``), and no decode is left out for a TPOT shorter than a
-            step of all: drafts yield the tokens that make up for it. Measured: in AdaServe's
-            workload at 9 requests/s, leaving decodes out takes 10 to 20% of the goodput of trees
-            (benchmarks/adaserve_virtual.py).
+        spread_prompts: whether prompts are spread over the free tokens of steps, see
+            ``prompt_pace``; not where drafts are verified in these tokens.
     """
 
     max_step_tokens: int
     best_effort_tokens: int = 0
     best_effort_step_s: float = INFINITY
     seats: int = 1 << 30
-    speculates: bool = False
+    spread_prompts: bool = True
 
 
 def plan_step(
@@ -80,8 +77,7 @@ def plan_step(
     """
     decodes = decodes if isinstance(decodes, Decodes) else Decodes.of(decodes)
     batch = _Batch(start_s, model, limits)
-    patience = INFINITY if limits.speculates else PATIENT_STEPS
-    limit = decodes.limit_s(start_s, _shortest_s(start_s, decodes, model, patience))
+    limit = decodes.limit_s(start_s, _shortest_s(start_s, decodes, model))
     batch.set_limits(limit, _meet_next_deadline(batch, limit, decodes, prefills))
     # Decodes that must be in this step, and those that may wait for the next.
     urgent, patient = decodes.parted(start_s + 2 * min(batch.limit_s, batch.longest_s) - EPS_S)
@@ -89,7 +85,7 @@ def plan_step(
     kept = batch.reserve(
         min(limits.best_effort_tokens, sum(b.remaining_tokens for b in best_effort))
     )
-    if not limits.speculates:
+    if limits.spread_prompts:
         batch.pace = _prompt_pace(batch, decodes, prefills, best_effort)
     held = batch.grant_prefills(prefills, may_start, patient.tokens)
     batch.grant_decodes(patient, forced=False)
@@ -104,11 +100,11 @@ def plan_step(
     return batch.plan()
 
 
-def _shortest_s(start_s: float, decodes: Decodes, model: StepTimeModel, patience: float) -> float:
-    """Seconds of a step of those decodes that cannot wait for so many steps of all of them."""
+def _shortest_s(start_s: float, decodes: Decodes, model: StepTimeModel) -> float:
+    """Seconds of a step of those decodes that cannot wait for `PATIENT_STEPS`."""
     tokens, context, pairs = decodes.load()
     all_s = model.predict_s(tokens, context, pairs=pairs)
-    tokens, context, pairs = decodes.load_before(start_s + patience * all_s)
+    tokens, context, pairs = decodes.load_before(start_s + PATIENT_STEPS * all_s)
     return model.predict_s(tokens, context, pairs=pairs)
 
 

@@ -373,7 +373,7 @@ class StepPlanner:
             best_effort_tokens=max(int(share * self._fullest_step()), 1) if share else 0,
             best_effort_step_s=self.responsive_s,
             seats=self._seats(preempt) - self.resuming,
-            speculates=workload.speculates,
+            spread_prompts=not workload.speculates,
         )
         return plan_step(
             self.start_s,
