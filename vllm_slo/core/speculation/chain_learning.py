@@ -78,7 +78,7 @@ class Probes:
 
     SHARE: Final = 0.01
     """Share of the time that the account gets: what staying up to date may cost. Measured: 0.005
-    takes 0.2% less time on recorded guesses. But with it one made-up world in a hundred stays for
+    takes 0.2% less time on recorded guesses. But with it one of eighty made-up worlds stays for
     800 steps with a chain that is 1.6 times as slow as another: its first impression was bad."""
     STALE: Final = 128
     """Trees after which a chain may be measured anew. Measured: 32 to 2048 are as good."""
