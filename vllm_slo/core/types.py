@@ -81,6 +81,8 @@ class DecodeView(NamedTuple):
         tokens: tokens one decode step verifies for it (1 without speculation).
         context_tokens: KV length it attends to.
         may_end: whether the answer may end before its first window is full.
+        spare_s: longest step after which drafts surely keep that window still, in steps without the
+            decodes that can wait. 0 where no drafts are counted on.
     """
 
     request_id: str
@@ -91,6 +93,7 @@ class DecodeView(NamedTuple):
     tokens: int = 1
     context_tokens: int = 0
     may_end: bool = False
+    spare_s: float = 0.0
 
 
 class PrefillView(NamedTuple):

@@ -83,6 +83,18 @@ def test_decodes_that_have_time_do_not_make_a_short_tpot_give_up() -> None:
     assert plan.token_budget == 6
 
 
+@pytest.mark.parametrize(("spare_s", "left_out"), [(2.0, 0), (1.9, 6)])
+def test_no_decode_is_left_out_for_a_window_that_drafts_surely_keep_later(
+    spare_s: float, left_out: int
+) -> None:
+    """All twelve take two units, which the short TPOTs may surely lose, or not quite."""
+    tight = [on_schedule(f"tight{i}", 0.0)._replace(spare_s=spare_s) for i in range(3)]
+    loose = [DecodeView(f"loose{i}", 9.0, 9.0, 1, 9.0) for i in range(9)]
+    plan = plan_step(0.0, [*loose, *tight], [], [], SIX_A_UNIT, WIDE)
+    assert [plan.tokens[one.request_id] for one in tight] == [1, 1, 1]
+    assert plan.token_budget == 12 - left_out
+
+
 def test_what_deadlines_do_not_ask_for_now_leaves_room_for_patient_decodes() -> None:
     """The loose decode may wait, but 12 tokens by t = 6 leave room for it at once."""
     decodes = [on_schedule("tight", 0.0), DecodeView("loose", 2.0, 2.0, 1, 2.0)]

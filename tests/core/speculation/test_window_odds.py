@@ -203,6 +203,29 @@ def test_a_window_survives_steps_of_single_tokens(
         assert now_s + left * plain_s <= end_s + 1e-9
 
 
+def test_a_step_may_last_as_long_as_the_rest_surely_comes_later() -> None:
+    """Eleven tokens in 200 ms: ten of them are sure after eight steps of 10 ms, a margin on top."""
+    odds = WindowOdds(np.array([1.0, 0.010]))
+    decode = window(11, 0.2, 0.018)
+    assert odds.spare_s(0.0, decode, 0.75) == pytest.approx(0.2 - STEP_TIME_MARGIN * 0.080)
+    assert odds.spare_s(0.1, decode, 0.75) == pytest.approx(0.1 - STEP_TIME_MARGIN * 0.080)
+    assert odds.spare_s(0.0, decode._replace(window_left=1.0), 0.75) == 0.2
+
+
+@given(st.integers(1, ACCEPTANCES - 1), st.integers(2, 4), st.integers(2, 7), st.integers(0, 4))
+def test_after_the_longest_step_the_window_is_kept_by_most_outcomes(
+    place: int, length: int, left: int, spared: int
+) -> None:
+    """Steps of one length only, so that all outcomes can be counted."""
+    acceptance = place / ACCEPTANCES
+    odds = WindowOdds(np.array([*[1e3] * (length - 1), 0.010]))
+    decode = window(left, 0.015 * left + 0.01 * spared, 0.015)
+    later_s = decode.window_end_s - odds.spare_s(0.0, decode, acceptance)
+    steps = math.floor(later_s / (STEP_TIME_MARGIN * 0.010) + 1e-6)
+    assert chance(acceptance, length, steps, left - 1) >= 1.0 - DOUBT
+    assert chance(acceptance, length, steps - 1, left - 1) < 1.0 - DOUBT
+
+
 def outcomes(seed: int, acceptance: float) -> Iterator[int]:
     """Drafts accepted of steps that verify two tokens."""
     coin = random.Random(seed)

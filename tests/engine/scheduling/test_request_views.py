@@ -177,7 +177,7 @@ def test_age_survives_clocks_that_jump(now_s: float, age_s: float) -> None:
 
 def test_a_decode_is_due_one_tpot_after_the_last_token() -> None:
     view = request_views.decode_view(tracked(times=[101.0]), 101.0)
-    assert view == ("r", 102.0, 111.0, 10, 1.0, 1, 19, True)
+    assert view == ("r", 102.0, 111.0, 10, 1.0, 1, 19, True, 0.0)
 
 
 def test_lateness_stays_within_its_window() -> None:

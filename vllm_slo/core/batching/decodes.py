@@ -25,7 +25,7 @@ class Decodes(NamedTuple):
     Attributes:
         request_ids: ids.
         due_s, window_end_s, window_left, tpot_s: as in `DecodeView`.
-        tokens, context_tokens: as in `DecodeView`.
+        tokens, context_tokens, spare_s: as in `DecodeView`.
     """
 
     request_ids: Sequence[str]
@@ -35,16 +35,17 @@ class Decodes(NamedTuple):
     tpot_s: Floats
     tokens: Ints
     context_tokens: Ints
+    spare_s: Floats
 
     @classmethod
     def of(cls, views: Sequence[DecodeView]) -> Decodes:
         """The rows of these views."""
         if not views:
             return NONE
-        ids, *floats, tokens, context, _ = zip(*views, strict=True)
+        ids, *floats, tokens, context, _, spare_s = zip(*views, strict=True)
         due_s, end_s, left, tpot_s = (np.array(column, dtype=np.float64) for column in floats)
         counts = np.array(tokens, dtype=np.int64), np.array(context, dtype=np.int64)
-        return cls(ids, due_s, end_s, left, tpot_s, *counts)
+        return cls(ids, due_s, end_s, left, tpot_s, *counts, np.array(spare_s, dtype=np.float64))
 
     @classmethod
     def in_windows(
@@ -57,6 +58,7 @@ class Decodes(NamedTuple):
         tpot_s: Floats,
         window: int,
         counts: tuple[Ints, Ints],
+        spare_s: Floats,
     ) -> Decodes:
         """Requests before a step that begins at ``start_s``.
 
@@ -75,9 +77,10 @@ class Decodes(NamedTuple):
             tpot_s: (n,) objectives to work towards; infinite without one.
             window: tokens of a TPOT window.
             counts: (n,) tokens to verify, and (n,) tokens of context.
+            spare_s: (n,) as in `DecodeView`.
         """
         columns = _due(start_s, *windows, begun, expected, tpot_s, window)
-        return cls(request_ids, *columns, tpot_s, *counts)
+        return cls(request_ids, *columns, tpot_s, *counts, spare_s)
 
     @property
     def number(self) -> int:
@@ -112,15 +115,25 @@ class Decodes(NamedTuple):
             self.tpot_s[mask],
             self.tokens[mask],
             self.context_tokens[mask],
+            self.spare_s[mask],
         )
 
-    def limit_s(self, start_s: float, shortest_s: float) -> float:
-        """Longest step, beginning at ``start_s``, that keeps the TPOT of each; infinite where there
-        are none. See `limit_of`; ``shortest_s`` is the shortest step there is."""
+    def limit_s(self, start_s: float, shortest_s: float, all_s: float) -> float:
+        """Longest step that keeps the TPOT of each; infinite where there are none.
+
+        See `limit_of`. Decodes that can wait are left out only for a TPOT that drafts do not keep
+        later on all the same: where a step of all is within a request's ``spare_s``, no shorter
+        step is made for it.
+
+        Args:
+            start_s: when the step begins.
+            shortest_s: the shortest step there is, without the decodes that can wait.
+            all_s: a step of all decodes.
+        """
         if not self.number:
             return INFINITY
         fields = self.due_s, self.window_end_s, self.window_left, self.tpot_s
-        return float(_tightest(start_s, *fields, shortest_s))
+        return float(_tightest(start_s, *fields, self.spare_s, shortest_s, all_s))
 
     def by_due(self) -> list[tuple[str, int, int]]:
         """(id, tokens, context tokens) of each, by due time."""
@@ -160,7 +173,7 @@ class Part(NamedTuple):
 
 
 _FLOATS, _INTS = np.empty(0), np.empty(0, dtype=np.int64)
-NONE = Decodes((), _FLOATS, _FLOATS, _FLOATS, _FLOATS, _INTS, _INTS)
+NONE = Decodes((), _FLOATS, _FLOATS, _FLOATS, _FLOATS, _INTS, _INTS, _FLOATS)
 """No request."""
 
 
@@ -188,11 +201,19 @@ def _limit(
 
 @jit
 def _tightest(
-    start_s: float, due_s: Floats, end_s: Floats, left: Floats, tpot_s: Floats, shortest_s: float
+    start_s: float,
+    due_s: Floats,
+    end_s: Floats,
+    left: Floats,
+    tpot_s: Floats,
+    spare_s: Floats,
+    shortest_s: float,
+    all_s: float,
 ) -> float:
     tightest = np.inf
     for i in range(len(due_s)):
-        limit = _limit(start_s, due_s[i], end_s[i], left[i], tpot_s[i], shortest_s)
+        least_s = all_s if all_s <= spare_s[i] else shortest_s
+        limit = _limit(start_s, due_s[i], end_s[i], left[i], tpot_s[i], least_s)
         tightest = min(tightest, limit)
     return tightest
 

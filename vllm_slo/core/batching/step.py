@@ -77,7 +77,7 @@ def plan_step(
     """
     decodes = decodes if isinstance(decodes, Decodes) else Decodes.of(decodes)
     batch = _Batch(start_s, model, limits)
-    limit = decodes.limit_s(start_s, _shortest_s(start_s, decodes, model))
+    limit = decodes.limit_s(start_s, *_shortest_s(start_s, decodes, model))
     batch.set_limits(limit, _meet_next_deadline(batch, limit, decodes, prefills))
     # Decodes that must be in this step, and those that may wait for the next.
     urgent, patient = decodes.parted(start_s + 2 * min(batch.limit_s, batch.longest_s) - EPS_S)
@@ -100,12 +100,12 @@ def plan_step(
     return batch.plan()
 
 
-def _shortest_s(start_s: float, decodes: Decodes, model: StepTimeModel) -> float:
-    """Seconds of a step of those decodes that cannot wait for `PATIENT_STEPS`."""
+def _shortest_s(start_s: float, decodes: Decodes, model: StepTimeModel) -> tuple[float, float]:
+    """Seconds of a step of those decodes that cannot wait for `PATIENT_STEPS`, and of all."""
     tokens, context, pairs = decodes.load()
     all_s = model.predict_s(tokens, context, pairs=pairs)
     tokens, context, pairs = decodes.load_before(start_s + PATIENT_STEPS * all_s)
-    return model.predict_s(tokens, context, pairs=pairs)
+    return model.predict_s(tokens, context, pairs=pairs), all_s
 
 
 def _prompt_pace(

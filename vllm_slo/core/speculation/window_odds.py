@@ -151,6 +151,12 @@ class WindowOdds:
             counted = min(counted, 1.0)
         return max(min(counted, expected_tokens(acceptance, length)), LEAST_COUNTED)
 
+    def spare_s(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
+        """Longest step, beginning at ``start_s``, that yields one token of a request and after
+        which its window surely comes in time, in steps as these are; negative if there is none."""
+        rest_s = STEP_TIME_MARGIN * self.sure_s(acceptance, max(decode.window_left - 1.0, 0.0))
+        return decode.window_end_s - start_s - rest_s
+
     def tree_tokens(
         self, start_s: float, decode: DecodeView, acceptance: float, length: int
     ) -> TreeTokens:

@@ -22,10 +22,13 @@ class TokenYields:
     Attributes:
         next_step: request id -> tokens of the step that is being planned.
         in_flight: request id -> tokens of the steps on their way.
+        spare_s: request id -> longest step after which later ones surely keep its TPOT; see
+            `DecodeView`.
     """
 
     next_step: dict[str, float] = field(default_factory=dict)
     in_flight: dict[str, float] = field(default_factory=dict)
+    spare_s: dict[str, float] = field(default_factory=dict)
 
 
 class DecodeModel(Protocol):

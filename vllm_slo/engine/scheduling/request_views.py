@@ -95,6 +95,7 @@ def decode_rows(
         np.array([t.tpot_s * strengths[t.tpot.measure.worst_full_s is None] for t in tracked]),
         tracked[0].window,
         (tokens, context),
+        np.array([yields.spare_s.get(name, 0.0) for name in names]),
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from vllm.v1.request import Request
 
+from vllm_slo.core.batching.step import PATIENT_STEPS
 from vllm_slo.core.speculation.acceptance import expected_tokens
 from vllm_slo.core.speculation.draft_lengths import (
     LengthPlan,
@@ -98,7 +99,7 @@ class ChainLengths:
         self._max_step_tokens = max_step_tokens
         self._paced: dict[str, _Paced] = {}
         self._fastest_s: dict[float, float] = {}
-        self._odds = WindowOdds(np.ones(self._longest))
+        self._odds = self._urgent_odds = WindowOdds(np.ones(self._longest))
         self._stretched_s = self._full_pass_s = 0.0
         self._verifying = costs.base
 
@@ -145,6 +146,7 @@ class ChainLengths:
         if self._tenants is not None:
             lengths = self._divided(self._tenants, decoding, skips, lengths)
         self._odds = self._find_odds(decoding, lengths, context)
+        self._urgent_odds = self._find_urgent_odds(lengths, context)
         return self._in_time(decoding, lengths, context)
 
     def _sparing(self, tiers: Sequence[Tier], lengths: Sequence[int], context: int) -> list[int]:
@@ -175,6 +177,11 @@ class ChainLengths:
         if paced is None:
             return None
         return self._counted(self._clock.start_s, paced, 1 + len(request.spec_token_ids))
+
+    def spare_s(self, request: Request) -> float:
+        """As in `DecodeView`, of a request that has an objective to plan for."""
+        paced = self._paced[request.request_id]
+        return self._urgent_odds.spare_s(self._clock.start_s, paced.view, paced.acceptance)
 
     def _divided(
         self,
@@ -209,6 +216,17 @@ class ChainLengths:
             for n in range(1, self._longest + 1)
         ]
         return WindowOdds(np.array(step_s))
+
+    def _find_urgent_odds(self, lengths: Sequence[int], context: int) -> WindowOdds:
+        """The odds in steps of those alone that cannot wait for `PATIENT_STEPS` steps of all, whose
+        contexts are taken to be of one length."""
+        all_s = self._step_s(sum(lengths), max(lengths), context)
+        soon_s = self._clock.start_s + PATIENT_STEPS * all_s
+        urgent = max(sum(paced.view.due_s < soon_s for paced in self._paced.values()), 1)
+        part = context * urgent // len(lengths)
+        return WindowOdds(
+            np.array([self._step_s(n * urgent, n, part) for n in range(1, self._longest + 1)])
+        )
 
     def _step_s(self, tokens: int, length: int, context: int) -> float:
         """Seconds of a step that verifies so many tokens, at most ``length`` of a request, if the

@@ -176,6 +176,7 @@ class Chains:
         """As `Speculation.propose`. Nothing is trimmed where steps are not planned."""
         self._costs.begin_step()
         self.yields.next_step.clear()
+        self.yields.spare_s.clear()
         self.yields.in_flight.clear()
         decoding = [r for r in self._state.running if request_facts.is_decoding(r)]
         if active:
@@ -194,6 +195,7 @@ class Chains:
                 expected = self._lengths.expected(request)
                 if expected is not None:
                     self.yields.next_step[request.request_id] = expected
+                    self.yields.spare_s[request.request_id] = self._lengths.spare_s(request)
 
     def _choose_lengths(self, decoding: Sequence[Request]) -> list[int]:
         """Tokens to verify of each decoding request; decides how far ahead to draft, too."""

@@ -13,6 +13,7 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.admission.program import PLAIN, Speculated
 from vllm_slo.core.arrays import Floats
 from vllm_slo.core.batching.decodes import limit_of
+from vllm_slo.core.batching.step import PATIENT_STEPS
 from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
@@ -66,6 +67,7 @@ class TreeLimits:
         self._context: int | None = None
         self._dear_s = self._stretched_s = 0.0
         self._odds: tuple[WindowOdds, float, int] | None = None
+        self._urgent_odds: WindowOdds | None = None
         self._counts: dict[str, TreeTokens] = {}
         self._sustained: dict[float, tuple[float, Speculated]] = {}
 
@@ -74,7 +76,7 @@ class TreeLimits:
         self._sustained.clear()
         self._views.clear()
         self._known_limits = [], []
-        self._ahead_s = self._verifying_s = self._context = self._odds = None
+        self._ahead_s = self._verifying_s = self._context = self._odds = self._urgent_odds = None
         self._counts.clear()
         self._stretched_s = self._responsive.longest_s(self._clock.promise_model)
 
@@ -181,24 +183,43 @@ class TreeLimits:
             self._counts[view.request_id] = counted
         return self._counts[view.request_id]
 
+    def spare_s(self, view: DecodeView) -> float:
+        """As in `DecodeView`. Decodes can wait if they need no token for `PATIENT_STEPS` steps of
+        all."""
+        _, acceptance, longest = self._window_odds()
+        start_s, running = self._clock.start_s, max(len(self._state.running), 1)
+        if self._urgent_odds is None:
+            soon_s = start_s + PATIENT_STEPS * float(self._path_steps_s(running)[longest - 1])
+            planned = (t for t in self._tracker.live.values() if t.promised or t.holds_tpot)
+            urgent = sum(self.view(t).due_s < soon_s for t in planned if t.decodes)
+            self._urgent_odds = WindowOdds(self._path_steps_s(max(urgent, 1)))
+        return self._urgent_odds.spare_s(start_s, view, acceptance)
+
+    def _path_steps_s(self, requests: int) -> Floats:
+        """(L,) seconds of steps that verify 1, 2, ... L nodes of one path for some of the requests
+        that run, whose contexts are taken to be of one length."""
+        running = max(len(self._state.running), 1)
+        model, context = self._clock.plain_promise_model, self.context() * requests // running
+        drafting_s = np.maximum(self.drafting_s(), self._dear_s)
+        drafting_s = drafting_s[np.isfinite(drafting_s)]  # the depths that there are
+        step_s = [model.predict_s(requests, context) + self._dear_s]
+        step_s += [
+            model.predict_s(requests * (2 + depth), context) + each
+            for depth, each in enumerate(drafting_s.tolist())
+        ]
+        return np.array(step_s)
+
     def _window_odds(self) -> tuple[WindowOdds, float, int]:
         """The odds of TPOT windows in steps that verify the best path of each tree, the acceptance
         with which such paths yield what is typical of them, and their greatest length."""
         if self._odds is None:
             requests = max(len(self._state.running), 1)
-            model, context = self._clock.plain_promise_model, self.context()
-            drafting_s = np.maximum(self.drafting_s(), self._dear_s)
-            drafting_s = drafting_s[np.isfinite(drafting_s)]  # the depths that there are
-            chances = self._drafting.typical[: len(drafting_s), 0]
-            step_s = [model.predict_s(requests, context) + self._dear_s]
-            step_s += [
-                model.predict_s(requests * (2 + depth), context) + drafting_s[depth]
-                for depth in range(len(chances))
-            ]
+            step_s = self._path_steps_s(requests)
+            chances = self._drafting.typical[: len(step_s) - 1, 0]
             # Guesses accepted of those that were reached.
             acceptance = float(chances.sum() / (1.0 + chances[:-1].sum()))
-            plain_s = model.predict_s(requests, context)
-            self._odds = WindowOdds(np.array(step_s), plain_s), acceptance, len(step_s)
+            plain_s = self._clock.plain_promise_model.predict_s(requests, self.context())
+            self._odds = WindowOdds(step_s, plain_s), acceptance, len(step_s)
         return self._odds
 
     def sustainable(self, tpot_s: float) -> tuple[float, Speculated]:

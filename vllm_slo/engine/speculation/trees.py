@@ -144,6 +144,7 @@ class Trees:
         self._limits.begin_step()
         self._scheduled = ScheduledTrees.none()
         self.yields.next_step.clear()
+        self.yields.spare_s.clear()
         for request in self._state.running:
             request.spec_token_ids = []
         barred = self._trees_are_barred()
@@ -216,8 +217,10 @@ class Trees:
                 continue
             request.spec_token_ids = tokens[end - count : end]
             if tracked.tpot_s < INFINITY and tracked.decodes:
-                counted = self._limits.counted_tokens(self._limits.view(tracked), gains[place])
+                view = self._limits.view(tracked)
+                counted = self._limits.counted_tokens(view, gains[place])
                 self.yields.next_step[request.request_id] = counted
+                self.yields.spare_s[request.request_id] = self._limits.spare_s(view)
 
     # When a step is planned.
 
