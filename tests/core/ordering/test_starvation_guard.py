@@ -29,7 +29,8 @@ def test_who_waited_longest_is_the_elder_until_it_ends() -> None:
     one.served("older", 9.0)
     one.choose_starved(30.0)  # the others have waited longer by now
     assert one.starved == "older"
-    assert one.is_aged("older", 9.5)
+    assert one.must_begin("older", 9.5)
+    assert not one.must_begin("old", 30.0)  # its turn has not come
     one.remove("older")
     assert (one.starved, one.reserved_share(30.0), one.reserved_seats) == (None, 0.0, 0)
     one.choose_starved(30.0)
@@ -40,9 +41,10 @@ def test_nobody_is_the_elder_before_it_has_waited_too_long() -> None:
     one = waiting(r=0.0)
     one.choose_starved(AGEING_S)
     assert one.starved is None
-    assert not one.is_aged("r", AGEING_S)
+    assert not one.must_begin("r", AGEING_S)
     one.choose_starved(AGEING_S + 0.1)
     assert one.starved == "r"
+    assert one.must_begin("r", AGEING_S + 0.1)
 
 
 def test_a_request_that_comes_back_by_an_old_name_is_not_the_elder_by_it() -> None:
@@ -52,7 +54,7 @@ def test_a_request_that_comes_back_by_an_old_name_is_not_the_elder_by_it() -> No
     one.choose_starved(20.0)
     assert one.seen("r", 20.0) == 20.0
     assert one.starved is None
-    assert not one.is_aged("r", 20.0)
+    assert not one.must_begin("r", 20.0)
 
 
 def test_without_a_share_no_place_is_kept_either() -> None:
@@ -66,6 +68,7 @@ def test_where_an_order_chooses_the_share_is_nobodys() -> None:
     one.choose_starved(20.0)
     assert (one.starved, one.reserved_seats) == (None, 0)
     assert [one.reserved_share(now_s) for now_s in (10.0, 10.1)] == [0.0, SHARE]
+    assert [one.must_begin(name, 10.1) for name in ("r", "other")] == [True, False]
     one.served("r", 12.0)
     assert [one.reserved_share(now_s) for now_s in (15.0, 15.1)] == [0.0, SHARE]
 
@@ -119,10 +122,10 @@ class Anybody(RuleBasedStateMachine):
 
     @precondition(lambda self: self.last)
     @invariant()
-    def ages_are_those_of_the_last_tokens(self) -> None:
-        for name, since_s in self.last.items():
-            aged = self.now_s - since_s > AGEING_S or str(name) == self.chosen
-            assert self.waiting.is_aged(str(name), self.now_s) == aged
+    def one_at_a_time_must_begin(self) -> None:
+        for name in self.last:
+            must = self.waiting.must_begin(str(name), self.now_s)
+            assert must == (str(name) == self.chosen)
 
 
 TestAnybody = Anybody.TestCase

@@ -57,9 +57,17 @@ class StarvationGuard:
         if self.starved not in self.since_s:
             self.starved = None
 
-    def is_aged(self, request_id: str, now_s: float) -> bool:
-        """Whether a request has waited too long, or is the starved one."""
-        return now_s - self.seen(request_id, now_s) > self._ageing_s or request_id == self.starved
+    def must_begin(self, request_id: str, now_s: float) -> bool:
+        """Whether a request is to begin though its TPOT will be missed: the starved one. Where best
+        effort has an order of its own, each that has waited too long.
+
+        If all began that have waited too long, the backlog of an overload would begin at once, and
+        all of it would miss its TPOT.
+        """
+        since_s = self.seen(request_id, now_s)
+        if self._keep_starved:
+            return request_id == self.starved
+        return now_s - since_s > self._ageing_s
 
     def choose_starved(self, now_s: float) -> None:
         """If there is no starved request, take the one that has waited longest, if too long."""

@@ -41,7 +41,7 @@ class OpportunisticStarts:
         """Whether a request had better not begin without a promise.
 
         Without a TTFT it loses nothing by waiting, and begun beside too many others it loses its
-        TPOT. It waits if it could have that at all, and not too long.
+        TPOT. It waits for its turn if it could have that at all.
         """
         now_s = self._clock.now_s
         return (
@@ -49,7 +49,7 @@ class OpportunisticStarts:
             and tracked.reserved_tpot_s < INFINITY
             and tracked.request.num_computed_tokens == 0
             and tracked.wants_promise(now_s)
-            and not self._guard.is_aged(tracked.request.request_id, now_s)
+            and not self._guard.must_begin(tracked.request.request_id, now_s)
             and self._decoding.sustainable(tracked.reserved_tpot_s * NEARLY)[0] >= 1.0
         )
 
@@ -68,11 +68,11 @@ class OpportunisticStarts:
 
     def is_planned_for(self, tracked: SLORequest) -> bool:
         """Whether a request without a promise is planned for like a promised one: until it begins,
-        if that does not take too long; then only where drafts yield, since in plain steps the
-        margin of promises is all that there is to spare."""
+        if it need not begin at once; then only where drafts yield, since in plain steps the margin
+        of promises is all that there is to spare."""
         if not tracked.decodes:
             name, now_s = tracked.request.request_id, self._clock.now_s
-            return tracked.holds_tpot and not self._guard.is_aged(name, now_s)
+            return tracked.holds_tpot and not self._guard.must_begin(name, now_s)
         return tracked.holds_tpot and bool(self._decoding.yields.next_step)
 
     def _pace(self, tracked: SLORequest) -> Pace:
