@@ -29,6 +29,55 @@ def test_promises_count_on_what_nearly_all_windows_yield() -> None:
         assert measured.share() == pytest.approx(share)
 
 
+def test_an_answer_that_ends_before_its_window_is_judged_by_what_it_has() -> None:
+    """Answers of 40 tokens yield half and the other half one and a half of what was expected."""
+    measured = MeasuredTrees(128, 0.95)
+    for answer in range(64):
+        for _ in range(20):
+            measured.observe(f"r{answer}", 2.0, 1 if answer % 2 else 3)
+        measured.forget(f"r{answer}")
+    assert measured.share() == pytest.approx(0.5)
+    assert measured.spread() == pytest.approx(0.5)
+
+
+def test_a_few_tokens_of_an_answer_tell_nothing() -> None:
+    measured = MeasuredTrees(128, 0.95)
+    for answer in range(64):
+        measured.observe(f"r{answer}", 15.0, 1)
+        measured.forget(f"r{answer}")
+    assert measured.share() == 0.0
+
+
+@pytest.mark.parametrize("window", [128, 4096])
+def test_long_windows_even_luck_out_and_are_known_before_long(window: int) -> None:
+    """By turns a step yields nothing but its root and all that is expected."""
+    measured = MeasuredTrees(window, 0.95)
+    for step in range(16 * 64):
+        measured.observe("r", 2.0, 1 if step % 2 else 3)
+    assert measured.share() == pytest.approx(1.0)
+    assert measured.spread() == pytest.approx(0.0)
+
+
+def test_short_windows_stand_for_long_ones_until_there_are_enough() -> None:
+    """Of sixteen tokens half or one and a half come, by turns; of 128 all."""
+    measured, steps = MeasuredTrees(128, 0.95), 0
+
+    def observe(windows: int) -> None:
+        nonlocal steps
+        for _ in range(8 * windows):
+            measured.observe("r", 2.0, 1 if steps // 8 % 2 else 3)
+            steps += 1
+
+    observe(15)
+    assert measured.share() == 0.0
+    observe(1)
+    assert (measured.share(), measured.spread()) == pytest.approx((0.5, 0.5))
+    observe(16 * 8 - 16 - 1)
+    assert measured.share() == pytest.approx(0.5)
+    observe(1)
+    assert (measured.share(), measured.spread()) == pytest.approx((1.0, 0.0))
+
+
 def test_windows_are_told_apart_by_request() -> None:
     measured = MeasuredTrees(4, 0.5)
     for _ in range(64):

@@ -15,9 +15,9 @@ from vllm_slo.core.types import INFINITY, DecodeView
 STEP_TIME_MARGIN: Final = 1.1
 """Times its predicted length that a step may take, where later steps are to save a window. A
 convention: no measurement of it is kept."""
-PROMISED_WINDOW: Final = 16
-"""Most tokens of a window over which promises average what drafts yield; a TPOT window may be
-longer. A convention: no measurement of it is kept."""
+SHORT_WINDOW: Final = 16
+"""Most tokens of a short TPOT window. An answer may well end before it is full, and fewer tokens of
+an ended answer do not tell what drafts yield. A convention: no measurement of it is kept."""
 GRID: Final = 1.15
 """Ratio of neighbouring working TPOTs of late requests: they are rounded, so that there are few."""
 EPS: Final = 1e-9

@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.core.batching.decodes import NONE as NO_DECODES
 from vllm_slo.core.batching.decodes import Decodes, due_in_window
 from vllm_slo.core.lengths.output_length import LengthPrediction
-from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
+from vllm_slo.core.speculation.window_pace import SHORT_WINDOW
 from vllm_slo.core.types import BestEffortView, DecodeView, Demand, PrefillView
 from vllm_slo.engine.scheduling.decode_model import TokenYields
 from vllm_slo.engine.scheduling.request_facts import is_decoding, tokens_to_next_sample
@@ -46,7 +46,7 @@ def decode_view(
         *(float(expected), tpot_s, tracked.window),
     )
     tokens = max(request.num_tokens_with_spec - request.num_tokens + 1, 1)
-    is_first = tracked.tpot.measure.worst_full_s is None and tracked.window <= PROMISED_WINDOW
+    is_first = tracked.tpot.measure.worst_full_s is None and tracked.window <= SHORT_WINDOW
     may_end = is_first and tracked.may_end_early
     return DecodeView(
         request.request_id, *due, tpot_s, tokens, request.num_computed_tokens, may_end

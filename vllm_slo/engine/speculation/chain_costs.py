@@ -15,7 +15,6 @@ from vllm_slo.core.speculation.acceptance import AcceptanceEstimator, expected_t
 from vllm_slo.core.speculation.draft_pass_time import DraftPassTime
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
-from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import INFINITY
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -66,8 +65,7 @@ class ChainCosts:
         self.acceptance = AcceptanceEstimator()
         self.base = clock.estimator.base
         self._pass_time = self._new_pass_time()
-        window = min(config.tpot_window_tokens, PROMISED_WINDOW)
-        self._measured = MeasuredTrees(window, config.margin_quantile)
+        self._measured = MeasuredTrees(config.tpot_window_tokens, config.margin_quantile)
         self._kept = 1.0
         self._sustained: dict[float, tuple[float, Speculated]] = {}
         self._drafts_that_keep(1.0, 0.1, StepTimeModel.prior(), 0.001)  # compiles it now

@@ -18,7 +18,6 @@ from vllm_slo.core.speculation.candidate_trees import TPOTLimit
 from vllm_slo.core.speculation.measured_trees import MeasuredTrees
 from vllm_slo.core.speculation.tree_budget import sustained_trees
 from vllm_slo.core.speculation.window_odds import TreeTokens, WindowOdds
-from vllm_slo.core.speculation.window_pace import PROMISED_WINDOW
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import DecodeView
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -58,8 +57,7 @@ class TreeLimits:
         self._drafting = drafting
         self._verifying = verifying
         self._plain = PlainDecoding(clock)
-        window = min(config.tpot_window_tokens, PROMISED_WINDOW)
-        self._measured = MeasuredTrees(window, config.margin_quantile)
+        self._measured = MeasuredTrees(config.tpot_window_tokens, config.margin_quantile)
         self._views: dict[str, DecodeView] = {}
         self._known_limits: tuple[list[str], list[TPOTLimit]] = [], []
         self._ahead_s: Floats | None = None
