@@ -81,8 +81,8 @@ class DecodeView(NamedTuple):
         tokens: tokens one decode step verifies for it (1 without speculation).
         context_tokens: KV length it attends to.
         may_end: whether the answer may end before its first window is full.
-        spare_s: longest step after which drafts surely keep that window still, in steps without the
-            decodes that can wait. 0 where no drafts are counted on.
+        spare_s: seconds of the longest step that its window can spare: drafts surely keep it in
+            later steps, which leave out the decodes that can wait. 0: no drafts are counted on.
     """
 
     request_id: str

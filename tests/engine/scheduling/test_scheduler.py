@@ -236,8 +236,8 @@ def test_who_asks_for_a_tpot_alone_waits_its_turn(
     engine: Any, ageing_s: float, starved: int
 ) -> None:
     """Three waves of about ten. The later ones have all waited too long by their turn, but only one
-    of them at a time begins before it. If all did, seven would miss their TPOT, and no answer would
-    end sooner."""
+    of them at a time begins before it. If all did, seven would miss their TPOT, and the last answer
+    would end 2% sooner."""
     one = engine(model=NARROW, slo_config={"ageing_s": ageing_s})
     for i in range(30):
         one.add(f"r{i}", 8, 100, SLO(tpot_ms=45))

@@ -121,9 +121,8 @@ class Decodes(NamedTuple):
     def limit_s(self, start_s: float, shortest_s: float, all_s: float) -> float:
         """Longest step that keeps the TPOT of each; infinite where there are none.
 
-        See `limit_of`. Decodes that can wait are left out only for a TPOT that drafts do not keep
-        later on all the same: where a step of all is within a request's ``spare_s``, no shorter
-        step is made for it.
+        See `limit_of`. A step that leaves out the decodes that can wait is shorter. It is not made
+        for a request that can spare a step of all: drafts keep its TPOT in later steps.
 
         Args:
             start_s: when the step begins.

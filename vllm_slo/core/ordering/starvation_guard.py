@@ -58,11 +58,11 @@ class StarvationGuard:
             self.starved = None
 
     def must_begin(self, request_id: str, now_s: float) -> bool:
-        """Whether a request is to begin though its TPOT will be missed: the starved one. Where best
-        effort has an order of its own, each that has waited too long.
+        """Whether a request is to begin though it may miss its TPOT.
 
-        If all began that have waited too long, the backlog of an overload would begin at once, and
-        all of it would miss its TPOT.
+        That is the starved one. If all began that have waited too long, the backlog of an overload
+        would begin at once, and its requests would slow each other down. Where best effort has an
+        order of its own, nobody is starved, and all that have waited too long begin.
         """
         since_s = self.seen(request_id, now_s)
         if self._keep_starved:

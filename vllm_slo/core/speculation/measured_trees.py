@@ -10,9 +10,9 @@ import numpy as np
 from vllm_slo.core.speculation.window_pace import SHORT_WINDOW
 
 LONGEST_WINDOW = 128
-"""Most tokens of a window, so that enough windows are known before long. With 16 the luck of
-AdaServe's windows of 128 was overrated, and fewer answers began together: at 9 requests/s 366 +- 29
-tokens/s in time in place of 380 +- 13 (`benchmarks/adaserve_virtual.py`, seeds 0 to 2)."""
+"""Most tokens of a window, so that enough windows are known before long. In windows of 16 luck
+counts for more than in AdaServe's of 128, so fewer answers began together. At 9 requests/s 366 +-
+29 tokens/s came in time, in place of 380 +- 13 (`benchmarks/adaserve_virtual.py`, seeds 0 to 2)."""
 ENOUGH = 16
 """Windows before which the ratio is unknown. A convention, not measured."""
 REMEMBERED = 256
@@ -71,8 +71,8 @@ class _Windows:
     """The ratios of windows of one size.
 
     Args:
-        size: tokens that are expected of a window. An answer that ends sooner is judged by what it
-            has, so that is a window, too, unless it is shorter than a `SHORT_WINDOW`.
+        size: tokens that are expected of a window. What is left of an answer that ends is a window,
+            too, unless it is shorter than a `SHORT_WINDOW`.
     """
 
     def __init__(self, size: int) -> None:

@@ -107,6 +107,11 @@ class WindowOdds:
         self._plain_s = float(step_s[0]) if plain_s is None else plain_s
         self._sure_s: dict[int, Floats] = {}
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds of a step that verifies most tokens."""
+        return float(self._step_s[-1])
+
     def sure_s(self, acceptance: float, tokens: float) -> float:
         """Seconds after which ``tokens`` tokens have come with probability 1 - `DOUBT`, by steps of
         the best length. A fraction of a token counts as a whole one.
@@ -152,8 +157,11 @@ class WindowOdds:
         return max(min(counted, expected_tokens(acceptance, length)), LEAST_COUNTED)
 
     def spare_s(self, start_s: float, decode: DecodeView, acceptance: float) -> float:
-        """Longest step, beginning at ``start_s``, that yields one token of a request and after
-        which its window surely comes in time, in steps as these are; negative if there is none."""
+        """Seconds of the longest step, from ``start_s`` on, that a request's window can spare.
+
+        The step yields one token of the request. The other tokens of its window then surely come in
+        time, by steps as these are. The result is negative if no step is short enough.
+        """
         rest_s = STEP_TIME_MARGIN * self.sure_s(acceptance, max(decode.window_left - 1.0, 0.0))
         return decode.window_end_s - start_s - rest_s
 

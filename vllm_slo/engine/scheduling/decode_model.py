@@ -22,7 +22,7 @@ class TokenYields:
     Attributes:
         next_step: request id -> tokens of the step that is being planned.
         in_flight: request id -> tokens of the steps on their way.
-        spare_s: request id -> longest step after which later ones surely keep its TPOT; see
+        spare_s: request id -> seconds of the longest step that its window can spare; see
             `DecodeView`.
     """
 

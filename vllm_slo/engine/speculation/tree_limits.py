@@ -184,18 +184,18 @@ class TreeLimits:
     def spare_s(self, view: DecodeView) -> float:
         """As in `DecodeView`. Decodes can wait if they need no token for `PATIENT_STEPS` steps of
         all."""
-        _, acceptance, longest = self._window_odds()
-        start_s, running = self._clock.start_s, max(len(self._state.running), 1)
+        odds, acceptance, _ = self._window_odds()
+        start_s = self._clock.start_s
         if self._urgent_odds is None:
-            soon_s = start_s + PATIENT_STEPS * float(self._path_steps_s(running)[longest - 1])
+            soon_s = start_s + PATIENT_STEPS * odds.longest_s
             planned = (t for t in self._tracker.live.values() if t.promised or t.holds_tpot)
             urgent = sum(self.view(t).due_s < soon_s for t in planned if t.decodes)
             self._urgent_odds = WindowOdds(self._path_steps_s(max(urgent, 1)))
         return self._urgent_odds.spare_s(start_s, view, acceptance)
 
     def _path_steps_s(self, requests: int) -> Floats:
-        """(L,) seconds of steps that verify 1, 2, ... L nodes of one path for some of the requests
-        that run, whose contexts are taken to be of one length."""
+        """(L,) seconds of steps that verify 1, 2, ... L nodes of one path of so many requests. They
+        are some of those that run, whose contexts are taken to be of one length."""
         running = max(len(self._state.running), 1)
         model, context = self._clock.plain_promise_model, self.context() * requests // running
         drafting_s = np.maximum(self.drafting_s(), self._dear_s)
