@@ -84,17 +84,20 @@ class _Windows:
         """As in `MeasuredTrees`; whether a window is full."""
         due, had = self._open.get(request_id, (0.0, 0))
         self._open[request_id] = due + expected, had + tokens
-        return due + expected >= self._size and self._close(request_id)
+        if due + expected < self._size:
+            return False
+        self._close(request_id)
+        return True
 
     def forget(self, request_id: str) -> bool:
         """As in `MeasuredTrees`; whether what was left is a window."""
         due, _ = self._open.get(request_id, (0.0, 0))
-        ends = due >= min(self._size, SHORT_WINDOW) and self._close(request_id)
+        is_window = due >= min(self._size, SHORT_WINDOW)
+        if is_window:
+            self._close(request_id)
         self._open.pop(request_id, None)
-        return ends
+        return is_window
 
-    def _close(self, request_id: str) -> bool:
-        due, had = self._open[request_id]
+    def _close(self, request_id: str) -> None:
+        due, had = self._open.pop(request_id)
         self.shares.append(had / due)
-        self._open[request_id] = 0.0, 0
-        return True
