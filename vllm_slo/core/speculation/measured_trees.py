@@ -82,22 +82,18 @@ class _Windows:
 
     def observe(self, request_id: str, expected: float, tokens: int) -> bool:
         """As in `MeasuredTrees`; whether a window is full."""
-        due, had = self._open.get(request_id, (0.0, 0))
-        self._open[request_id] = due + expected, had + tokens
-        if due + expected < self._size:
+        due, had = self._open.pop(request_id, (0.0, 0))
+        due, had = due + expected, had + tokens
+        if due < self._size:
+            self._open[request_id] = due, had
             return False
-        self._close(request_id)
+        self.shares.append(had / due)
         return True
 
     def forget(self, request_id: str) -> bool:
         """As in `MeasuredTrees`; whether what was left is a window."""
-        due, _ = self._open.get(request_id, (0.0, 0))
-        is_window = due >= min(self._size, SHORT_WINDOW)
-        if is_window:
-            self._close(request_id)
-        self._open.pop(request_id, None)
-        return is_window
-
-    def _close(self, request_id: str) -> None:
-        due, had = self._open.pop(request_id)
+        due, had = self._open.pop(request_id, (0.0, 0))
+        if due < min(self._size, SHORT_WINDOW):
+            return False
         self.shares.append(had / due)
+        return True
