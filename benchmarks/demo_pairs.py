@@ -5,8 +5,9 @@ python benchmarks/demo_pairs.py --runs 5      # four minutes each; writes result
 python benchmarks/demo_pairs.py --runs 2 --loads 0.5 0.7 0.9 --name colocation_engine
 python benchmarks/demo_pairs.py --speculate   # and with a draft; writes results/demo_speculate.md
 
-A run is a pair: all servers get the same arrivals, on the same machine, one after the other. A
-load is a multiple of what stock vLLM can serve; batch work comes beside it.
+A run is a pair: all servers get the same arrivals, on the same machine, one after the other. In
+every second run the server with a draft comes before the one without. A load is a multiple of what
+stock vLLM can serve; batch work comes beside it.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ without. Of several figures the first is stock vLLM's, the second vllm-slo's{thi
 """
 DRAFTING: Final = """
 With the built-in draft model vllm-slo keeps as many objectives as without, or more, in {ahead} of
-{count} runs, {drafting:.0%} against {ours:.0%} in the mean.
+{count} runs, {drafting:.0%} against {ours:.0%} in the mean. In every second run it comes before the
+server without.
 """
 NOTE: Final = """
 What vllm-slo does not promise waits longer, above all the batch work: that is the price. "All done"

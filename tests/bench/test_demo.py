@@ -162,6 +162,16 @@ def test_what_is_compared_differs_in_the_draft_alone(tmp_path: Path) -> None:
     assert len(trees.name) <= len(stock.name)  # the table is as wide as a terminal
 
 
+def test_a_machine_that_slows_down_harms_no_server_of_ours_more_than_the_other() -> None:
+    compared = candidates(1, speculate=True)
+    stock, ours, trees = compared
+    assert [demo.in_turn(compared, seed) for seed in (0, 1)] == [
+        [stock, ours, trees],
+        [stock, trees, ours],
+    ]
+    assert demo.in_turn(candidates(1), 1) == [stock, ours]
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [

@@ -11,8 +11,9 @@ import argparse
 import math
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from vllm_slo.bench.client import ClientOptions, ServerRun, measure_step, measure_zero_load
 from vllm_slo.bench.demo_load import (
@@ -37,6 +38,8 @@ from vllm_slo.bench.zero_load import ZeroLoad
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_Server = TypeVar("_Server")
 
 REPLICAS_PARAMETERS: Final = 200e6
 REPLICAS_LOAD: Final = 0.3
@@ -127,12 +130,12 @@ def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
     client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
     steps: StepTimes | None = None
     workload: Workload | None = None
-    runs: list[ServerRun] = []
+    runs: dict[str, ServerRun] = {}
     drafts: dict[str, DraftCounts] = {}
     disturbances: dict[str, Disturbance] = {}
     compared = candidates(1, speculate=args.speculate)
     with servers(compared, model.folder, args.out, console, model.options) as urls, own_core():
-        for candidate, url in zip(compared, urls, strict=True):
+        for candidate, url in in_turn(list(zip(compared, urls, strict=True)), args.seed):
             target = ServerTarget(candidate.name, url, send_slo=candidate.send_slo)
             ratio = 1.0
             if steps is None or workload is None:
@@ -144,7 +147,7 @@ def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
             else:
                 ratio = measure_step(target, 1, client) / steps.lone_s
             watch = DisturbanceWatch()
-            runs.append(bench_server(target, workload, client, console))
+            runs[candidate.name] = bench_server(target, workload, client, console)
             disturbances[candidate.name] = watch.result(ratio)
             if candidate.draft and (counts := read_draft_counts(url)) is not None:
                 drafts[candidate.name] = counts
@@ -153,11 +156,21 @@ def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
     return BenchReport(
         workload,
         steps.zero,
-        tuple(runs),
+        tuple(runs[candidate.name] for candidate in compared),
         command=command_line(args),
         drafts=drafts,
         disturbances=disturbances,
     )
+
+
+def in_turn(asked: Sequence[_Server], seed: int) -> list[_Server]:
+    """The servers in the order in which they run.
+
+    Stock vLLM is first, as the load follows from its steps. An odd seed turns the order of the
+    others round, so that over several seeds a machine that slows down harms all alike.
+    """
+    stock, *others = asked
+    return [stock, *(reversed(others) if seed % 2 else others)]
 
 
 def compare_routing(args: argparse.Namespace, console: Console) -> BenchReport:
