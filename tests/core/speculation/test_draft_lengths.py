@@ -67,11 +67,18 @@ class Instance:
 
     def span_s(self, lengths: tuple[int, ...]) -> float:
         """T: the longest step that keeps every TPOT, and no longer than prompts may cause."""
-        spans = (
+        return min(self.most_s, *self.spans_s(lengths))
+
+    def spans_s(self, lengths: tuple[int, ...]) -> list[float]:
+        """The longest step that keeps each TPOT."""
+        return [
             tier.tpot_s * sum(tier.acceptance**i for i in range(length))
             for tier, length in zip(self.tiers, lengths, strict=True)
-        )
-        return min(self.most_s, *spans)
+        ]
+
+    def tokens(self, lengths: tuple[int, ...]) -> int:
+        """That a step of everybody verifies."""
+        return sum(tier.requests * n for tier, n in zip(self.tiers, lengths, strict=True))
 
     def drawn(self, lengths: tuple[int, ...]) -> float:
         """Tokens that decoding takes from a step of T seconds on average."""
@@ -101,7 +108,7 @@ class Instance:
 
     def token_rate(self, lengths: tuple[int, ...]) -> float | None:
         """Output tokens per second of a step of everybody, None if a TPOT is missed."""
-        tokens = sum(t.requests * n for t, n in zip(self.tiers, lengths, strict=True))
+        tokens = self.tokens(lengths)
         took_s = self.time_s(tokens, self.passes(lengths))
         if took_s > self.span_s(lengths) * (1 + 1e-12) or tokens > self.model.max_tokens:
             return None
@@ -110,6 +117,17 @@ class Instance:
             for t, n in zip(self.tiers, lengths, strict=True)
         )
         return gives / took_s
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding decides that a step keeps a TPOT which is as long as the step, or as
+        what the step takes besides its tokens."""
+        return any(
+            math.isclose(self.time_s(tokens, self.passes(lengths)), span)
+            for lengths in self.vectors()
+            for tokens in (0, self.tokens(lengths))
+            for span in (*self.spans_s(lengths), self.most_s)
+        )
 
 
 seconds = st.floats(0.005, 0.3)
@@ -149,7 +167,7 @@ def best(values: list[float | None]) -> float | None:
 
 @given(instances)
 def test_prompts_get_as_much_as_exhaustive_search_finds(instance: Instance) -> None:
-    assume(instance.span_s(instance.vectors()[0]) < INF)
+    assume(instance.span_s(instance.vectors()[0]) < INF and not instance.is_tie)
     plan = instance.plan(prompts=True)
     found = best([instance.prompt_rate(lengths) for lengths in instance.vectors()])
     assert plan.feasible == (found is not None)
@@ -167,6 +185,7 @@ def test_prompts_get_as_much_as_exhaustive_search_finds(instance: Instance) -> N
 @given(instances, seconds)
 def test_prompts_may_make_a_step_so_long_and_no_longer(instance: Instance, most_s: float) -> None:
     bounded = replace(instance, most_s=most_s)
+    assume(not bounded.is_tie)
     plan = bounded.plan(prompts=True)
     found = best([bounded.prompt_rate(lengths) for lengths in bounded.vectors()])
     if found is None:
@@ -180,6 +199,7 @@ def test_prompts_may_make_a_step_so_long_and_no_longer(instance: Instance, most_
 
 @given(instances)
 def test_lengths_that_keep_every_tpot_are_found_if_there_are_any(instance: Instance) -> None:
+    assume(not instance.is_tie)
     plan = instance.plan(prompts=False)
     if best([instance.token_rate(lengths) for lengths in instance.vectors()]) is None:
         assert plan == instance.plan(prompts=True)
@@ -190,6 +210,7 @@ def test_lengths_that_keep_every_tpot_are_found_if_there_are_any(instance: Insta
 
 @given(instances.map(lambda instance: replace(instance, tiers=instance.tiers[:1])))
 def test_one_tier_yields_as_much_as_exhaustive_search_finds(instance: Instance) -> None:
+    assume(not instance.is_tie)
     found = best([instance.token_rate(lengths) for lengths in instance.vectors()])
     if found is not None:
         assert instance.plan(prompts=False).per_second == pytest.approx(found, rel=1e-9)
