@@ -364,8 +364,9 @@ class Trees:
 
     def observe(self, output: SchedulerOutput, done: ModelRunnerOutput) -> None:
         step, report = messages.of(output), messages.drafting_of(done)
-        if output.num_scheduled_tokens and not self._prompt_tokens:
-            self._verifying.done()
+        self._verifying.done(
+            decoded_only=bool(output.num_scheduled_tokens) and not self._prompt_tokens
+        )
         self.drafting.learn(
             step.plan,
             report,

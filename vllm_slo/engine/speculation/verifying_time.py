@@ -20,7 +20,7 @@ class VerifyingTime:
         self.step_s = 0.0
         self._clock = clock
         self._share = VerifyingShare()
-        self._expected_s = 0.0
+        self._expected_s: float | None = None  # None: no step that is known is under way
         self._has_trees = False
 
     def seconds(self, requests: int, context: int) -> float:
@@ -38,7 +38,13 @@ class VerifyingTime:
         self._has_trees = has_trees
         self.step_s = self.seconds(shape.requests, shape.context_tokens) if has_trees else 0.0
 
-    def done(self) -> None:
-        """The step has ended, and computed no prompts."""
-        took_s = self._clock.verified_s + self.step_s
-        self._share.observe(took_s / self._expected_s, has_trees=self._has_trees)
+    def done(self, *, decoded_only: bool) -> None:
+        """The step has ended. If it was not `scheduled`, nothing is learnt from it.
+
+        Args:
+            decoded_only: whether it computed tokens, and no prompts.
+        """
+        expected_s, self._expected_s = self._expected_s, None
+        if decoded_only and expected_s is not None:
+            took_s = self._clock.verified_s + self.step_s
+            self._share.observe(took_s / expected_s, has_trees=self._has_trees)
