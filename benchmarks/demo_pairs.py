@@ -121,8 +121,8 @@ without. Of several figures the first is stock vLLM's, the second vllm-slo's{thi
 """
 DRAFTING: Final = """
 With the built-in draft model vllm-slo keeps as many objectives as without, or more, in {ahead} of
-{count} runs, {drafting:.0%} against {ours:.0%} in the mean. In every second run it comes before the
-server without.
+{count} runs, {drafting:.0%} against {ours:.0%} in the mean. In every second run the
+server with the draft runs before the one without.
 """
 NOTE: Final = """
 What vllm-slo does not promise waits longer, above all the batch work: that is the price. "All done"

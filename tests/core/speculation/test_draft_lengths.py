@@ -77,7 +77,7 @@ class Instance:
         ]
 
     def tokens(self, lengths: tuple[int, ...]) -> int:
-        """That a step of everybody verifies."""
+        """Tokens that a step of all requests verifies."""
         return sum(tier.requests * n for tier, n in zip(self.tiers, lengths, strict=True))
 
     def drawn(self, lengths: tuple[int, ...]) -> float:
@@ -120,8 +120,8 @@ class Instance:
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding decides that a step keeps a TPOT which is as long as the step, or as
-        what the step takes besides its tokens."""
+        """Whether a TPOT is as long as a step, or as a step without tokens. Then rounding decides
+        whether the TPOT is kept."""
         return any(
             math.isclose(self.time_s(tokens, self.passes(lengths)), span)
             for lengths in self.vectors()

@@ -29,7 +29,7 @@ def alternate(verifying: VerifyingTime, clock: StepClock) -> None:
 
 
 def test_a_step_whose_schedule_was_lost_teaches_nothing() -> None:
-    """As where the part that tells of schedules fails: there may have been no step before."""
+    """A fault may lose the schedule of any step, also of the first."""
     clock = StepClock(VirtualClock(), StepTimeEstimator(FLAT), 0.9, 10)
     verifying = VerifyingTime(clock)
     clock.verified_s = 0.9

@@ -20,7 +20,7 @@ class VerifyingTime:
         self.step_s = 0.0
         self._clock = clock
         self._share = VerifyingShare()
-        self._expected_s: float | None = None  # None: no step that is known is under way
+        self._expected_s: float | None = None  # of the step under way; None: not known
         self._has_trees = False
 
     def seconds(self, requests: int, context: int) -> float:
