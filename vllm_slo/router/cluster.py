@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -122,12 +122,20 @@ class Placement:
 
     A replica that failed is not tried again. A replica that refused is tried again only as backup.
 
-    ``routed``: the request as routing sees it; None: plain round robin.
+    Args:
+        routed: the request as routing sees it; None: plain round robin.
+        among: names of the replicas that may be tried; None: all.
     """
 
-    def __init__(self, cluster: Cluster, routed: RoutedRequest | None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        routed: RoutedRequest | None,
+        among: Collection[str] | None = None,
+    ) -> None:
         self.cluster = cluster
         self.routed = routed
+        self.among = among
         self.failures = 0
         self.refusals = 0
         self.retry_after_s = float("inf")
@@ -138,7 +146,7 @@ class Placement:
         self._last: Route | None = None
 
     def next(self, now_s: float) -> Choice:
-        able = [each for each in self.cluster.ready() if each not in self._failed]
+        able = self._able()
         if not able:
             return Choice(None, None, None)
         if self.routed is None:
@@ -152,6 +160,21 @@ class Placement:
         if choice.promised and choice.left:
             on_unattainable = "decline"
         return Choice(self.cluster.listed[choice.target], on_unattainable, choice)
+
+    def _able(self) -> list[Upstream]:
+        return [
+            each
+            for each in self.cluster.ready()
+            if each not in self._failed and (self.among is None or each.name in self.among)
+        ]
+
+    def fallbacks(self, choice: Choice) -> list[Upstream]:
+        """The replicas to try in turn if that of the last choice fails; at most
+        `RoutingConfig.retries`."""
+        able = {each.name: each for each in self._able() if each is not choice.upstream}
+        left = () if choice.route is None else choice.route.left
+        first = [able.pop(name) for name in left if name in able]
+        return [*first, *able.values()][: self.cluster.routing.retries]
 
     def _route(self, routed: RoutedRequest, able: list[Upstream], now_s: float) -> Route:
         routing = self.cluster.routing

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request as a data plane has it, and as routing sees it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_slo.core.routing.virtual_replica import RoutedRequest
+from vllm_slo.router.body_reader import Asked, BodyReader
+from vllm_slo.router.cluster import Cluster
+from vllm_slo.router.prompts import Prompt, TokenRatio
+from vllm_slo.router.protocol import OWN_PREFIX
+from vllm_slo.slo.body import is_json_type
+from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, Policy, slo_headers
+from vllm_slo.wire.api_errors import is_anthropic
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as the data plane has it.
+
+    Attributes:
+        path: without the query, as sent.
+        headers: pairs of name and value; names in lower case.
+        body: the whole body, or its beginning.
+        arrival_s: on the monotonic clock.
+        total_bytes: length of the whole body if ``body`` is only its beginning, or the best
+            estimate of it; None: ``body`` is whole.
+    """
+
+    method: str
+    path: str
+    headers: Sequence[tuple[bytes, bytes]]
+    body: bytes
+    arrival_s: float
+    total_bytes: int | None = None
+
+    @property
+    def is_generation(self) -> bool:
+        return self.method == "POST" and self.path in ROUTES
+
+    @property
+    def is_quote(self) -> bool:
+        return self.method == "POST" and self.path == QUOTE_ROUTE
+
+    @property
+    def needs_body(self) -> bool:
+        """Whether the decision depends on the body."""
+        return self.is_generation or self.is_quote
+
+    @property
+    def content_type(self) -> str:
+        values = (value for name, value in self.headers if name == b"content-type")
+        return next(values, b"").decode("latin-1")
+
+    @property
+    def own_headers(self) -> set[str]:
+        """Names of its headers that only a front may send."""
+        names = (name.decode("latin-1").lower() for name, _ in self.headers)
+        return {name for name in names if name.startswith(OWN_PREFIX)}
+
+
+class RequestReader:
+    """Reads requests, with what earlier answers taught about the length of prompts.
+
+    ``epoch``: returns epoch seconds, for ``prefill_ddl``.
+    """
+
+    def __init__(
+        self, cluster: Cluster, policy: Policy, epoch: Callable[[], float] = time.time
+    ) -> None:
+        self.ratio = TokenRatio()
+        self._cluster = cluster
+        self._bodies = BodyReader(policy)
+        self._epoch = epoch
+
+    def close(self) -> None:
+        """End the process that reads large bodies."""
+        self._bodies.close()
+
+    async def read(self, request: Request) -> tuple[RoutedRequest, Prompt, str]:
+        """A request as routing sees it, its prompt, and its result without a promise.
+
+        Raises:
+            InvalidSLOError: a carrier has a mistake, or two carriers disagree.
+            UnreadError: the body could not be read now.
+        """
+        asked = None
+        if is_json_type(request.content_type):
+            headers, now_s = slo_headers(request.headers), self._epoch()
+            asked = await self._bodies.read(request.body, headers, now_s, request.total_bytes)
+        if asked is None:
+            unread = Prompt(request.total_bytes or 0, is_plain=False)
+            return RoutedRequest(self.ratio.tokens(unread)), Prompt(), "no_slo"
+        label = "no_slo" if asked.slo is None else "best_effort"
+        routed = routed_request(asked, self._cluster, self.ratio, request.arrival_s)
+        return routed, asked.prompt, label
+
+    def learn(self, request: Request, prompt: Prompt | None, prompt_tokens: int | None) -> None:
+        """Learn from the prompt's token count in an answer. Anthropic's count leaves out cached
+        tokens, so it is not used."""
+        if prompt_tokens is not None and prompt is not None and not is_anthropic(request.path):
+            self.ratio.learn(prompt, prompt_tokens)
+
+
+def routed_request(
+    asked: Asked, cluster: Cluster, ratio: TokenRatio, arrival_s: float
+) -> RoutedRequest:
+    """A request as routing sees it. ``arrival_s``: on the clock of routing."""
+    prompt, slo, most = asked.prompt, asked.slo, asked.max_tokens
+    tokens, cached = ratio.tokens(prompt), _cached_tokens(cluster, prompt, ratio)
+    if slo is None:
+        return RoutedRequest(tokens, most, cached_tokens=cached)
+    return RoutedRequest(
+        tokens,
+        most,
+        math.inf if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1000,
+        math.inf if slo.tightest_tpot_ms is None else slo.tightest_tpot_ms / 1000,
+        slo.effective_tier == "guaranteed" and slo.has_objective,
+        slo.on_unattainable == "decline",
+        slo.slo_class or "custom",
+        slo.expected_output_tokens,
+        cached,
+    )
+
+
+def _cached_tokens(cluster: Cluster, prompt: Prompt, ratio: TokenRatio) -> dict[str, int]:
+    """Replica -> prompt tokens that its prefix cache probably holds; without zeros."""
+    if not prompt.chunks:
+        return {}
+    each = ratio.chunk_tokens(prompt)
+    matched = ((one.name, one.prefixes.matched(prompt.chunks)) for one in cluster.ready())
+    return {name: int(count * each) for name, count in matched if count}
