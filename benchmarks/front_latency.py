@@ -25,7 +25,7 @@ from common import markdown, write_result
 
 from vllm_slo.config.serve_args import TINY, serve_arguments
 from vllm_slo.router.child import Child
-from vllm_slo.router.protocol import TOKEN_HEADER
+from vllm_slo.wire.front_protocol import TOKEN_HEADER
 from vllm_slo.wire.ports import free_port
 
 TOKENS = 32

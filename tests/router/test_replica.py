@@ -37,7 +37,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.serving import lifeline
 from vllm_slo.engine.telemetry.state import StatePublisher
 from vllm_slo.router import replica, state_feed
-from vllm_slo.router.protocol import STATE_PATH
+from vllm_slo.wire.front_protocol import STATE_PATH
 from vllm_slo.router.state_feed import StateFeed
 from vllm_slo.router.token_guard import TokenGuard
 from vllm_slo.slo.carriers import FORWARDED

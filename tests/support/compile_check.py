@@ -15,6 +15,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from vllm_slo.router.front_server import ADMISSION
+
 from vllm_slo import SLO, tiny
 from vllm_slo.core.jit import JITTED, compile_package
 from vllm_slo.core.routing.policy import route
@@ -23,7 +25,6 @@ from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.engine.scheduler import Scheduler
-from vllm_slo.router.front_server import ADMISSION
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.verdicts import unpack_quote
 

@@ -5,6 +5,9 @@
 ``FAKE_REPLICA_KNOBS`` instead of ``--knobs``. Like the real child it binds a free port, prints
 ``{"url", "token"}``, ends at once when stdin does, and drains on SIGTERM (``--drain-s``).
 
+Its answers are as `engine.http.forwarded_answer` lets them out, and its state stream tells of requests
+as `engine.http.state_feed` does.
+
 Behind the token, beside what vLLM serves (answers carry the name in ``system_fingerprint``):
 
 - ``GET /fake/seen``: what it was asked so far, and how each request ended.
@@ -30,6 +33,7 @@ from aiohttp import web
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
+from vllm_slo.wire.front_protocol import RETRIED, TRY_NEXT
 
 HEARTBEAT_S = 0.25
 MESSAGES = "/v1/messages"
@@ -127,10 +131,17 @@ class FakeReplica:
         self.seen: list[dict[str, Any]] = []
         self.running = 0
         self.highest = 0
+        self.streams: list[list[list[Any]]] = []
 
     # --- state -----------------------------------------------------------------------------------
 
-    def line(self) -> bytes:
+    def tell(self, record: dict[str, Any], event: str, *more: Any) -> None:
+        """Tell all state streams of an event, if the front knows the request by a ticket."""
+        if record["ticket"] is not None:
+            for events in self.streams:
+                events.append([event, record["ticket"], *more])
+
+    def line(self, events: list[list[Any]]) -> bytes:
         said = None
         if not self.knobs.null_state:
             live = tuple(one["ticket"] for one in self.seen if one["ended"] is None)
@@ -138,19 +149,28 @@ class FakeReplica:
             changes = {"running": self.running, "tickets": live, "seen": self.highest}
             said = json.loads(state({**changes, **self.knobs.state}).to_json())
         message = {"state": said, "age_s": 0.001, "draining": self.draining.is_set()}
-        return json.dumps({**message, "dead": False}).encode() + b"\n"
+        return json.dumps({**message, "dead": False, "events": events}).encode() + b"\n"
 
     async def state_stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
         await response.prepare(request)
         before = None
         spoken_s = 0.0
-        while not self.knobs.close_streams:
-            now_s, line = time.monotonic(), self.line()
-            if self.knobs.heartbeats and (line != before or now_s - spoken_s >= HEARTBEAT_S):
-                await response.write(line)
-                before, spoken_s = line, now_s
-            await asyncio.sleep(0.02)
+        live = [one["ticket"] for one in self.seen if one["ended"] is None and one["ticket"]]
+        first = json.loads(self.line([]))
+        await response.write(json.dumps({**first, "live": live}).encode() + b"\n")
+        events: list[list[Any]] = []
+        self.streams.append(events)
+        try:
+            while not self.knobs.close_streams:
+                now_s, line = time.monotonic(), self.line(events)
+                if self.knobs.heartbeats and (line != before or now_s - spoken_s >= HEARTBEAT_S):
+                    events.clear()
+                    await response.write(line)
+                    before, spoken_s = self.line([]), now_s
+                await asyncio.sleep(0.005)
+        finally:
+            self.streams = [each for each in self.streams if each is not events]
         return response
 
     # --- generation ------------------------------------------------------------------------------
@@ -172,13 +192,17 @@ class FakeReplica:
             "hop": headers.get("x-vllm-slo-unattainable") == "decline",
             "unattainable": headers.get("x-vllm-slo-unattainable"),
             "tokens": 0,
+            "prompt_tokens": 0,
             "ended": None,
         }
         self.seen.append(record)
         self.highest = max(self.highest, record["ticket"] or 0)
         self.running += 1
+        self.tell(record, "came")
         try:
             response = await self.reply(request, body, record)
+            if not response.prepared and response.status not in RETRIED:
+                self.begin(record)
             record["ended"] = "answered"
             return response
         except (asyncio.CancelledError, ConnectionError):
@@ -191,6 +215,11 @@ class FakeReplica:
             return web.Response()
         finally:
             self.running -= 1
+            self.tell(record, "ended", record["prompt_tokens"])
+
+    def begin(self, record: dict[str, Any]) -> None:
+        """An answer begins that stands."""
+        self.tell(record, "began")
 
     async def reply(
         self, request: web.Request, body: bytes, record: dict[str, Any]
@@ -204,7 +233,10 @@ class FakeReplica:
             retry = {"retry-after": str(-(-retry_ms // 1000)), "retry-after-ms": str(retry_ms)}
             text = f"{self.name} cannot keep it"
             retry |= {"x-slo-reason": "prefill", "x-vllm-slo-declined": str(retry_ms)}
-            return self.error(knobs.decline_status, "slo_unattainable", text, retry)
+            status = TRY_NEXT if record["hop"] else knobs.decline_status
+            told = ("refused", retry_ms, "prefill") if record["hop"] else ("declined",)
+            self.tell(record, *told)
+            return self.error(status, "slo_unattainable", text, retry)
         try:
             asked = json.loads(body)
             assert isinstance(asked, dict)
@@ -213,7 +245,7 @@ class FakeReplica:
         count = asked.get("max_tokens") or asked.get("max_completion_tokens") or 4
         if asked.get("stream") and knobs.error_event_times > 0:
             self.knobs = replace(knobs, error_event_times=knobs.error_event_times - 1)
-            return await self.failed_stream(request)
+            return self.failed_stream(request)
         await asyncio.sleep(knobs.ttft_s)
         await self.held(0)
         if asked.get("stream"):
@@ -223,7 +255,9 @@ class FakeReplica:
             self.mishap(number)
             await asyncio.sleep(knobs.token_s)
             record["tokens"] += 1
-        return web.json_response(self.whole(request.path, asked, count, len(body)))
+        whole = self.whole(request.path, asked, count, len(body))
+        record["prompt_tokens"] = whole["usage"].get("prompt_tokens", 0)
+        return web.json_response(whole)
 
     async def held(self, number: int) -> None:
         """Wait before token ``number`` where the knobs say so."""
@@ -242,7 +276,10 @@ class FakeReplica:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         if self.knobs.die_after_tokens == 0 or self.knobs.cut_after_tokens == 0:
             self.mishap(0)
+        if request.version < (1, 1):
+            response.force_close()  # the end of the answer is the end of the connection
         await response.prepare(request)
+        self.begin(record)
         await response.write(self.preface(request.path))
         if request.path == MESSAGES:
             return await self.messages(response, count, record)
@@ -271,6 +308,7 @@ class FakeReplica:
             await asyncio.sleep(self.knobs.token_s)
         if (asked.get("stream_options") or {}).get("include_usage"):
             usage = self.usage(len(json.dumps(asked)), count)
+            record["prompt_tokens"] = usage["prompt_tokens"]
             await response.write(
                 _event({**self.chunk(asked, {}, chat), "choices": [], "usage": usage})
             )
@@ -280,19 +318,9 @@ class FakeReplica:
             raise CutError
         return response
 
-    async def failed_stream(self, request: web.Request) -> web.StreamResponse:
-        """What vLLM does when its engine is dead: status 200, and an error as the first event."""
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        if preface := self.preface(request.path):
-            await response.write(preface)
-            await asyncio.sleep(0.05)
-        if request.path == MESSAGES:
-            error = {"type": "internal_error", "message": f"the engine of {self.name} is dead"}
-            await response.write(_named_event({"type": "error", "error": error}))
-        else:
-            await response.write(_error_event(self.name) + b"data: [DONE]\n\n")
-        return response
+    def failed_stream(self, request: web.Request) -> web.Response:
+        """The answer when the engine is dead, of whose stream an error was the first event."""
+        return self.error(500, "InternalServerError", f"the engine of {self.name} is dead")
 
     def preface(self, path: str) -> bytes:
         """What a stream begins with before the model has said anything."""

@@ -23,6 +23,7 @@ TESTS = Path(__file__).resolve().parent
 PATIENCE_S = patience(20.0)
 START_S = patience(180.0)
 """The first front on a machine compiles what later ones load."""
+SETTLED_S = 1.0
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # certificates take long to load
 LOADED = {"committed": [[1.0, 1_000_000]], "backlog_tokens": 100_000}
 """State of a replica that has promised more than it can do: nobody else gets a promise there."""
@@ -209,7 +210,14 @@ class FrontProcess(_Process):
         return http("GET", self.url + path, **request)
 
     def total(self, series: str, **labels: str) -> float:
-        """Sum over the samples of ``series`` (prefix ``vllm_slo:front_``) with these labels."""
+        """Sum over the samples of ``series`` (prefix ``vllm_slo:front_``) with these labels.
+
+        Replicas tell the front a moment after the client has its answer, so this waits until
+        nothing is under way, or for a second.
+        """
+        end_s = time.monotonic() + SETTLED_S
+        while not self.quiet() and time.monotonic() < end_s:
+            time.sleep(0.01)
         return sum(
             sample.value
             for family in text_string_to_metric_families(self.get("/metrics").text)

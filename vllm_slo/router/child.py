@@ -46,14 +46,21 @@ class Child:
         argv: the command line; it is visible to others, so it must hold no secret.
         env: the whole environment of the child.
         patience_s: seconds for the group to end after the death of this process.
+        pass_fds: open files that the child gets under the same numbers.
     """
 
     def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], *, patience_s: float = 3.0
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        patience_s: float = 3.0,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._argv = tuple(argv)
         self._env = dict(env)
         self._patience_s = patience_s
+        self._pass_fds = tuple(pass_fds)
         self._stderr: deque[str] = deque(maxlen=_KEPT_LINES)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -71,6 +78,7 @@ class Child:
             stderr=subprocess.PIPE,
             env=self._env,
             process_group=0,
+            pass_fds=self._pass_fds,
         )
         self._ended = loop.create_future()
         self._lifeline = _start_guard(process.pid, self._patience_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -13,16 +13,26 @@ from vllm_slo.config.sections import RoutingConfig
 from vllm_slo.core.routing.demand_meter import DemandMeter
 from vllm_slo.core.routing.policy import Route, route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest
-from vllm_slo.router.upstream import ReplicaSpec, Upstream
+from vllm_slo.router.upstream import Observer, ReplicaSpec, Upstream
 from vllm_slo.slo.model import OnUnattainable
 
 logger = logging.getLogger("vllm_slo.front")
 
 
 class Cluster:
-    """The replicas of the parent's list, and removed ones that still answer requests."""
+    """The replicas of the parent's list, and removed ones that still answer requests.
 
-    def __init__(self, routing: RoutingConfig) -> None:
+    Args:
+        observer: told of the events of their state streams; None: nobody.
+        is_reachable: whether requests can be sent to a replica now, as far as the data plane knows.
+    """
+
+    def __init__(
+        self,
+        routing: RoutingConfig,
+        observer: Observer | None = None,
+        is_reachable: Callable[[Upstream], bool] = lambda _: True,
+    ) -> None:
         self.routing = routing
         self.listed: dict[str, Upstream] = {}
         self.leaving: list[Upstream] = []
@@ -30,6 +40,8 @@ class Cluster:
         self.rng = Random()
         self.is_open = True
         self._turn = 0
+        self._observer = observer
+        self._is_reachable = is_reachable
 
     def replace(self, specs: Iterable[ReplicaSpec]) -> None:
         """Replace the list of replicas; a name with a new address is a new replica."""
@@ -42,7 +54,10 @@ class Cluster:
                 logger.info("replica %s leaves", name)
         for name, spec in wanted.items():
             if name not in self.listed:
-                upstream = Upstream(spec, self.routing.stale_after_s, self.routing.dead_after_s)
+                routing = self.routing
+                upstream = Upstream(
+                    spec, routing.stale_after_s, routing.dead_after_s, self._observer
+                )
                 upstream.start()
                 self.listed[name] = upstream
                 logger.info("replica %s joins at %s", name, spec.url)
@@ -55,7 +70,15 @@ class Cluster:
         """The replicas that may get new requests."""
         if not self.is_open:
             return []
-        return [upstream for upstream in self.listed.values() if upstream.ready]
+        return [upstream for upstream in self.listed.values() if self._is_ready(upstream)]
+
+    def _is_ready(self, upstream: Upstream) -> bool:
+        return upstream.ready and self._is_reachable(upstream)
+
+    def status(self, upstream: Upstream) -> str:
+        """The status of a replica in one word, for operators."""
+        status = upstream.status
+        return status if status != "ready" or self._is_ready(upstream) else "starting"
 
     def in_order(self, routed: RoutedRequest, now_s: float) -> list[Upstream]:
         """The ready replicas in the order in which a request would try them now.
@@ -88,17 +111,10 @@ class Cluster:
             self.leaving.remove(upstream)
             await upstream.close()
 
-    async def close(self, reason: str) -> None:
-        """End every exchange and close every connection."""
+    async def close(self) -> None:
+        """Close every connection; new requests find no replica."""
         self.is_open = False
-        self.abort(reason)
         await asyncio.gather(*(upstream.close() for upstream in self.all()))
-
-    def abort(self, reason: str) -> None:
-        """End every exchange; new requests find no replica."""
-        self.is_open = False
-        for upstream in self.all():
-            upstream.abort(reason)
 
 
 @dataclass(frozen=True, slots=True)

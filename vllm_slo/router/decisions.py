@@ -32,16 +32,17 @@ from vllm_slo.router.front_errors import (
 )
 from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.prompts import Prompt
-from vllm_slo.router.protocol import (
-    AGE_HEADER,
-    TICKET_HEADER,
-    TOKEN_HEADER,
-    UNATTAINABLE_HEADER,
-)
 from vllm_slo.router.request_reader import Request, RequestReader
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
 from vllm_slo.slo.verdicts import Declined
 from vllm_slo.wire.api_errors import error_body
+from vllm_slo.wire.front_protocol import (
+    AGE_HEADER,
+    RETRIED,
+    TICKET_HEADER,
+    TOKEN_HEADER,
+    UNATTAINABLE_HEADER,
+)
 
 OWN_PATHS: Final = "/vllm-slo/"
 """Paths of replicas that the token opens. Clients do not get them."""
@@ -58,6 +59,7 @@ class Decision:
         fallbacks: replicas to try in turn if this one cannot be reached; they take the same
             ``headers``.
         promised: whether the shadow of the replica promises the objectives.
+        is_last: whether the answer goes to the client, whatever it is: no other replica is tried.
     """
 
     exchange: str
@@ -66,6 +68,7 @@ class Decision:
     removed: tuple[str, ...]
     fallbacks: tuple[ReplicaSpec, ...]
     promised: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class Decisions:
         self.cluster = cluster
         self._metrics = metrics
         self._decline_status = config.decline_status
-        self._reader = RequestReader(cluster, config.http_policy())
+        self.reader = RequestReader(cluster, config.http_policy())
         self._asks_again = asks_again
         self._running: dict[str, _Exchange] = {}
         # One counter for all replicas, so that a fallback takes the ticket of the replica before
@@ -135,7 +138,7 @@ class Decisions:
 
     def close(self) -> None:
         """End the process that reads large bodies."""
-        self._reader.close()
+        self.reader.close()
 
     # --- the calls of the data plane -------------------------------------------------------------
 
@@ -152,7 +155,7 @@ class Decisions:
         routed, prompt, label = None, None, "no_slo"
         if request.needs_body:
             try:
-                routed, prompt, label = await self._reader.read(request)
+                routed, prompt, label = await self.reader.read(request)
             except InvalidSLOError as error:
                 if request.is_generation:
                     self._metrics.requests.labels("invalid").inc()
@@ -220,7 +223,7 @@ class Decisions:
         state = self._running.get(exchange)
         if state is None:
             return
-        self._reader.learn(state.request, state.prompt, prompt_tokens)
+        self.reader.learn(state.request, state.prompt, prompt_tokens)
         if state.began or state.upstream is None:
             return
         state.began = True
@@ -249,7 +252,7 @@ class Decisions:
         state = self._running.pop(exchange, None)
         if state is None:
             return
-        self._reader.learn(state.request, state.prompt, prompt_tokens)
+        self.reader.learn(state.request, state.prompt, prompt_tokens)
         if client_left:
             self._metrics.client_gone.inc()
         self._release(state)
@@ -284,16 +287,28 @@ class Decisions:
         self._take(state, upstream, next(self._tickets), promised=promised)
         age_ms = (time.monotonic() - state.request.arrival_s) * 1000
         headers = {TOKEN_HEADER: upstream.spec.token, AGE_HEADER: f"{max(age_ms, 0.0):.3f}"}
-        if state.routed is not None:
-            headers[TICKET_HEADER] = str(state.ticket)
-            if (wish := self._wish(choice)) is not None:
-                headers[UNATTAINABLE_HEADER] = wish
-        others = (other.spec for other in state.placement.fallbacks(choice))
+        headers[TICKET_HEADER] = str(state.ticket)
+        wish = None if state.routed is None else self._wish(choice)
+        if wish is not None:
+            headers[UNATTAINABLE_HEADER] = wish
+        others = [other.spec for other in state.placement.fallbacks(choice)]
         fallbacks = tuple(spec for spec in others if spec.token == upstream.spec.token)
-        removed = state.request.own_headers - headers.keys()
         return Decision(
-            state.name, upstream.spec, headers, tuple(sorted(removed)), fallbacks, promised
+            state.name,
+            upstream.spec,
+            headers,
+            tuple(sorted(state.request.own_headers - headers.keys())),
+            fallbacks,
+            promised,
+            wish != "decline" and (not others or self._is_last(state)),
         )
+
+    def _is_last(self, state: _Exchange) -> bool:
+        """Whether a failure of this try is the client's, though other replicas are there."""
+        declines = state.routed is not None and state.routed.declines
+        # The data plane cannot tell such a refusal from a failure.
+        looks_failed = declines and self._decline_status in RETRIED
+        return looks_failed or state.placement.failures >= self.cluster.routing.retries
 
     def _wish(self, choice: Choice) -> str | None:
         """What the replica does if it cannot promise; None: as the request asks."""

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of the front, the one public port before several replicas.
+"""The front of several replicas: HAProxy, which carries the bytes, and the decision service.
 
 `python -m vllm_slo.router.front --host H --port P --config JSON`, started by a parent:
 
 - stdin: JSON lines, each with all replicas; the front stops at the end of stdin.
 - stdout: JSON lines: ``{"listening": url}`` once, then ``{"wanted": n, "ready": m}`` on change.
 - SIGTERM, or the end of stdin: running requests have `RoutingConfig.drain_s` to end.
+
+Both processes are started again when they end. This process keeps the public socket open, so that
+connections wait while HAProxy starts. While the decision service starts, HAProxy sends requests to
+the replica with the fewest connections.
 
 Exit status: 0 after a drain, 2 if it cannot start.
 """
@@ -14,74 +18,237 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
+import shutil
 import signal
+import socket
 import sys
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
-from vllm_slo.errors import ConfigError
-from vllm_slo.router.front_server import Front, FrontConfig
-from vllm_slo.router.upstream import ReplicaSpec
+from vllm_slo.errors import ConfigError, VllmSLOError
+from vllm_slo.router.child import Child
+from vllm_slo.router.child_process import heed_signals, read_stdin, report_line, run
+from vllm_slo.router.front_config import FrontConfig
+from vllm_slo.router.haproxy import connections_allowed, find_haproxy
+from vllm_slo.router.haproxy_config import ProxySettings, configuration, environment, keys_text
 
 logger = logging.getLogger("vllm_slo.front")
 
-MAX_STDIN_LINE_BYTES: Final = 16 * 1024 * 1024
+BACKLOG: Final = 4_096
+STEADY_S: Final = 5.0
+"""A process that ran longer did not fail at its start."""
+MAX_FAILURES: Final = 8
+"""Starts of a process that failed in a row, after which the front ends."""
+PAUSE_S: Final = 0.1
+"""Before the second start in a row; it doubles, up to `MAX_PAUSE_S`."""
+MAX_PAUSE_S: Final = 5.0
+PROXY_END_S: Final = 2.0
+"""Time for HAProxy to write what it holds when everything has ended."""
+DRAIN_MARGIN_S: Final = 5.0
 
 
-def _report_line(message: Mapping[str, Any]) -> None:
-    """Write one line to stdout; the line is dropped if the parent does not read."""
+class FrontFailedError(VllmSLOError):
+    """A process of the front fails at every start."""
+
+
+class Front:
+    """The two processes of a front, from their start to their end.
+
+    Args:
+        config_json: for the decision service; as ``config``.
+        haproxy: the program.
+        listener: the public socket, which listens.
+        report: called with each message for the parent.
+    """
+
+    def __init__(
+        self,
+        config: FrontConfig,
+        config_json: str,
+        haproxy: Path,
+        listener: socket.socket,
+        folder: Path,
+        report: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.stop = asyncio.Event()
+        self._drain_s = config.slo.routing.drain_s
+        self._config_json = config_json
+        self._haproxy = haproxy
+        self._listener = listener
+        self._report = report
+        self._settings = ProxySettings(
+            folder, listener.fileno(), config.api_keys, connections_allowed()
+        )
+        self._replicas: Mapping[str, Any] = {"replicas": []}
+        self._generation = 0
+        self._service: Child | None = None
+        self._proxy: Child | None = None
+        self._announced = False
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """A new list of replicas: ``{"replicas": [...]}``."""
+        self._replicas = message
+        if self._service is not None:
+            self._service.write(message)
+
+    async def run(self) -> None:
+        """Serve until `stop` is set, then drain.
+
+        Raises:
+            FrontFailedError: a process does not start.
+        """
+        self._settings.keys_file.write_text(keys_text(self._settings.api_keys))
+        self._config_file.write_text(configuration(self._settings))
+        tasks = [asyncio.create_task(self._keep(start)) for start in (self._serve, self._relay)]
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            await self._drain()
+            for task in (*tasks, stopping):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+
+    @property
+    def _config_file(self) -> Path:
+        return self._settings.folder / "haproxy.cfg"
+
+    async def _keep(self, start: Callable[[], Any]) -> None:
+        """Run a process again and again.
+
+        Raises:
+            FrontFailedError: it fails at every start.
+        """
+        failures = 0
+        while not self.stop.is_set():
+            begun_s = time.monotonic()
+            why = await start()
+            if self.stop.is_set():
+                return
+            failures = 1 if time.monotonic() - begun_s > STEADY_S else failures + 1
+            logger.error(why)
+            if failures >= MAX_FAILURES:
+                raise FrontFailedError(why)
+            if failures > 1:
+                await asyncio.sleep(min(PAUSE_S * 2**failures, MAX_PAUSE_S))
+
+    async def _serve(self) -> str:
+        """Run the decision service; returns how it ended."""
+        service = Child(
+            [
+                *(sys.executable, "-m", "vllm_slo.router.decision_service"),
+                *("--folder", str(self._settings.folder), "--config", self._config_json),
+            ],
+            os.environ,
+            patience_s=self._drain_s + DRAIN_MARGIN_S,
+        )
+        await service.start()
+        self._service = service
+        service.write(self._replicas)
+        self._tell_generation()
+        while (message := await service.read()) is not None:
+            if "deciding" not in message:
+                self._report(message)
+            elif not self._announced:
+                self._announced = True
+                self._report({"listening": _url(self._listener)})
+        return await service.obituary("the decision service")
+
+    async def _relay(self) -> str:
+        """Run HAProxy; returns how it ended."""
+        self._generation += 1
+        proxy = Child(
+            [str(self._haproxy), "-db", "-q", "-f", str(self._config_file)],
+            environment(self._settings, self._generation),
+            pass_fds=(self._listener.fileno(),),
+        )
+        await proxy.start()
+        self._proxy = proxy
+        self._tell_generation()
+        while await proxy.read() is not None:
+            pass
+        return await proxy.obituary("HAProxy")
+
+    def _tell_generation(self) -> None:
+        if self._service is not None and self._generation:
+            self._service.write({"generation": self._generation})
+
+    async def _drain(self) -> None:
+        """No new connections; then the running requests; then the processes."""
+        self.stop.set()
+        self._listener.close()
+        if self._proxy is not None and self._proxy.returncode is None:
+            await _close_public(self._settings.admin_socket)
+        if self._service is not None and self._service.returncode is None:
+            await self._service.terminate(self._drain_s + DRAIN_MARGIN_S)
+        if self._proxy is not None and self._proxy.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._proxy.pid, signal.SIGUSR1)  # it ends once it has written everything
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._proxy.wait(), PROXY_END_S)
+            await self._proxy.kill()
+
+
+async def _close_public(admin: Path) -> None:
+    """Let HAProxy take no new connections; those that are open go on."""
     with suppress(OSError):
-        os.write(1, json.dumps(message).encode() + b"\n")
+        reader, writer = await asyncio.open_unix_connection(str(admin))
+        writer.write(b"shutdown frontend public\n")
+        await reader.read()
+        writer.close()
 
 
-def _read_stdin(loop: asyncio.AbstractEventLoop, front: Front) -> None:
-    """In a thread: pass every line of stdin to the loop; the end of stdin stops the front."""
-    held = b""
-    with suppress(OSError):
-        while chunk := os.read(0, 65_536):
-            *lines, held = (held + chunk).split(b"\n")
-            if len(held) > MAX_STDIN_LINE_BYTES:
-                break
-            for line in lines:
-                loop.call_soon_threadsafe(_take_replicas, front, line)
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(front.stop.set)
+def _listen(host: str, port: int) -> socket.socket:
+    """The public socket. An empty host stands for every address.
+
+    Raises:
+        OSError, OverflowError: it cannot listen there.
+    """
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+        )
+    else:
+        listener = socket.create_server(("", port), backlog=BACKLOG)
+    return listener
 
 
-def _take_replicas(front: Front, line: bytes) -> None:
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("::", "0.0.0.0"):
+        host = "0.0.0.0"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(config_json: str, haproxy: str | None, host: str, port: int) -> None:
+    """Run a front whose replicas come from stdin.
+
+    Raises:
+        ConfigError, OSError, OverflowError, FrontFailedError: it cannot start.
+    """
+    config = FrontConfig.from_json(config_json)
+    program = find_haproxy(haproxy)
+    listener = _listen(host, port)
+    folder = Path(tempfile.mkdtemp(prefix="vllm-slo-front-"))
     try:
-        given = json.loads(line)["replicas"]
-        specs = [ReplicaSpec.from_json(entry) for entry in given]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        logger.error("a line on stdin cannot be read: %s", type(error).__name__)
-        return
-    if front.cluster.is_open:
-        front.cluster.replace(specs)
-
-
-async def _serve(config: FrontConfig, host: str, port: int) -> None:
-    front = Front(config, _report_line)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, front.stop.set)
-    threading.Thread(target=_read_stdin, args=(loop, front), daemon=True).start()
-    await front.run(host, port)
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    """Run on uvloop if it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main)
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
+        front = Front(config, config_json, program, listener, folder, report_line)
+        heed_signals(front.stop)
+        read_stdin(front.take, front.stop)
+        await front.run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,26 +257,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--config", default="{}")
+    parser.add_argument("--haproxy", help="program to run as HAProxy")
     given = parser.parse_args(argv)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
     )
     try:
-        config = FrontConfig.from_json(given.config)
-        with suppress(OSError):
-            os.set_blocking(1, False)
-        _run(_serve(config, given.host, given.port))
-    except (ConfigError, OSError, OverflowError) as error:
-        sys.stderr.write(f"vllm-slo: error: {_one_line(error, given)}\n")
+        run(serve(given.config, given.haproxy, given.host, given.port))
+    except (ConfigError, FrontFailedError) as error:
+        sys.stderr.write(f"vllm-slo: error: {' '.join(str(error).split())}\n")
+        return 2
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        where = f"{given.host or '*'}:{given.port}"
+        sys.stderr.write(
+            f"vllm-slo: error: cannot listen on {where}: {reason}; choose another --port\n"
+        )
         return 2
     return 0
-
-
-def _one_line(error: BaseException, given: argparse.Namespace) -> str:
-    if isinstance(error, OSError | OverflowError):
-        reason = getattr(error, "strerror", None) or error
-        return f"cannot listen on {given.host or '*'}:{given.port}: {reason}; choose another --port"
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

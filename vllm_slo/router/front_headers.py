@@ -8,8 +8,8 @@ from typing import Final
 
 from multidict import CIMultiDict
 
-from vllm_slo.router.protocol import OWN_PREFIX
 from vllm_slo.router.upstream import Upstream
+from vllm_slo.wire.front_protocol import OWN_PREFIX
 
 REPLICA_HEADER: Final = "x-vllm-slo-replica"
 REQUEST_ID: Final = "X-Request-Id"

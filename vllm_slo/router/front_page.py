@@ -163,19 +163,18 @@ class FrontPages:
     def _replicas(self, request: web.BaseRequest) -> web.Response:
         now_s = time.monotonic()
         return json_response(
-            json.dumps([_shown(upstream, now_s) for upstream in self._cluster.all()]).encode()
+            json.dumps([self._shown(upstream, now_s) for upstream in self._cluster.all()]).encode()
         )
 
-
-def _shown(upstream: Upstream, now_s: float) -> dict[str, Any]:
-    state, age_s = upstream.virtual.state, upstream.age_s(now_s)
-    return {
-        "name": upstream.name,
-        "status": upstream.status,
-        "running": None if state is None else state.running,
-        "waiting": None if state is None else state.waiting,
-        "outstanding": upstream.virtual.outstanding,
-        "promised": 0 if state is None else len(state.committed) + sum(state.decoding.values()),
-        "load_tokens": upstream.virtual.load_tokens,
-        "state_age_s": None if age_s is None else round(age_s, 3),
-    }
+    def _shown(self, upstream: Upstream, now_s: float) -> dict[str, Any]:
+        state, age_s = upstream.virtual.state, upstream.age_s(now_s)
+        return {
+            "name": upstream.name,
+            "status": self._cluster.status(upstream),
+            "running": None if state is None else state.running,
+            "waiting": None if state is None else state.waiting,
+            "outstanding": upstream.virtual.outstanding,
+            "promised": 0 if state is None else len(state.committed) + sum(state.decoding.values()),
+            "load_tokens": upstream.virtual.load_tokens,
+            "state_age_s": None if age_s is None else round(age_s, 3),
+        }

@@ -22,7 +22,7 @@ from ray import serve
 from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.router.child import Child
 from vllm_slo.router.front_actor import FRONT, KILL_MARGIN_S, REGISTER_EVERY_S
-from vllm_slo.router.protocol import TOKEN_HEADER
+from vllm_slo.wire.front_protocol import TOKEN_HEADER
 
 logger = logging.getLogger("ray.serve")
 
@@ -56,7 +56,7 @@ class ReplicaSpec:
     def command(self, private_host: str) -> list[str]:
         return [
             *(sys.executable, "-m", self.module),
-            *("--private-host", private_host, "--drain-s", str(self.drain_s), "--"),
+            *("--private-host", private_host, "--"),
             *serve_arguments(self.model, self.vllm_args, json.loads(self.additional_config)),
         ]
 

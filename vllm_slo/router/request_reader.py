@@ -12,10 +12,10 @@ from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.router.body_reader import Asked, BodyReader
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.prompts import Prompt, TokenRatio
-from vllm_slo.router.protocol import OWN_PREFIX
 from vllm_slo.slo.body import is_json_type
 from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, Policy, slo_headers
 from vllm_slo.wire.api_errors import is_anthropic
+from vllm_slo.wire.front_protocol import OWN_PREFIX
 
 
 @dataclass(frozen=True, slots=True)

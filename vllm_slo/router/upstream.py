@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica as the front sees it: connections, state stream, shadow state."""
+"""One replica as the front sees it: its state stream, its shadow state, its pages."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -20,7 +18,7 @@ from yarl import URL
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.virtual_replica import VirtualReplica
 from vllm_slo.router.prompts import PrefixIndex
-from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER
+from vllm_slo.wire.front_protocol import STATE_PATH, TOKEN_HEADER, TOKEN_VARIABLE
 
 logger = logging.getLogger("vllm_slo.front")
 
@@ -100,17 +98,42 @@ class ReplicaSpec:
         return f"ReplicaSpec({self.name!r}, {self.url!r})"  # without the token
 
 
+class Observer(Protocol):
+    """Is told what the state streams of replicas say beside the state."""
+
+    def connected(self, upstream: Upstream, live: Collection[str]) -> None:
+        """A state stream has begun. ``live``: tickets of the requests that are at the replica."""
+
+    def told(self, upstream: Upstream, event: str, ticket: str, *more: Any) -> None:
+        """An event of a request; see `engine.http.state_feed`."""
+
+    def lost(self, upstream: Upstream) -> None:
+        """The replica counts as dead: nothing of what it still does is of use."""
+
+
 class Upstream:
-    """One replica: HTTP client, reader of its state stream, running exchanges.
+    """One replica: reader of its state stream, and HTTP client for its pages and quotes.
 
     Invariant: `ready` is true only if the state stream is connected, its last line is younger than
     ``stale_after_s``, and the replica neither drains nor is dead. `tick` detects silence;
     time in which this process itself was held up does not count.
 
-    ``stale_after_s``, ``dead_after_s``: as in `RoutingConfig`.
+    Args:
+        stale_after_s, dead_after_s: as in `RoutingConfig`.
+        observer: told of the events of its stream; None: nobody.
+
+    Attributes:
+        address: IP address and port of the state stream's connection; None before the first.
+        running: requests and quotes that are at the replica.
     """
 
-    def __init__(self, spec: ReplicaSpec, stale_after_s: float, dead_after_s: float) -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        stale_after_s: float,
+        dead_after_s: float,
+        observer: Observer | None = None,
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.virtual = VirtualReplica(spec.name)
@@ -121,15 +144,13 @@ class Upstream:
         self.engine_dead = False
         self.connected = False
         self.running = 0
-        self.abort_reason = ""
+        self.address: tuple[str, int] | None = None
+        self._observer = observer
         self._stale_after_s = stale_after_s
         self._dead_after_s = dead_after_s
         self._heard_s: float | None = None
         self._silent = True
         self._aborted = False
-        # Grows over restarts of the front, too, because a replica keeps the highest ticket it saw.
-        self.tickets = itertools.count(time.time_ns() // 1_000 + 1)
-        self._scopes: set[asyncio.Timeout] = set()
         self._urls: dict[str, URL] = {}
         self._unreadable = False
         self._listening: asyncio.Timeout | None = None
@@ -196,32 +217,12 @@ class Upstream:
             self._aborted = True
             logger.warning("replica %s: silent for %.1f s, treated as dead", self.name, silence_s)
             self.prefixes.clear()
-            self.abort("the replica that worked on this request stopped responding")
+            if self._observer is not None:
+                self._observer.lost(self)
             if self._listening is not None:
                 self._listening.reschedule(0.0)  # a new connection may work
 
     # --- requests --------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def exchange(self) -> AsyncIterator[None]:
-        """A part of an exchange with this replica, which `abort` can end.
-
-        Raises:
-            TimeoutError: `abort` was called inside.
-        """
-        async with asyncio.timeout(None) as scope:
-            self._scopes.add(scope)
-            try:
-                yield
-            finally:
-                self._scopes.discard(scope)
-
-    def abort(self, reason: str) -> None:
-        """End the running exchanges: each sees a TimeoutError."""
-        self.abort_reason = reason
-        for scope in self._scopes:
-            scope.reschedule(0.0)
-        self._scopes.clear()
 
     def request(
         self, method: str, target: str, headers: Any, body: Any
@@ -280,7 +281,8 @@ class Upstream:
             self.request("GET", STATE_PATH, headers, None) as answer,
         ):
             if answer.status != 200:
-                raise ValueError(f"the state stream answers {answer.status}")
+                raise ValueError(_why_no_stream(answer.status))
+            self.address = _peer(answer)
             try:
                 await self._listen(answer.content, listening)
             finally:
@@ -293,8 +295,8 @@ class Upstream:
             if len(held) > MAX_LINE_BYTES:
                 raise ValueError("a line of the state stream does not end")
             if newline:
-                # Only the newest line matters.
-                self.hear(lines.rpartition(b"\n")[2], time.monotonic())
+                for line in lines.split(b"\n"):
+                    self.hear(line, time.monotonic())
                 if self._listening is None:
                     # From now on `tick` detects silence.
                     listening.reschedule(None)
@@ -315,6 +317,11 @@ class Upstream:
         self.engine_dead = bool(content.get("dead"))
         if (state := content.get("state")) is not None:
             self._update(state, now_s - float(content.get("age_s") or 0.0))
+        if self._observer is not None:
+            if (live := content.get("live")) is not None:
+                self._observer.connected(self, [str(ticket) for ticket in live])
+            for event, ticket, *more in content.get("events", ()):
+                self._observer.told(self, event, str(ticket), *more)
 
     def _update(self, state: Any, taken_s: float) -> None:
         try:
@@ -323,3 +330,23 @@ class Upstream:
             if not self._unreadable:
                 logger.warning("replica %s: its state cannot be read: %s", self.name, error)
             self._unreadable = True
+
+
+def _peer(answer: aiohttp.ClientResponse) -> tuple[str, int] | None:
+    """IP address and port at the other end of an answer's connection."""
+    transport = None if answer.connection is None else answer.connection.transport
+    if transport is None:
+        return None
+    host, port = transport.get_extra_info("peername")[:2]
+    return str(host), int(port)
+
+
+def _why_no_stream(status: int) -> str:
+    if status == 401:
+        return "it refuses the front's token (401)"
+    if status == 404:
+        return (
+            "it has no state stream (404): start it with --scheduler-cls vllm_slo.Scheduler and "
+            f"the front's token in {TOKEN_VARIABLE}"
+        )
+    return f"its state stream answers {status}"

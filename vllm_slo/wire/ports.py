@@ -29,17 +29,17 @@ def free_ports(count: int) -> int:
     raise OSError(f"127.0.0.1: found no {count} adjacent ports that are free")
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that is free now and outside the range of outgoing connections.
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of an address that is free now and outside the range of outgoing connections.
 
     A server binds its port up to a minute after the port was chosen. In that minute an outgoing
     connection may take any port of the ephemeral range. A client that polls such a port can even
     connect to itself.
     """
     for port in _candidates(1):
-        if bound := _bound(port):
+        if bound := _bound(port, host):
             return bound
-    return _bound(0)
+    return _bound(0, host)
 
 
 def _candidates(count: int) -> list[int]:
@@ -55,11 +55,12 @@ def _first_ephemeral() -> int:
         return USUAL
 
 
-def _bound(port: int) -> int:
+def _bound(port: int, host: str = "127.0.0.1") -> int:
     """The port that was bound; 0: it is taken."""
-    with socket.socket() as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             if port == 0:
                 raise

@@ -19,6 +19,12 @@ def vllm_config_of(app: Any) -> Any:
     return getattr(getattr(app, "state", None), "vllm_config", None)
 
 
+def engine_is_dead(app: Any) -> bool:
+    """Whether the application's engine has failed for good."""
+    client = getattr(getattr(app, "state", None), "engine_client", None)
+    return bool(getattr(client, "errored", False))
+
+
 def has_reasoning_parser(vllm_config: Any) -> bool:
     """Whether the server tells the model's thinking from its answer."""
     outputs = getattr(vllm_config, "structured_outputs_config", None)

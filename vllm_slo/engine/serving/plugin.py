@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import wrapt
@@ -28,7 +29,9 @@ from vllm_slo.engine.compat.probe import check, imports
 from vllm_slo.engine.compat.seams import SERVING, check_scheduling
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import lifeline
+from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
 from vllm_slo.errors import VllmSLOError
+from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
 
 
 def register() -> None:
@@ -50,6 +53,7 @@ def register() -> None:
         folder = exposition.choose_folder()
         atexit.register(_leave, folder, os.getpid())
         REGISTRY.register(exposition.FolderCollector(folder))
+        _open_to_front()
         if MIDDLEWARE not in (flags.values("--middleware") or ()):
             sys.argv = [*sys.argv, "--middleware", MIDDLEWARE]
 
@@ -119,6 +123,20 @@ def share_log() -> None:
     if not logging.getLogger().handlers:
         ours.parent = logging.getLogger("vllm")
         ours.setLevel(ours.level)  # clears the cache of enabled levels
+
+
+def _open_to_front() -> None:
+    """If a front is to be served, name the socket to which the scheduler sends its state.
+
+    The engine's processes end with this one, because a front sends nothing to a server that died,
+    and its engine would hold the memory of the next one.
+    """
+    if not os.environ.get(TOKEN_VARIABLE):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="vllm-slo-"))
+    lifeline.hold(folder)
+    os.environ[SOCKET_VARIABLE] = str(folder / "state")
+    atexit.register(_leave, folder, os.getpid())
 
 
 def _leave(folder: Path, owner: int) -> None:

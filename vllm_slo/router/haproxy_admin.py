@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime interface of HAProxy: which replica is in which slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vllm_slo.router.haproxy_config import SLOTS
+
+logger = logging.getLogger("vllm_slo.front")
+
+PATIENCE_S: Final = 5.0
+RETRY_S: Final = 0.05
+_BACKENDS: Final = ("replicas", "last", "alone")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a slot holds.
+
+    Attributes:
+        host: IP address.
+        alone: whether HAProxy may choose this slot itself while the decision service is gone.
+    """
+
+    host: str
+    port: int
+    alone: bool = False
+
+
+class ProxyAdmin:
+    """Keeps HAProxy's slots as they are wanted, over restarts of HAProxy.
+
+    A name keeps its slot until it is forgotten. `generation` is that of the HAProxy which has all
+    wanted slots; 0 before the first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.generation = 0
+        self.token = ""
+        self._path = path
+        self._slots: dict[str, int] = {}
+        self._wanted: dict[str, Place] = {}
+        self._made: dict[str, Place] = {}
+        self._made_token = ""
+        self._running_generation = 0
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Condition()
+
+    # --- what is wanted --------------------------------------------------------------------------
+
+    def want(self, name: str, place: Place) -> None:
+        """Give a replica a slot, or change it.
+
+        Raises:
+            ValueError: no slot is left.
+        """
+        if name not in self._slots:
+            free = set(range(1, SLOTS + 1)) - set(self._slots.values())
+            if not free:
+                raise ValueError(f"all {SLOTS} slots are taken; start another front")
+            self._slots[name] = min(free)
+        if self._wanted.get(name) != place:
+            self._wanted[name] = place
+            self._changed.set()
+
+    def forget(self, name: str) -> None:
+        """Free the slot of a replica that has left."""
+        self._wanted.pop(name, None)
+        self._made.pop(name, None)
+        if (slot := self._slots.pop(name, None)) is not None:
+            asyncio.get_running_loop().create_task(
+                self._try([f"set server alone/r{slot} state maint"])
+            )
+
+    def started(self, generation: int) -> None:
+        """HAProxy was started anew, with empty slots."""
+        self._running_generation = generation
+        self._made.clear()
+        self._made_token = ""
+        self._changed.set()
+
+    def slot(self, name: str) -> str:
+        """The server name of a replica's slot."""
+        return f"r{self._slots[name]}"
+
+    def is_placed(self, name: str) -> bool:
+        """Whether HAProxy has the replica where it is wanted."""
+        return name in self._made and self._made[name] == self._wanted.get(name)
+
+    async def cut(self, name: str) -> None:
+        """End all connections to a replica."""
+        if (slot := self._slots.get(name)) is not None:
+            await self._try([f"shutdown sessions server {b}/r{slot}" for b in _BACKENDS])
+
+    async def settled(self, generation: int) -> None:
+        """Wait until this HAProxy, or a newer one, has its slots; at most `PATIENCE_S`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S), self._settled:
+                await self._settled.wait_for(lambda: self.generation >= generation)
+
+    # --- making it so ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Make the slots as they are wanted, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            generation, token = self._running_generation, self.token
+            due = {n: p for n, p in self._wanted.items() if self._made.get(n) != p}
+            commands = [line for name, place in due.items() for line in self._commands(name, place)]
+            if token != self._made_token:
+                commands.append(f"experimental-mode on; set var proc.slo_token str({token})")
+            if not generation or (commands and not await self._try(commands)):
+                await asyncio.sleep(RETRY_S)
+                self._changed.set()
+                continue
+            if generation == self._running_generation:
+                self._made.update(due)
+                self._made_token = token
+                async with self._settled:
+                    self.generation = generation
+                    self._settled.notify_all()
+
+    def set_token(self, token: str) -> None:
+        """The token that HAProxy itself shows to replicas while the decision service is gone."""
+        if token != self.token:
+            self.token = token
+            self._changed.set()
+
+    def _commands(self, name: str, place: Place) -> list[str]:
+        slot = self.slot(name)
+        moved = [
+            f"set server {backend}/{slot} addr {place.host} port {place.port}"
+            for backend in _BACKENDS
+        ]
+        state = "ready" if place.alone else "maint"
+        return [*moved, f"set server alone/{slot} state {state}"]
+
+    async def _try(self, commands: Sequence[str]) -> bool:
+        """Whether HAProxy took all commands."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return all([await self._command(command) for command in commands])
+        except (OSError, TimeoutError) as error:
+            logger.debug("HAProxy's admin socket: %r", error)
+            return False
+
+    async def _command(self, command: str) -> bool:
+        reader, writer = await asyncio.open_unix_connection(str(self._path))
+        try:
+            writer.write(command.encode() + b"\n")
+            answer = (await reader.read()).decode().strip()
+        finally:
+            writer.close()
+        refused = not command.startswith("shutdown ") and _is_refusal(answer)
+        if refused:
+            logger.error("HAProxy refuses '%s': %s", command.split(" str(")[0], answer)
+        return not refused
+
+
+def _is_refusal(answer: str) -> bool:
+    return bool(answer) and not answer.startswith(
+        ("no need to change", "IP changed", "port changed")
+    )
