@@ -378,9 +378,10 @@ def test_carriers_count_where_they_are_whole() -> None:
 def test_any_beginning_is_routed(body: bytes) -> None:
     async def main() -> None:
         plane = Plane("a")
-        decision = await plane.decide(body=body or b" ", total_bytes=35_000)
-        tokens = plane.cluster.listed["a"].virtual.load_tokens
-        assert tokens >= 1
+        slo = [(b"x-slo-ttft-ms", b"2000")]
+        decision = await plane.decide(body=body or b" ", headers=slo, total_bytes=3_500)
+        assert decision.promised  # carriers in headers are always there
+        assert plane.cluster.listed["a"].virtual.load_tokens > 900  # by the length of the whole
         plane.decisions.ended(decision.exchange)
         assert plane.outstanding() == 0
 

@@ -133,6 +133,11 @@ class Decisions:
         """Requests that have been decided and have not ended."""
         return len(self._running)
 
+    @property
+    def bytes_per_token(self) -> float:
+        """What answers taught about the length of prompts."""
+        return self._reader.ratio.bytes_per_token
+
     def close(self) -> None:
         """End the process that reads large bodies."""
         self._reader.close()

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from vllm_slo.config.yaml_nodes import line_of, near, parse
@@ -112,6 +112,19 @@ def _refuse_twice(specs: Sequence[ReplicaSpec], where: str) -> None:
         raise ConfigError(f"{where}: name: there are two replicas {last.name}; remove one")
 
 
+class Source(Protocol):
+    """Where the list of replicas comes from."""
+
+    async def read(self) -> list[ReplicaSpec]:
+        """The replicas that there are now.
+
+        Raises:
+            ConfigError: the source has a mistake.
+            OSError: it does not answer.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Urls:
     """The replicas of ``--replica``, which do not change."""
@@ -183,9 +196,6 @@ class Dns:
         where = f"--replicas-from DNS:{self.name}:{self.port}"
         urls = (f"http://{address_of(host, self.port)}" for host in hosts)
         return [spec_of_url(url, self.token, where) for url in urls]
-
-
-Source = Urls | File | Dns
 
 
 def source_of(urls: Iterable[str], replicas_from: str | None, token: str | None) -> Source:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.router.body_reader import Asked, BodyReader
@@ -16,6 +18,8 @@ from vllm_slo.router.protocol import OWN_PREFIX
 from vllm_slo.slo.body import is_json_type
 from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, Policy, slo_headers
 from vllm_slo.wire.api_errors import is_anthropic
+
+_PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,9})')
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,12 @@ class Request:
         return {name for name in names if name.startswith(OWN_PREFIX)}
 
 
+def prompt_tokens_in(tail: bytes) -> int | None:
+    """The prompt's token count in the end of an answer; None if it has none."""
+    count = _PROMPT_TOKENS.search(tail, max(tail.rfind(b'"usage"'), 0))
+    return None if count is None else int(count[1])
+
+
 class RequestReader:
     """Reads requests, with what earlier answers taught about the length of prompts.
 
@@ -93,8 +103,7 @@ class RequestReader:
             headers, now_s = slo_headers(request.headers), self._epoch()
             asked = await self._bodies.read(request.body, headers, now_s, request.total_bytes)
         if asked is None:
-            unread = Prompt(request.total_bytes or 0, is_plain=False)
-            return RoutedRequest(self.ratio.tokens(unread)), Prompt(), "no_slo"
+            return RoutedRequest(1), Prompt(), "no_slo"
         label = "no_slo" if asked.slo is None else "best_effort"
         routed = routed_request(asked, self._cluster, self.ratio, request.arrival_s)
         return routed, asked.prompt, label

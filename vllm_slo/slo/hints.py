@@ -22,8 +22,8 @@ HINT_HEADERS: Final[Mapping[str, str]] = {
     "x-vllm-priority": "priority",
     "x-session-id": "session_id",
 }
-"""Header of a gateway, or of vLLM -> name of the hint. Of two headers for one hint the later counts:
-``x-gateway-*`` are the Gateway API Inference Extension's names, which llm-d's have replaced."""
+"""Header of a gateway, or of vLLM -> name of the hint. Of two headers for one hint the later one
+counts: ``x-gateway-*`` are older names of the Gateway API Inference Extension."""
 HINTS_OF: Final[Mapping[str, frozenset[str]]] = {
     "class": frozenset({"slo_class", "priority"}),
     "tier": frozenset({"slo_class", "priority", "ttft_ms"}),

