@@ -36,7 +36,7 @@ Ask = Callable[..., Coroutine[Any, Any, httpx.Response]]
 @pytest.fixture(scope="module")
 def started() -> Iterator[list[Fake]]:
     with processes() as keep:
-        fakes = [keep(Fake("a")), keep(Fake("b"))]
+        fakes = [keep(Fake(name, token="one for all")) for name in "ab"]
         for fake in fakes:
             fake.line("url")
         yield fakes
@@ -53,6 +53,7 @@ def through(
     fakes: list[Fake],
     folder: Path,
     main: Callable[[PickerServer, Ask], Coroutine[Any, Any, None]],
+    fallbacks: int = 0,
     **gateway: Any,
 ) -> None:
     """Run ``main`` with the picker and a function that sends requests through Envoy."""
@@ -61,9 +62,8 @@ def through(
 
     async def run() -> None:
         certificate = Certificate(None) if gateway["tls"] else None
-        async with picker(Replicas(specs), certificate) as server:
+        async with picker(Replicas(specs), certificate, fallbacks) as server:
             port = server.bound["picker"]
-            await asyncio.to_thread(lambda: None)
             before = envoy(PROGRAM, folder, port, **gateway)
             url = await asyncio.to_thread(before.__enter__)
             try:
@@ -152,5 +152,37 @@ def test_a_client_that_leaves_ends_its_request(fakes: list[Fake], tmp_path: Path
         ended = [one["ended"] for fake in fakes for one in fake.seen() if one.get("ticket")]
         assert ended == ["aborted"]
         assert server.metrics.client_gone._value.get() == 1
+
+    through(fakes, tmp_path, main)
+
+
+def test_a_gateway_that_reads_lists_tries_the_fallback(fakes: list[Fake], tmp_path: Path) -> None:
+    async def main(server: PickerServer, ask: Ask) -> None:
+        retried = 0
+        for number in range(4):
+            for fake in fakes:
+                fake.reset()
+            fakes[number // 2].knobs(status=503, status_times=1)
+            reply = await ask(json={"prompt": "x", "slo": SLO, "max_tokens": 2})
+            assert reply.status_code == 200, reply.text
+            tickets = [one["ticket"] for fake in fakes for one in fake.seen() if one.get("ticket")]
+            assert len(set(tickets)) == 1  # the fallback gets the same
+            retried += len(tickets) - 1
+        assert retried  # half of the time it is the failing one's turn
+
+    ports = [int(fake.line("url")["url"].rpartition(":")[2]) for fake in fakes]
+    through(fakes, tmp_path, main, fallbacks=1, replica_ports=ports)
+
+
+def test_a_gateway_that_takes_one_address_is_given_one(fakes: list[Fake], tmp_path: Path) -> None:
+    """Why `--fallbacks` is 0 by default: with a list the request has no destination."""
+
+    async def main(server: PickerServer, ask: Ask) -> None:
+        server.picker.fallbacks = 1
+        reply = await ask(json={"prompt": "x", "slo": SLO})
+        assert reply.status_code == 503, reply.text
+        server.picker.fallbacks = 0
+        reply = await ask(json={"prompt": "x", "slo": SLO})
+        assert reply.status_code == 200
 
     through(fakes, tmp_path, main)

@@ -7,11 +7,12 @@ import importlib.util
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from front_stack import PATIENCE_S, eventually, http
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -30,16 +31,22 @@ def binary() -> str | None:
 
 @contextmanager
 def envoy(
-    program: str, folder: Path, picker_port: int, *, tls: bool, mode: str, lists: bool = False
+    program: str,
+    folder: Path,
+    picker_port: int,
+    *,
+    tls: bool,
+    mode: str,
+    replica_ports: Sequence[int] = (),
 ) -> Iterator[str]:
     """The URL of a gateway before the picker.
 
     Args:
         mode: how bodies are sent to the picker, in both directions.
-        lists: whether the gateway tries the endpoints of a list in turn. If not, it takes the
-            header as the one address.
+        replica_ports: of the replicas that the gateway knows itself, so that it tries the
+            endpoints of a list in turn. Without any it takes the header as the one address.
     """
-    config = _config(picker_port, tls=tls, mode=mode, lists=lists)
+    config = _config(picker_port, tls, mode, replica_ports)
     (folder / "envoy.json").write_text(json.dumps(config))
     admin = folder / "admin"
     command = [program, "-c", str(folder / "envoy.json"), "--admin-address-path", str(admin)]
@@ -52,7 +59,10 @@ def envoy(
                 assert process.poll() is None, log.read_text()[-3_000:]
                 if not admin.exists() or not admin.read_text():
                     return None
-                page = http("GET", f"http://{admin.read_text()}/listeners?format=json").json()
+                try:
+                    page = http("GET", f"http://{admin.read_text()}/listeners?format=json").json()
+                except httpx.TransportError:
+                    return None
                 (listener,) = page["listener_statuses"]
                 address = listener["local_address"]["socket_address"]
                 return f"http://{address['address']}:{address['port_value']}"
@@ -66,17 +76,18 @@ def envoy(
                 process.kill()
 
 
-def _config(picker_port: int, *, tls: bool, mode: str, lists: bool) -> dict[str, Any]:
+def _config(picker_port: int, tls: bool, mode: str, ports: Sequence[int]) -> dict[str, Any]:
+    replicas = _listed(ports) if ports else _original()
     return {
         "admin": {"address": _address(0)},
         "static_resources": {
-            "listeners": [_listener(mode, lists)],
-            "clusters": [_picker(picker_port, tls), _listed() if lists else _original()],
+            "listeners": [_listener(mode, retries=bool(ports))],
+            "clusters": [_picker(picker_port, tls), replicas],
         },
     }
 
 
-def _listener(mode: str, lists: bool) -> dict[str, Any]:
+def _listener(mode: str, *, retries: bool) -> dict[str, Any]:
     sends = "SEND" if mode == "FULL_DUPLEX_STREAMED" else "SKIP"
     processing = {
         "@type": f"{_TYPE}extensions.filters.http.ext_proc.v3.ExternalProcessor",
@@ -92,8 +103,8 @@ def _listener(mode: str, lists: bool) -> dict[str, Any]:
         },
     }
     route: dict[str, Any] = {"cluster": "replicas", "timeout": "0s"}
-    if lists:
-        route["retry_policy"] = {"retry_on": "connect-failure", "num_retries": 2}
+    if retries:
+        route["retry_policy"] = {"retry_on": "5xx", "num_retries": 1}
     manager = {
         "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3."
         "HttpConnectionManager",
@@ -167,31 +178,28 @@ def _original() -> dict[str, Any]:
     }
 
 
-def _listed() -> dict[str, Any]:
-    """A cluster that takes the addresses of the header in turn, with nothing to fall back on."""
-    nobody = {
-        "name": "envoy.load_balancing_policies.round_robin",
-        "typed_config": {
-            "@type": f"{_TYPE}extensions.load_balancing_policies.round_robin.v3.RoundRobin"
-        },
-    }
-    policy = {
-        "name": "envoy.load_balancing_policies.override_host",
-        "typed_config": {
-            "@type": f"{_TYPE}extensions.load_balancing_policies.override_host.v3.OverrideHost",
-            "override_host_sources": [
-                {"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}}
-            ],
-            "fallback_policy": {"policies": [{"typed_extension_config": nobody}]},
-        },
+def _listed(ports: Sequence[int]) -> dict[str, Any]:
+    """A cluster that tries the addresses in the picker's metadata in turn."""
+    kind = f"{_TYPE}extensions.load_balancing_policies"
+    source = {"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}}
+    others = _policy("round_robin", {"@type": f"{kind}.round_robin.v3.RoundRobin"})
+    override = {
+        "@type": f"{kind}.override_host.v3.OverrideHost",
+        "override_host_sources": [source],
+        "fallback_policy": others,
     }
     return {
         "name": "replicas",
         "type": "STATIC",
         "connect_timeout": "1s",
-        "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
-        "load_assignment": {"cluster_name": "replicas", "endpoints": []},
+        "load_balancing_policy": _policy("override_host", override),
+        "load_assignment": _endpoint("replicas", *ports),
     }
+
+
+def _policy(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    extension = {"name": f"envoy.load_balancing_policies.{name}", "typed_config": config}
+    return {"policies": [{"typed_extension_config": extension}]}
 
 
 def _endpoint(cluster: str, *ports: int) -> dict[str, Any]:
