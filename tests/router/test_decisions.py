@@ -220,6 +220,18 @@ def test_paths_that_the_token_opens_are_refused(path: str) -> None:
     run(main())
 
 
+def test_a_gateway_may_remove_a_prefix_of_the_path() -> None:
+    async def main() -> None:
+        plane = Plane("a", "b")
+        plane.speak("a", **LOADED)
+        for path in ("/llm/v1/completions", "/llm/v1/slo/quote"):
+            decision = await plane.decide(body={"prompt": "x", "slo": SLO}, path=path)
+            assert decision.replica.name == "b"
+            plane.decisions.ended(decision.exchange)
+
+    run(main())
+
+
 def test_what_generates_nothing_goes_round() -> None:
     async def main() -> None:
         plane = Plane("a", "b")
@@ -328,6 +340,12 @@ def test_ended_without_a_beginning_counts_no_result() -> None:
         plane.decisions.began(refused.exchange)
         plane.decisions.ended(refused.exchange)
         assert plane.counted("declined") == 1 and plane.counted("no_slo") == 0
+        broken = await plane.decide()
+        plane.decisions.failed(broken.exchange)
+        plane.decisions.began(broken.exchange)
+        plane.decisions.ended(broken.exchange)
+        assert plane.counted("unavailable") == 1 and plane.counted("no_slo") == 0
+        assert len(plane.cluster.listed["a"].prefixes) == 0
 
     run(main())
 

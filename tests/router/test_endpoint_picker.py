@@ -410,6 +410,24 @@ def test_own_headers_of_replicas_stay_here(fakes: list[Fake]) -> None:
     run(main())
 
 
+def test_a_replicas_error_counts_as_unavailable(fakes: list[Fake]) -> None:
+    async def main() -> None:
+        async with picker(source(fakes)) as server, Stream(server, DUPLEX) as stream:
+            await stream.headers()
+            await stream.body(body(SLO))
+            await stream.read("request_headers")
+            await stream.read("request_body")
+            await stream.response(503)
+            await stream.read("response_headers")
+            await stream.body(b"{}", kind="response_body")
+            await stream.read("response_body")
+            await stream.finish()
+            assert await counted(server, "requests_total", result="unavailable") == 1
+            assert await counted(server, "requests_total", result="promised") == 0
+
+    run(main())
+
+
 # --- refusals ----------------------------------------------------------------------------------
 
 

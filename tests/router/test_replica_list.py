@@ -57,6 +57,9 @@ def test_a_replica_needs_a_token() -> None:
     for token in (None, ""):
         with pytest.raises(ConfigError, match="--token-file"):
             spec_of_url("http://a:1", token, "here")
+    for token in ("schlüssel", "two\nlines"):
+        with pytest.raises(ConfigError, match="use ASCII"):
+            spec_of_url("http://a:1", token, "here")
 
 
 def test_a_file_lists_urls_and_mappings() -> None:
@@ -98,8 +101,7 @@ def test_the_command_line_names_one_source(tmp_path: Path) -> None:
     assert source_of(["http://a:1"], None, "t") == Urls(("http://a:1",), "t")
     assert source_of([], str(tmp_path / "r"), None) == File(tmp_path / "r", None)
     assert source_of([], "dns:vllm.ns.svc:8000", "t") == Dns("vllm.ns.svc", 8000, "t")
-    wrong: Any
-    for wrong in (
+    for urls, replicas_from in (
         ([], None),
         (["http://a:1"], "f"),
         ([], "DNS:vllm"),
@@ -108,7 +110,7 @@ def test_the_command_line_names_one_source(tmp_path: Path) -> None:
         ([], "DNS:vllm:99999"),
     ):
         with pytest.raises(ConfigError):
-            source_of(*wrong, "t")
+            source_of(urls, replicas_from, "t")
     with pytest.raises(ConfigError, match="--token-file"):
         source_of([], "DNS:vllm:8000", None)
 

@@ -33,7 +33,7 @@ def binary() -> str | None:
 def envoy(
     program: str,
     folder: Path,
-    picker_port: int,
+    picker_port: int | None,
     *,
     tls: bool,
     mode: str,
@@ -42,6 +42,7 @@ def envoy(
     """The URL of a gateway before the picker.
 
     Args:
+        picker_port: None: there is no picker; clients set the header.
         mode: how bodies are sent to the picker, in both directions.
         replica_ports: of the replicas that the gateway knows itself, so that it tries the
             endpoints of a list in turn. Without any it takes the header as the one address.
@@ -57,15 +58,10 @@ def envoy(
 
             def listens() -> str | None:
                 assert process.poll() is None, log.read_text()[-3_000:]
-                if not admin.exists() or not admin.read_text():
-                    return None
                 try:
-                    page = http("GET", f"http://{admin.read_text()}/listeners?format=json").json()
-                except httpx.TransportError:
+                    return _listening(admin.read_text()) if admin.exists() else None
+                except (httpx.HTTPError, httpx.InvalidURL):
                     return None
-                (listener,) = page["listener_statuses"]
-                address = listener["local_address"]["socket_address"]
-                return f"http://{address['address']}:{address['port_value']}"
 
             yield eventually(listens, "Envoy listens")
         finally:
@@ -76,13 +72,33 @@ def envoy(
                 process.kill()
 
 
-def _config(picker_port: int, tls: bool, mode: str, ports: Sequence[int]) -> dict[str, Any]:
-    replicas = _listed(ports) if ports else _original()
+def _listening(admin: str) -> str:
+    """The gateway's URL; its port is bound some time before it accepts connections.
+
+    Raises:
+        httpx.HTTPError, httpx.InvalidURL: it does not listen yet.
+    """
+    page = http("GET", f"http://{admin}/listeners?format=json").json()
+    (listener,) = page["listener_statuses"]
+    address = listener["local_address"]["socket_address"]
+    url = f"http://{address['address']}:{address['port_value']}"
+    http("GET", url)
+    return url
+
+
+def _config(picker_port: int | None, tls: bool, mode: str, ports: Sequence[int]) -> dict[str, Any]:
+    clusters = [_listed(ports) if ports else _original()]
+    listener = _listener(mode, retries=bool(ports))
+    if picker_port is not None:
+        clusters.append(_picker(picker_port, tls))
+    else:
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        del manager["http_filters"][0]
     return {
         "admin": {"address": _address(0)},
         "static_resources": {
-            "listeners": [_listener(mode, retries=bool(ports))],
-            "clusters": [_picker(picker_port, tls), replicas],
+            "listeners": [listener],
+            "clusters": clusters,
         },
     }
 

@@ -231,6 +231,8 @@ class Decisions:
         state.began = True
         upstream, promised = state.upstream, state.route is not None and state.route.promised
         upstream.virtual.began(state.ticket)
+        if state.counted:  # it is a refusal or a failure
+            return
         self._count(state, "promised" if promised else state.label)
         if state.prompt is not None:
             upstream.prefixes.add(state.prompt.chunks)
@@ -241,6 +243,11 @@ class Decisions:
         """Note that a replica's refusal goes to the client."""
         if (state := self._running.get(exchange)) is not None:
             self._count(state, "declined")
+
+    def failed(self, exchange: str) -> None:
+        """Note that a replica's error goes to the client."""
+        if (state := self._running.get(exchange)) is not None:
+            self._count(state, "unavailable")
 
     def ended(
         self, exchange: str, prompt_tokens: int | None = None, *, client_left: bool = False

@@ -62,6 +62,8 @@ def spec_of_url(url: str, token: str | None, where: str, *, name: str | None = N
             f"{where}: no token; name the file with the replicas' token (--token-file), or give "
             "the entry a token of its own"
         )
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{where}: the token has characters that a header cannot have; use ASCII")
     address = address_of(host, port)
     return ReplicaSpec(name or address, f"http://{address}", token)
 

@@ -19,6 +19,7 @@ from vllm_slo.slo.body import is_json_type
 from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, Policy, slo_headers
 from vllm_slo.wire.api_errors import is_anthropic
 
+_GENERATION: Final = tuple(sorted(ROUTES))
 _PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,9})')
 
 
@@ -27,7 +28,7 @@ class Request:
     """A request as the data plane has it.
 
     Attributes:
-        path: without the query, as sent.
+        path: without the query, as sent. A gateway may remove a prefix of it later.
         headers: pairs of name and value; names in lower case.
         body: the whole body, or its beginning.
         arrival_s: on the monotonic clock.
@@ -44,11 +45,11 @@ class Request:
 
     @property
     def is_generation(self) -> bool:
-        return self.method == "POST" and self.path in ROUTES
+        return self.method == "POST" and self.path.endswith(_GENERATION)
 
     @property
     def is_quote(self) -> bool:
-        return self.method == "POST" and self.path == QUOTE_ROUTE
+        return self.method == "POST" and self.path.endswith(QUOTE_ROUTE)
 
     @property
     def needs_body(self) -> bool:

@@ -189,6 +189,8 @@ class Exchange:
                 decisions.served(exchange, name)
             if DECLINED_HEADER in own:
                 decisions.declined(exchange)
+            elif messages.value_of(headers, b":status").startswith("5"):
+                decisions.failed(exchange)
             ended = message.response_headers.end_of_stream
             if ended or self._response_mode == messages.NONE:
                 decisions.began(exchange)
