@@ -41,7 +41,7 @@ from vllm_slo.router.upstream import ReplicaSpec
 
 DUPLEX = ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED")
 BUFFERED = ("BUFFERED", "BUFFERED")
-SLO = {"ttft_ms": 2_000}
+SLO = {"ttft_ms": 5_000}
 DECLINE = {**SLO, "on_unattainable": "decline"}
 
 
@@ -162,7 +162,7 @@ def test_without_a_body_the_headers_decide(fakes: list[Fake], mode: str) -> None
     async def main() -> None:
         async with picker(source(fakes)) as server, Stream(server, (mode, mode)) as stream:
             await until(lambda: server.cluster.listed["a"].virtual.load_tokens > 0)
-            carriers = {"x-llm-d-slo-ttft-ms": "2000", "content-length": "3500"}
+            carriers = {"x-llm-d-slo-ttft-ms": "5000", "content-length": "3500"}
             await stream.headers(headers=carriers)
             assert destination(await stream.read("request_headers")) == [endpoint(fakes[1])]
             tokens = server.cluster.listed["b"].virtual.load_tokens
@@ -183,7 +183,7 @@ def test_an_objective_names_a_class(fakes: list[Fake]) -> None:
     fakes[0].knobs(state=LOADED)
 
     async def main() -> None:
-        classes = {"chat": {"ttft_ms": 2_000}}
+        classes = {"chat": SLO}
         async with picker(source(fakes), classes=classes) as server:
             await until(lambda: server.cluster.listed["a"].virtual.load_tokens > 0)
             for name in ("x-gateway-inference-objective", "x-llm-d-inference-objective"):
