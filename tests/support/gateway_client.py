@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3 import external_processor_pb2 as protocol
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
+from front_stack import Fake, http
 from google.protobuf.struct_pb2 import Struct
 from patience import patience
 
@@ -21,8 +23,13 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.router.endpoint_picker.server import PickerServer, Ports
 from vllm_slo.router.endpoint_picker.tls import Certificate
 from vllm_slo.router.replica_list import Source
+from vllm_slo.router.upstream import ReplicaSpec
 
 PATIENCE_S = patience(20.0)
+DUPLEX = ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED")
+BUFFERED = ("BUFFERED", "BUFFERED")
+SLO = {"ttft_ms": 5_000}
+DECLINE = {**SLO, "on_unattainable": "decline"}
 JSON = {"content-type": "application/json"}
 
 
@@ -179,3 +186,35 @@ def streamed(answer: Any) -> tuple[bytes, bool]:
     kind = answer.WhichOneof("response")
     part = getattr(answer, kind).response.body_mutation.streamed_response
     return part.body, part.end_of_stream
+
+
+# --- what several files of tests need -------------------------------------------------------------
+
+
+def source(fakes: list[Fake]) -> Replicas:
+    """The replicas, by their addresses and tokens."""
+    return Replicas([ReplicaSpec.from_json(fake.entry) for fake in fakes])
+
+
+def endpoint(fake: Fake) -> str:
+    return str(fake.line("url")["url"]).removeprefix("http://")
+
+
+def body(slo: Any = None, **fields: Any) -> bytes:
+    given = {"prompt": "x", "max_tokens": 2, **fields}
+    return json.dumps(given if slo is None else {**given, "slo": slo}).encode()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(main)
+
+
+def total(server: PickerServer, series: str, **labels: str) -> float:
+    text = http("GET", f"http://127.0.0.1:{server.bound['metrics']}/metrics").text
+    wanted = [f'{name}="{value}"' for name, value in labels.items()]
+    lines = [line for line in text.splitlines() if line.startswith(f"vllm_slo:front_{series}")]
+    return sum(float(line.split()[-1]) for line in lines if all(one in line for one in wanted))
+
+
+async def counted(server: PickerServer, series: str, **labels: str) -> float:
+    return await asyncio.to_thread(total, server, series, **labels)
