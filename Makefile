@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP = $(VENV)/.installed-$(ACCELERATOR)
 STAMP_DEMO = $(VENV)/.installed-demo-$(ACCELERATOR)
 EXTRAS_DEMO := bench
-EXTRAS := ray,bench,lengths,docs,dev
+EXTRAS := ray,gateway,bench,lengths,docs,dev
 comma := ,
 
 .PHONY: help setup test test-quick test-deep check-cuda lint audit demo docs simulate clean constraints

@@ -216,9 +216,10 @@ CARRIERS: Final = (
 """Carrier, how it is written, and its rank: a lower one is asked first."""
 
 HINTS: Final[Mapping[str, str]] = {
-    "header `x-llm-d-inference-objective`": "names a class. A class that is not configured is "
-    "ignored",
-    "header `x-llm-d-inference-fairness-id`": "`tenant`. Ignored where `access` is configured: "
+    "header `x-llm-d-inference-objective`, header `x-gateway-inference-objective`": "names a "
+    "class. A class that is not configured is ignored; of the two headers the first counts",
+    "header `x-llm-d-inference-fairness-id`, header `x-gateway-inference-fairness-id`": "`tenant`"
+    "; of the two headers the first counts. Ignored where `access` is configured: "
     "there the API key says who is asking",
     "header `x-llm-d-inference-ttl`": "a time as Go writes it, such as `1500ms` or `1m30s`: "
     "`ttft_ms`, with `on_unattainable: decline`. `0s` says nothing",

@@ -17,6 +17,10 @@ COMMANDS = {
     "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
     "profile": ("vllm_slo.engine.serving.profile", "measure a model's step times on this machine"),
     "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
+    "endpoint-picker": (
+        "vllm_slo.router.endpoint_picker.command",
+        "choose replicas for a Kubernetes gateway (Envoy's external processing)",
+    ),
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),
     "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),

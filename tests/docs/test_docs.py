@@ -42,7 +42,8 @@ MOST_SKIPS = 12
 
 PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in ("serve", "demo", "profile")))
 PARSED += tuple(
-    f"vllm-slo {name}" for name in ("bench", "draft-server", "plan", "quote", "simulate")
+    f"vllm-slo {name}"
+    for name in ("bench", "draft-server", "endpoint-picker", "plan", "quote", "simulate")
 )
 """Commands whose arguments are checked, by the parsers that read them."""
 QUICK = {
@@ -64,6 +65,7 @@ EXAMPLES = {
     "agent.py": "test_server.py",
     "client.py": "test_docs.py",
     "draft_servers.py": "test_examples.py",
+    "inference-pool.yaml": "test_examples_gateway.py",
     "offline.py": "test_docs.py",
     "rayservice.yaml": "test_examples_ray.py",
     "serve_config.yaml": "test_examples_ray.py",

@@ -24,7 +24,7 @@ from vllm_slo.router.upstream import ReplicaSpec, Upstream
 COMPLETIONS = "/v1/completions"
 LOADED = {"committed": [[1.0, 1_000_000]], "backlog_tokens": 100_000}
 """A replica that has promised more than it can do."""
-SLO = {"ttft_ms": 2_000}
+SLO = {"ttft_ms": 5_000}
 
 
 class Plane:
@@ -220,6 +220,18 @@ def test_paths_that_the_token_opens_are_refused(path: str) -> None:
     run(main())
 
 
+def test_a_gateway_may_remove_a_prefix_of_the_path() -> None:
+    async def main() -> None:
+        plane = Plane("a", "b")
+        plane.speak("a", **LOADED)
+        for path in ("/llm/v1/completions", "/llm/v1/slo/quote"):
+            decision = await plane.decide(body={"prompt": "x", "slo": SLO}, path=path)
+            assert decision.replica.name == "b"
+            plane.decisions.ended(decision.exchange)
+
+    run(main())
+
+
 def test_what_generates_nothing_goes_round() -> None:
     async def main() -> None:
         plane = Plane("a", "b")
@@ -328,6 +340,12 @@ def test_ended_without_a_beginning_counts_no_result() -> None:
         plane.decisions.began(refused.exchange)
         plane.decisions.ended(refused.exchange)
         assert plane.counted("declined") == 1 and plane.counted("no_slo") == 0
+        broken = await plane.decide()
+        plane.decisions.failed(broken.exchange)
+        plane.decisions.began(broken.exchange)
+        plane.decisions.ended(broken.exchange)
+        assert plane.counted("unavailable") == 1 and plane.counted("no_slo") == 0
+        assert len(plane.cluster.listed["a"].prefixes) == 0
 
     run(main())
 
@@ -359,9 +377,9 @@ def test_carriers_count_where_they_are_whole() -> None:
         plane = Plane("a", "b")
         plane.speak("a", **LOADED)
         early = json.dumps({"slo": SLO, "prompt": "x" * 5_000}).encode()[:2_000]
-        late = json.dumps({"prompt": "x" * 5_000, "slo": {"ttft_ms": 2_000, "tpot_ms": 5}})
+        late = json.dumps({"prompt": "x" * 5_000, "slo": {"ttft_ms": 5_000, "tpot_ms": 5}})
         cut = late.encode()[:-10]
-        headers = [(b"x-slo-ttft-ms", b"2000")]
+        headers = [(b"x-slo-ttft-ms", b"5000")]
         for body, carriers, promised in (
             (early, (), True),
             (cut, (), False),  # the carrier itself is cut off
@@ -378,9 +396,10 @@ def test_carriers_count_where_they_are_whole() -> None:
 def test_any_beginning_is_routed(body: bytes) -> None:
     async def main() -> None:
         plane = Plane("a")
-        decision = await plane.decide(body=body or b" ", total_bytes=35_000)
-        tokens = plane.cluster.listed["a"].virtual.load_tokens
-        assert tokens >= 1
+        slo = [(b"x-slo-ttft-ms", b"5000")]
+        decision = await plane.decide(body=body or b" ", headers=slo, total_bytes=3_500)
+        assert decision.promised  # carriers in headers are always there
+        assert plane.cluster.listed["a"].virtual.load_tokens > 900  # by the length of the whole
         plane.decisions.ended(decision.exchange)
         assert plane.outstanding() == 0
 
@@ -412,7 +431,8 @@ def test_token_ids_and_media_that_are_cut_off() -> None:
 def test_a_large_beginning_is_read_by_the_other_process() -> None:
     async def main() -> None:
         plane = Plane("a")
-        body = json.dumps({"slo": SLO, "prompt": "x" * 2 * LARGE_BYTES}).encode()
+        slow = {"ttft_ms": 60_000}  # the process takes a while to start
+        body = json.dumps({"slo": slow, "prompt": "x" * 2 * LARGE_BYTES}).encode()
         decision = await plane.decide(body=body[: LARGE_BYTES + 1], total_bytes=len(body))
         assert decision.promised
         plane.decisions.ended(decision.exchange)

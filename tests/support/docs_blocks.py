@@ -32,7 +32,7 @@ SHOWN: Final = {"", "http", "promql", "text"}
 
 ELSEWHERE: Final = {
     "docker": "docker: there is none where the tests run",
-    "kubectl": "a cluster is needed; tests/docs/test_examples_ray.py checks the manifest",
+    "kubectl": "a cluster is needed; tests/docs/test_examples_*.py check the manifests",
     "serve deploy": "a Ray cluster is needed; tests/docs/test_examples_ray.py checks the file",
 }
 """First words of commands that are not run here -> why."""

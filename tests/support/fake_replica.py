@@ -66,6 +66,7 @@ class Knobs:
         page: what it answers to /slo/data; None: it has no such page.
         quote: fields of its quotes that differ from a "no" without an offer.
         headers: of answers on plain routes; ``{address}`` stands for its own host and port.
+        token: its token from the start; empty: a random one.
     """
 
     ttft_s: float = 0.0
@@ -91,6 +92,7 @@ class Knobs:
     page: dict[str, Any] | None = None
     quote: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    token: str = ""
 
 
 def state(changes: dict[str, Any]) -> ReplicaState:
@@ -124,7 +126,7 @@ class FakeReplica:
 
     def __init__(self, name: str, knobs: Knobs, drain_s: float) -> None:
         self.name = name
-        self.token = secrets.token_urlsafe(16)
+        self.token = knobs.token or secrets.token_urlsafe(16)
         self.first_knobs = self.knobs = knobs
         self.drain_s = drain_s
         self.draining = asyncio.Event()

@@ -91,8 +91,8 @@ def read(body: bytes, headers: Mapping[str, str], policy: Policy, now_s: float) 
 
 def read_beginning(
     body: bytes, total_bytes: int, headers: Mapping[str, str], policy: Policy, now_s: float
-) -> Asked | None:
-    """Read a body of which only the beginning is here; None if that is no JSON object.
+) -> Asked:
+    """Read a body of which only the beginning is here, or nothing.
 
     The last field that has begun may be cut off, so it is read only as a prompt. What is missing
     counts as text of that prompt. In a prompt with media it counts nothing, because most of it is
@@ -106,26 +106,27 @@ def read_beginning(
         InvalidSLOError: a carrier has a mistake, or two carriers disagree.
     """
     try:
-        request = from_json(body, allow_partial="trailing-strings")
+        given = from_json(body, allow_partial="trailing-strings")
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(request, dict):
-        return None
+        given = None
+    request = given if isinstance(given, dict) else {}
     cut = next(reversed(request), "")
     whole = {name: value for name, value in request.items() if name != cut}
+    slo, _ = asked_by(whole, carriers_of(whole, headers), policy, now_s)
     try:
-        slo, _ = asked_by(whole, carriers_of(whole, headers), policy, now_s)
         prompt = read_prompt(request)
     except RecursionError:
-        return None
-    missing = max(total_bytes - len(body), 0)
-    if cut in _PROMPTS and prompt.is_plain:
-        prompt = _lengthened(prompt, len(body), missing)
+        prompt = Prompt()
+    if not request:
+        prompt = Prompt(size=total_bytes)
+    elif cut in _PROMPTS and prompt.is_plain:
+        prompt = _lengthened(prompt, len(body), max(total_bytes - len(body), 0))
     most = read_max_tokens({"prompt": None, "max_tokens": None, **whole})
     return Asked(slo, replace(prompt, is_plain=False), most)
 
 
 def _lengthened(prompt: Prompt, read_bytes: int, missing: int) -> Prompt:
+    """A prompt with what is missing of it."""
     if not prompt.is_ids:
         return replace(prompt, size=prompt.size + missing)
     return replace(prompt, tokens=round(prompt.tokens * (read_bytes + missing) / read_bytes))

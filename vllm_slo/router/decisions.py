@@ -136,6 +136,11 @@ class Decisions:
         """Requests that have been decided and have not ended."""
         return len(self._running)
 
+    @property
+    def bytes_per_token(self) -> float:
+        """What answers taught about the length of prompts."""
+        return self._reader.ratio.bytes_per_token
+
     def close(self) -> None:
         """End the process that reads large bodies."""
         self.reader.close()
@@ -229,6 +234,8 @@ class Decisions:
         state.began = True
         upstream, promised = state.upstream, state.route is not None and state.route.promised
         upstream.virtual.began(state.ticket)
+        if state.counted:  # it is a refusal or a failure
+            return
         self._count(state, "promised" if promised else state.label)
         if state.prompt is not None:
             upstream.prefixes.add(state.prompt.chunks)
@@ -239,6 +246,11 @@ class Decisions:
         """Note that a replica's refusal goes to the client."""
         if (state := self._running.get(exchange)) is not None:
             self._count(state, "declined")
+
+    def failed(self, exchange: str) -> None:
+        """Note that a replica's error goes to the client."""
+        if (state := self._running.get(exchange)) is not None:
+            self._count(state, "unavailable")
 
     def ended(
         self, exchange: str, prompt_tokens: int | None = None, *, client_left: bool = False

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.router.body_reader import Asked, BodyReader
@@ -17,13 +19,16 @@ from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, Policy, slo_headers
 from vllm_slo.wire.api_errors import is_anthropic
 from vllm_slo.wire.front_protocol import OWN_PREFIX
 
+_GENERATION: Final = tuple(sorted(ROUTES))
+_PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens": ?(\d{1,9})')
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request as the data plane has it.
 
     Attributes:
-        path: without the query, as sent.
+        path: without the query, as sent. A gateway may remove a prefix of it later.
         headers: pairs of name and value; names in lower case.
         body: the whole body, or its beginning.
         arrival_s: on the monotonic clock.
@@ -40,11 +45,11 @@ class Request:
 
     @property
     def is_generation(self) -> bool:
-        return self.method == "POST" and self.path in ROUTES
+        return self.method == "POST" and self.path.endswith(_GENERATION)
 
     @property
     def is_quote(self) -> bool:
-        return self.method == "POST" and self.path == QUOTE_ROUTE
+        return self.method == "POST" and self.path.endswith(QUOTE_ROUTE)
 
     @property
     def needs_body(self) -> bool:
@@ -61,6 +66,12 @@ class Request:
         """Names of its headers that only a front may send."""
         names = (name.decode("latin-1").lower() for name, _ in self.headers)
         return {name for name in names if name.startswith(OWN_PREFIX)}
+
+
+def prompt_tokens_in(tail: bytes) -> int | None:
+    """The prompt's token count in the end of an answer; None if it has none."""
+    count = _PROMPT_TOKENS.search(tail, max(tail.rfind(b'"usage"'), 0))
+    return None if count is None else int(count[1])
 
 
 class RequestReader:
@@ -93,8 +104,7 @@ class RequestReader:
             headers, now_s = slo_headers(request.headers), self._epoch()
             asked = await self._bodies.read(request.body, headers, now_s, request.total_bytes)
         if asked is None:
-            unread = Prompt(request.total_bytes or 0, is_plain=False)
-            return RoutedRequest(self.ratio.tokens(unread)), Prompt(), "no_slo"
+            return RoutedRequest(1), Prompt(), "no_slo"
         label = "no_slo" if asked.slo is None else "best_effort"
         routed = routed_request(asked, self._cluster, self.ratio, request.arrival_s)
         return routed, asked.prompt, label

@@ -14,13 +14,16 @@ from typing import Any, Final
 from vllm_slo.slo.fields import MAX_OUTPUT_TOKENS, MAX_TTFT_MS, NAME, SHORTEST_MS
 
 HINT_HEADERS: Final[Mapping[str, str]] = {
+    "x-gateway-inference-objective": "slo_class",
     "x-llm-d-inference-objective": "slo_class",
+    "x-gateway-inference-fairness-id": "tenant",
     "x-llm-d-inference-fairness-id": "tenant",
     "x-llm-d-inference-ttl": "ttft_ms",
     "x-vllm-priority": "priority",
     "x-session-id": "session_id",
 }
-"""Header of a gateway, or of vLLM -> name of the hint."""
+"""Header of a gateway, or of vLLM -> name of the hint. Of two headers for one hint the later one
+counts: ``x-gateway-*`` are older names of the Gateway API Inference Extension."""
 HINTS_OF: Final[Mapping[str, frozenset[str]]] = {
     "class": frozenset({"slo_class", "priority"}),
     "tier": frozenset({"slo_class", "priority", "ttft_ms"}),

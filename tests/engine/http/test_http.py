@@ -223,6 +223,13 @@ TTL = flat(slo_ttft_ms=1500.0, slo_on_unattainable="decline")
     [
         ({}, {"x-llm-d-inference-objective": "chat"}, CHAT_KEYS),
         ({}, {"x-llm-d-inference-objective": "theirs"}, {}),
+        ({}, {"x-gateway-inference-objective": "chat", "x-gateway-inference-fairness-id": "a"},
+         {**CHAT_KEYS, "slo_tenant": "a"}),
+        # llm-d's newer name goes before the older one.
+        ({}, {"x-gateway-inference-objective": "theirs", "x-llm-d-inference-objective": "chat"},
+         CHAT_KEYS),
+        ({}, {"x-llm-d-inference-objective": "theirs", "x-gateway-inference-objective": "chat"},
+         {}),
         ({}, {"x-llm-d-inference-ttl": "1.5s"}, TTL),
         ({}, {"x-llm-d-inference-ttl": "1s500ms", "x-llm-d-inference-fairness-id": "a"},
          {**TTL, "slo_tenant": "a"}),

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``vllm-slo endpoint-picker``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_slo.config.model import SLOConfig
+from vllm_slo.errors import ConfigError
+from vllm_slo.router.replica_list import source_of
+from vllm_slo.wire.draft_socket import read_token
+
+if TYPE_CHECKING:
+    from vllm_slo.router.endpoint_picker.server import PickerServer
+    from vllm_slo.router.endpoint_picker.tls import Certificate
+
+logger = logging.getLogger("vllm_slo.endpoint_picker")
+
+MODULES = ("aiohttp", "cryptography", "envoy", "grpc", "grpc_health")
+"""What the extra ``gateway`` brings."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    replicas = parser.add_argument_group("replicas")
+    replicas.add_argument(
+        "--replica",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="http://IP:PORT of a server that runs with vllm-slo; give it several times",
+    )
+    replicas.add_argument(
+        "--replicas-from",
+        metavar="SOURCE",
+        help="instead: a file with a YAML list of replicas, or DNS:name:port, one replica at each "
+        "address of the name; both are read again when they change",
+    )
+    replicas.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="holds the token that opens the replicas' state streams",
+    )
+    parser.add_argument("--slo-config", metavar="FILE", help="the replicas' SLO configuration")
+    parser.add_argument("--host", default="", help="address to listen on; default: all")
+    parser.add_argument("--port", type=_port, default=9002, help="port for gateways (9002)")
+    parser.add_argument(
+        "--health-port", type=_port, default=9003, help="gRPC health without TLS, for probes (9003)"
+    )
+    parser.add_argument("--metrics-port", type=_port, default=9090, help="port of /metrics (9090)")
+    tls = parser.add_argument_group("TLS, by default with a self-signed certificate")
+    tls.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
+    tls.add_argument("--tls-key", metavar="FILE", help="its key, PEM")
+    tls.add_argument("--plaintext", action="store_true", help="no TLS towards gateways")
+    parser.add_argument(
+        "--fallbacks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="name up to N further replicas for the gateway to try if it cannot reach the first "
+        "(0); not every gateway reads more than one",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    for name in ("vllm_slo.endpoint_picker", "vllm_slo.front"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    asyncio.run(_serve(args))
+    return 0
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    server = _server(args)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop.set)
+    await server.run()
+
+
+def _server(args: argparse.Namespace) -> PickerServer:
+    """The server that the arguments describe.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    if args.fallbacks < 0:
+        raise ConfigError(f"--fallbacks {args.fallbacks}: give 0 or more")
+    if bool(args.tls_cert) != bool(args.tls_key) or (args.plaintext and args.tls_cert):
+        raise ConfigError("give --tls-cert and --tls-key together, or --plaintext, or none of them")
+    config = SLOConfig.load(args.slo_config)
+    token = None if args.token_file is None else read_token(args.token_file)
+    source = source_of(args.replica, args.replicas_from, token)
+    try:
+        from vllm_slo.router.endpoint_picker.server import PickerServer, Ports
+        from vllm_slo.router.endpoint_picker.tls import Certificate
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in MODULES:
+            raise
+        raise ConfigError(
+            f"{error.name} is not installed; run: pip install 'vllm-slo[gateway]'"
+        ) from error
+    certificate: Certificate | None = None
+    if not args.plaintext:
+        files = (Path(args.tls_cert), Path(args.tls_key)) if args.tls_cert else None
+        certificate = Certificate(files)
+    ports = Ports(args.host, args.port, args.health_port, args.metrics_port)
+    return PickerServer(config, source, ports, certificate, args.fallbacks)
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65_535:
+        raise ValueError(text)
+    return port
