@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import secrets
 import socket
 import time
 from collections.abc import AsyncGenerator
@@ -12,6 +12,9 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.state_pace import StatePace
+from vllm_slo.core.routing.state_stream import StateDecoder, StateEncoder
 from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, unpack
 
 if TYPE_CHECKING:
@@ -19,23 +22,53 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S: Final = 0.25
 """Longest pause between two lines, seconds."""
+STREAM_BITS: Final = 40
+"""Streams begin at random numbers of so many bits: lines of two streams are never mistaken."""
+
+
+class _Reader:
+    """One stream of lines.
+
+    Attributes:
+        woken: there is something new.
+        hurried: the next line is not to wait for its turn.
+    """
+
+    def __init__(self) -> None:
+        self.encoder = StateEncoder(secrets.randbits(STREAM_BITS))
+        self.pace = StatePace()
+        self.woken = asyncio.Event()
+        self.hurried = asyncio.Event()
+
+    async def turn(self) -> None:
+        """Wait for the time of the next line."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_S):
+                await self.woken.wait()
+        pause_s = self.pace.next_s - time.monotonic()
+        if pause_s > 0.0 and not self.hurried.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self.hurried.wait()
 
 
 class StateFeed:
     """The newest state of the scheduler, and the streams of it.
 
-    A line is ``{"state", "age_s", "draining", "dead"}``: `ReplicaState` as JSON or null, seconds
-    since the scheduler took it, whether this replica is about to leave, and whether its engine is
-    dead. A stream that was busy gets only the newest state.
+    `core.routing.state_stream` says what a line holds. Every stream has its own lines, so one that
+    was busy gets what changed since its own last line. New states wait for their turn
+    (`core.routing.state_pace`); that this replica leaves, or that its engine is dead, is told at
+    once.
     """
 
     def __init__(self) -> None:
         self.draining = False
         self.dead = False
         self.closed = False
-        self._state = b"null"
+        self._decoder = StateDecoder()
+        self._state: ReplicaState | None = None
         self._taken_s = 0.0
-        self._readers: set[asyncio.Event] = set()
+        self._readers: set[_Reader] = set()
 
     def listen(self, path: Path) -> None:
         """Receive at the Unix socket ``path`` from the engine's process; needs a running loop."""
@@ -49,12 +82,20 @@ class StateFeed:
         self._socket.close()
 
     def _receive(self) -> None:
+        message = b""
         with suppress(BlockingIOError):
             while True:
                 message = self._socket.recv(MAX_MESSAGE_BYTES)
-                with suppress(ValueError):
-                    self._state, self._taken_s = unpack(message)
-                    self.wake()
+        with suppress(ValueError):
+            line, taken_s = unpack(message)
+            if (state := self._decoder.read(line).state) is not None:
+                self.take(state, taken_s)
+
+    def take(self, state: ReplicaState, taken_s: float) -> None:
+        """Take in a state that the scheduler took at ``taken_s`` on the monotonic clock."""
+        self._state, self._taken_s = state, taken_s
+        for reader in self._readers:
+            reader.woken.set()
 
     def change(self, **flags: bool) -> None:
         """Set ``draining``, ``dead`` or ``closed``, and send a line at once."""
@@ -65,32 +106,29 @@ class StateFeed:
     def wake(self) -> None:
         """Make every stream send a line now."""
         for reader in self._readers:
-            reader.set()
+            reader.woken.set()
+            reader.hurried.set()
 
-    def line(self) -> bytes:
-        age_s = max(time.monotonic() - self._taken_s, 0.0) if self._taken_s else 0.0
-        flags = (json.dumps(self.draining).encode(), json.dumps(self.dead).encode())
-        return b'{"state":%s,"age_s":%.6f,"draining":%s,"dead":%s}\n' % (
-            *(self._state, age_s),
-            *flags,
-        )
+    def _line(self, encoder: StateEncoder) -> bytes:
+        age_s = max(time.monotonic() - self._taken_s, 0.0) if self._state is not None else 0.0
+        return encoder.line(self._state, age_s=age_s, draining=self.draining, dead=self.dead)
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """Yield a line now, on each change and every `HEARTBEAT_S`, until the feed closes."""
-        changed = asyncio.Event()
-        self._readers.add(changed)
+        """Yield a line now, after each change and every `HEARTBEAT_S`, until the feed closes."""
+        reader = _Reader()
+        self._readers.add(reader)
         try:
             while True:
-                changed.clear()
+                reader.woken.clear()
+                reader.hurried.clear()
                 last = self.closed
-                yield self.line()
+                reader.pace.told(time.monotonic())
+                yield self._line(reader.encoder)
                 if last:
                     return
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        await changed.wait()
+                await reader.turn()
         finally:
-            self._readers.discard(changed)
+            self._readers.discard(reader)
 
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer one request for the stream until its client leaves or the feed is closed."""

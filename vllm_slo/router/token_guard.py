@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.router.protocol import (
     AGE_HEADER,
     OWN_PREFIX,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _OURS: Final = OWN_PREFIX.encode()
 _TOKEN: Final = TOKEN_HEADER.encode()
-_MAX_TICKET: Final = 2**63 - 1
 _WISHES: Final[Mapping[bytes, OnUnattainable | None]] = {
     b"": None,
     b"best_effort": "best_effort",
@@ -87,9 +87,10 @@ def _forwarded(headers: dict[bytes, bytes]) -> Forwarded | None:
     if not headers:
         return None
     age_ms = float(headers.get(AGE_HEADER.encode(), b"0"))
-    ticket = int(headers.get(TICKET_HEADER.encode(), b"0"))
-    if not (math.isfinite(age_ms) and age_ms >= 0.0 and 0 <= ticket <= _MAX_TICKET):
-        raise ValueError(f"age {age_ms} ms, ticket {ticket}")
+    if not (math.isfinite(age_ms) and age_ms >= 0.0):
+        raise ValueError(f"age {age_ms} ms")
+    mark = headers.get(TICKET_HEADER.encode())
+    ticket = "" if mark is None else str(Ticket.parse(mark.decode("latin-1")))
     wish = _WISHES[headers.get(UNATTAINABLE_HEADER.encode(), b"")]
     return Forwarded(age_ms=age_ms, ticket=ticket, on_unattainable=wish)
 

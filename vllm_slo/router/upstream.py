@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 import aiohttp
 from yarl import URL
 
-from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.state_stream import StateDecoder
 from vllm_slo.core.routing.virtual_replica import VirtualReplica
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.router.protocol import STATE_PATH, TOKEN_HEADER
@@ -132,6 +131,7 @@ class Upstream:
         self._scopes: set[asyncio.Timeout] = set()
         self._urls: dict[str, URL] = {}
         self._unreadable = False
+        self._decoder = StateDecoder()
         self._listening: asyncio.Timeout | None = None
         self._session: aiohttp.ClientSession | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -293,33 +293,29 @@ class Upstream:
             if len(held) > MAX_LINE_BYTES:
                 raise ValueError("a line of the state stream does not end")
             if newline:
-                # Only the newest line matters.
-                self.hear(lines.rpartition(b"\n")[2], time.monotonic())
+                self.hear(lines, time.monotonic())
                 if self._listening is None:
                     # From now on `tick` detects silence.
                     listening.reschedule(None)
                     self._listening = listening
 
-    def hear(self, line: bytes, now_s: float) -> None:
-        """Process one line of the state stream.
+    def hear(self, lines: bytes, now_s: float) -> None:
+        """Process the next lines of the state stream.
 
         Raises:
-            ValueError: it is not JSON.
+            ValueError: they are no such lines, or one before them is missing.
         """
-        content = json.loads(line)
-        if not isinstance(content, Mapping):
-            raise ValueError("a line of the state stream is not an object")
+        read = [self._decoder.read(line) for line in lines.split(b"\n")]
+        newest = read[-1]
         self._heard_s, self._silent, self._aborted = now_s, False, False
         self.connected = True
-        self.draining = bool(content.get("draining"))
-        self.engine_dead = bool(content.get("dead"))
-        if (state := content.get("state")) is not None:
-            self._update(state, now_s - float(content.get("age_s") or 0.0))
-
-    def _update(self, state: Any, taken_s: float) -> None:
-        try:
-            self.virtual.update(ReplicaState.from_dict(state), taken_s)
-        except ValueError as error:
-            if not self._unreadable:
-                logger.warning("replica %s: its state cannot be read: %s", self.name, error)
+        self.draining, self.engine_dead = newest.draining, newest.dead
+        if newest.problem is not None and not self._unreadable:
             self._unreadable = True
+            logger.warning("replica %s: its state cannot be read: %s", self.name, newest.problem)
+        if newest.state is None:
+            return
+        if any(line.is_new for line in read):
+            self.virtual.update(newest.state, now_s - newest.age_s)
+        else:
+            self.virtual.confirm(now_s)
