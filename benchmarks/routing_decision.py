@@ -16,10 +16,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import random
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +34,8 @@ from state_load import LIFE_S, PROMISES, How, MadeUpReplica, followed
 
 from vllm_slo import Scheduler
 from vllm_slo.core.routing.policy import route
-from vllm_slo.core.routing.state_stream import StateEncoder
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
+from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE
 
 REPLICAS = (8, 64)
 TARGETS_MS = {8: "0.2", 64: "0.5"}
@@ -119,15 +123,26 @@ async def arriving(count: int, how: How, seconds: float) -> Arriving:
 
 def scheduler_rows(repeats: int) -> list[list[str]]:
     """What a scheduler with 100 promises pays to tell how it stands."""
-    one = engine(Scheduler, PROMISES)
-    reports, encoder = one.scheduler.parts.reports, StateEncoder()
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
+        reader.bind(f"{folder}/state")
+        os.environ[SOCKET_VARIABLE] = f"{folder}/state"
+        one = engine(Scheduler, PROMISES)
+        parts = one.scheduler.parts
 
-    def publish() -> None:
-        one.scheduler.parts.clock.ticks += 1  # as after a step, when nothing is known any more
-        encoder.begin_anew()
-        encoder.line(reports.state())
+        def publish() -> None:
+            parts.clock.tick()  # a new step: nothing is known any more
+            parts.reports.publish()
+            reader.recv(MAX_MESSAGE_BYTES)
 
-    return [["state published by a scheduler", *timed(publish, repeats), ""]]
+        reader.setblocking(False)
+        with suppress(BlockingIOError):
+            while reader.recv(MAX_MESSAGE_BYTES):
+                pass
+        rows = [["a scheduler publishes a state", *timed(publish, repeats), ""]]
+        rows.append(
+            ["a step at which none is due", *timed(parts.reports.publish_with_step, repeats), ""]
+        )
+    return rows
 
 
 def main() -> None:
@@ -148,7 +163,7 @@ def main() -> None:
             shares.append(
                 [f"{count} replicas, {name}", f"{found.lines:.0f}", f"{found.share:.1%}", target]
             )
-    rows += scheduler_rows(asked.repeats // 4)
+    rows += scheduler_rows(asked.repeats)
     table = markdown(["what", "median ms", "p99 ms", "target"], rows)
     costs = markdown(["states taken in", "lines/s", "share of a core", "target"], shares)
     write_result("routing_decision", __doc__, f"{table}\n\n{costs}")

@@ -82,21 +82,40 @@ class IncrementalAdmission:
 
     def judge(self, demand: Demand, now_s: float) -> Verdict:
         """Whether ``demand`` can be promised beside the committed load, from ``now_s`` on."""
+        return self.judge_line(
+            now_s,
+            demand.deadline_s,
+            demand.prefill_tokens,
+            demand.tpot_s,
+            demand.blocks,
+            demand.context_tokens,
+        )
+
+    def judge_line(
+        self,
+        now_s: float,
+        deadline_s: float,
+        prefill_tokens: int,
+        tpot_s: float,
+        blocks: int,
+        context_tokens: int,
+    ) -> Verdict:
+        """`judge` of a `Demand` with these values, for those who judge many."""
         capacity = self._capacity
-        if demand.blocks > capacity.blocks + EPS:
+        if blocks > capacity.blocks + EPS:
             return Verdict(False, "memory", max(capacity.finish_interval_s, 0.0))
         if capacity.seats < 1:
             return Verdict(False, "seats", max(capacity.finish_interval_s, 0.0))
-        tier, load = self._by_tpot.get(demand.tpot_s) or self._prepare(demand.tpot_s)
+        tier, load = self._by_tpot.get(tpot_s) or self._prepare(tpot_s)
         promised, sustainable, after_s = judge_one(
             now_s,
             load.pending,
             load.tiers,
             self._prices,
-            demand.deadline_s,
-            float(demand.prefill_tokens),
+            deadline_s,
+            float(prefill_tokens),
             tier,
-            float(demand.context_tokens),
+            float(context_tokens),
         )
         if promised:
             return PROMISED

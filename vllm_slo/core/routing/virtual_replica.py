@@ -194,30 +194,37 @@ class VirtualReplica:
         A cached prefix saves blocks only while another promise holds it, which is not known here.
         An answer of one token decodes nothing, so any TPOT is kept. Needs a state.
         """
-        return self._demand(request, 0.0)
+        due_s, prefill_tokens, tpot_s, blocks, context = self._line(request)
+        return Demand("", due_s, prefill_tokens, tpot_s, blocks, context_tokens=context)
 
-    def _demand(self, request: RoutedRequest, origin_s: float) -> Demand:
-        """`demand`, with a deadline that is counted from ``origin_s``."""
+    def _line(self, request: RoutedRequest) -> tuple[float, int, float, int, int]:
+        """Of `demand`: deadline, prefill tokens, TPOT, blocks, context tokens. It is worked out for
+        each replica that is asked."""
         state = self.state
         assert state is not None
-        most = max(state.max_model_len - request.prompt_tokens, 1)
-        if request.max_tokens is not None:
-            most = min(most, request.max_tokens)
+        prompt, capped = request.prompt_tokens, request.max_tokens
+        most = state.max_model_len - prompt
+        if most < 1:
+            most = 1
+        if capped is not None and capped < most:
+            most = capped
         points = state.lengths.get(request.slo_class, ())
         declared = request.expected_output_tokens
-        cached = min(request.cached_tokens.get(self.name, 0), request.prompt_tokens - 1)
-        tokens = max(request.prompt_tokens - max(cached, 0), 1)
-        held = hold_of(points, request.prompt_tokens, most, declared)
+        cached = request.cached_tokens.get(self.name, 0) if request.cached_tokens else 0
+        if cached >= prompt:
+            cached = prompt - 1
+        tokens = prompt - cached if cached > 0 else prompt
+        held = hold_of(points, prompt, most, declared)
         blocks = 0
         for size in state.block_sizes:
             blocks -= -held // size
-        return Demand(
-            "",
-            request.deadline_s - origin_s - state.model.predict_s(0),
-            max(round(work_tokens(state.model, tokens, cached)), 1),
+        model = state.model
+        return (
+            request.deadline_s - model.predict_s(0),
+            round(work_tokens(model, tokens, cached)) or 1,
             request.tpot_s if most > 1 else INFINITY,
-            min(blocks, state.total_blocks),
-            context_tokens=request.prompt_tokens + length_of(points, most, declared) // 2,
+            blocks if blocks < state.total_blocks else state.total_blocks,
+            prompt + length_of(points, most, declared) // 2,
         )
 
     def judge(self, request: RoutedRequest, now_s: float) -> Verdict:
@@ -233,7 +240,10 @@ class VirtualReplica:
         if request.deadline_s - self._offset_s <= start_s:
             return Verdict(False, "expired", state.finish_interval_s)
         admission = self._admission or self._prepare()
-        verdict = admission.judge(self._demand(request, self._offset_s), start_s)
+        due_s, tokens, tpot_s, blocks, context = self._line(request)
+        verdict = admission.judge_line(
+            start_s, due_s - self._offset_s, tokens, tpot_s, blocks, context
+        )
         # Only the replica itself can find out how fast it is now; see ``idle_probe``.
         idle = not (self._sent or state.running or state.waiting)
         stale = idle and now_s - self._taken_s >= STALE_S
