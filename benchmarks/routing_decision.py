@@ -1,68 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the front takes to decide where a request goes, and to take in a replica's state.
+"""What routing costs the front: to decide where a request goes, and to take in replicas' states.
 
-Every replica has 64 promises, 8 of them before their first token, in three tiers. At worst nobody
-can promise and all are asked (the hop limit is lifted for that); at best the first one can.
+Every replica has about 100 promises, 5 of them before their first token, in three tiers. A request
+lives for ten seconds, so ten come and go in a second; a step takes 20 ms. Nobody can promise, and
+all replicas are asked (the hop limit is lifted for that).
+
+At rest no state comes. Else the replicas, in a process of their own, send states as theirs do, over
+loopback sockets, to the front's own reader on uvloop, and ten requests a second and replica are
+judged meanwhile. A share of a core is CPU time of the reading process, with nothing to decide.
+"Whole states" are what was sent before: all of the state, with each step.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
+import os
 import random
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
+import uvloop
 from common import markdown, write_result
+from scheduler_overhead import engine
+from state_load import LIFE_S, PROMISES, How, MadeUpReplica, followed
 
-from vllm_slo.core.routing.policy import Route, route
-from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo import Scheduler
+from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
-from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import Demand
+from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE
 
-REACH = {8: "0.2", 64: "1.5"}
-RUNNING, PENDING = 64, 8
-TIERS = (0.03, 0.05, 0.1)
-A100_OPT_13B = StepTimeModel(((0.0, 0.0, 0.02), (1.1e-4, 0.0, 0.004)), kv_s=2e-8)
-
-
-def state(seed: int) -> ReplicaState:
-    """A replica with ``RUNNING`` promises."""
-    rng = random.Random(seed)
-    committed = tuple(
-        Demand(
-            f"p{n}",
-            rng.uniform(0.3, 3.0),
-            rng.randint(50, 400),
-            rng.choice(TIERS),
-            rng.randint(20, 90),
-            context_tokens=rng.randint(300, 1500),
-        )
-        for n in range(PENDING)
-    )
-    decoding = dict.fromkeys(TIERS, 0)
-    for _ in range(RUNNING - PENDING):
-        decoding[rng.choice(TIERS)] += 1
-    return ReplicaState(
-        A100_OPT_13B,
-        committed=committed,
-        decoding=decoding,
-        decoding_context=900 * (RUNNING - PENDING),
-        free_blocks=5_000,
-        total_blocks=10_000,
-        block_sizes=(16,),
-        seats=192,
-        max_step_tokens=8192,
-        max_model_len=8192,
-        running=RUNNING - PENDING,
-        waiting=PENDING,
-        backlog_tokens=2_000,
-        tickets=tuple(range(1, RUNNING + 1)),
-        seen=RUNNING,
-        lengths=dict.fromkeys(("chat", "code"), (400, 10, 40, 80, 120, 200, 300, 500, 900)),
-    )
+REPLICAS = (8, 64)
+TARGETS_MS = {8: "0.2", 64: "0.5"}
+TARGET_SHARE = "5%"
+HOPELESS = RoutedRequest(7_000, 300, 0.6, 0.05, True, slo_class="chat")
+"""Its prompt alone takes longer than its deadline."""
 
 
 def timed(work: Callable[[], object], repeats: int) -> tuple[str, str]:
@@ -75,26 +54,94 @@ def timed(work: Callable[[], object], repeats: int) -> tuple[str, str]:
         work()
         seconds.append(time.perf_counter() - begun)
     gc.enable()
+    return milliseconds(seconds)
+
+
+def milliseconds(seconds: Sequence[float]) -> tuple[str, str]:
+    """(median, 99th percentile) as text."""
     return f"{np.median(seconds) * 1e3:.3f}", f"{np.percentile(seconds, 99) * 1e3:.3f}"
 
 
-def decisions(count: int, repeats: int) -> list[list[str]]:
-    """Two rows for ``count`` replicas: none can promise, and the first can."""
-    rng = random.Random(0)
-    replicas = [VirtualReplica(f"r{n}") for n in range(count)]
+def decide(replicas: Sequence[VirtualReplica], now_s: float, rng: random.Random) -> None:
+    """Decide where a request goes that nobody can promise."""
+    request = replace(HOPELESS, deadline_s=now_s + HOPELESS.deadline_s)
+    found = route(request, replicas, now_s, max_hops=1_000, rng=rng)
+    if found.hops != len(replicas) or found.promised:
+        raise SystemExit(f"not refused by everybody: {found}")
+
+
+def at_rest(count: int, repeats: int) -> list[str]:
+    """A row for ``count`` replicas from which no state comes."""
+    rng, replicas, now_s = random.Random(0), [VirtualReplica(f"r{n}") for n in range(count)], 1e3
     for seed, replica in enumerate(replicas):
-        replica.update(state(seed), 0.0)
-    rows = []
-    for name, prompt, asked in (("nobody promises", 7_000, count), ("the first one does", 60, 1)):
-        request = RoutedRequest(prompt, 300, 0.6, 0.05, True, slo_class="chat")
+        replica.update(MadeUpReplica(seed).state(time.monotonic()), now_s)
+    took = timed(lambda: decide(replicas, now_s, rng), repeats)
+    return [f"decision among {count} replicas at rest", *took, TARGETS_MS[count]]
 
-        def decide(request: RoutedRequest = request) -> Route:
-            return route(request, replicas, 0.0, max_hops=1_000, rng=rng)
 
-        if decide().hops != asked:
-            raise SystemExit(f"{name}: {decide()}")
-        reach = REACH[count] if asked == count else ""
-        rows.append([f"{count} replicas, {name}", *timed(decide, repeats), reach])
+class Arriving(NamedTuple):
+    """What states cost that arrive.
+
+    Attributes:
+        share: of a core, with nothing to decide.
+        lines: a second, of all replicas together.
+        decisions_s: how long each decision took.
+    """
+
+    share: float
+    lines: float
+    decisions_s: list[float]
+
+
+async def arriving(count: int, how: How, seconds: float) -> Arriving:
+    """Follow ``count`` replicas for so long twice: to read, and to read and decide."""
+    rng, lines = random.Random(0), 0
+    async with followed(count, how) as upstreams:
+        for upstream in upstreams:
+            read = upstream.virtual.update
+
+            def update(state: object, taken_s: float, read: Callable[..., None] = read) -> None:
+                nonlocal lines
+                lines += 1
+                read(state, taken_s)
+
+            upstream.virtual.update = update  # type: ignore[method-assign]
+        await asyncio.sleep(1.0)
+        lines, begun, cpu = 0, time.perf_counter(), time.process_time()
+        await asyncio.sleep(seconds)
+        share = (time.process_time() - cpu) / (time.perf_counter() - begun)
+        per_s = lines / (time.perf_counter() - begun)
+        replicas, took = [upstream.virtual for upstream in upstreams], []
+        end_s = time.perf_counter() + seconds
+        while time.perf_counter() < end_s:
+            await asyncio.sleep(rng.expovariate(count * PROMISES / LIFE_S))
+            now_s, begun = time.monotonic(), time.perf_counter()
+            decide(replicas, now_s, rng)
+            took.append(time.perf_counter() - begun)
+    return Arriving(share, per_s, took)
+
+
+def scheduler_rows(repeats: int) -> list[list[str]]:
+    """What a scheduler with 100 promises pays to tell how it stands."""
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
+        reader.bind(f"{folder}/state")
+        os.environ[SOCKET_VARIABLE] = f"{folder}/state"
+        one = engine(Scheduler, PROMISES)
+        parts = one.scheduler.parts
+
+        def publish() -> None:
+            parts.clock.tick()  # a new step: nothing is known any more
+            parts.reports.publish()
+            reader.recv(MAX_MESSAGE_BYTES)
+
+        reader.setblocking(False)
+        with suppress(BlockingIOError):
+            while reader.recv(MAX_MESSAGE_BYTES):
+                pass
+        rows = [["a scheduler publishes a state", *timed(publish, repeats), ""]]
+        rows.append(
+            ["a step at which none is due", *timed(parts.reports.publish_with_step, repeats), ""]
+        )
     return rows
 
 
@@ -102,20 +149,24 @@ def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=2_000)
-    repeats = parser.parse_args().repeats
-    rows = [row for count in REACH for row in decisions(count, repeats)]
-    line = state(0).to_json()
-    shadow = VirtualReplica("one")
-
-    def take_in() -> None:
-        shadow.update(ReplicaState.from_json(line), 0.0)
-
-    take_in()
-    for tpot_s in TIERS:
-        shadow.judge(RoutedRequest(60, 300, 0.6, tpot_s, True), 0.0)
-    rows.append([f"one state taken in ({len(line)} bytes)", *timed(take_in, repeats), ""])
-    head = ["what", "median ms", "p99 ms", "reach"]
-    write_result("routing_decision", __doc__, markdown(head, rows))
+    parser.add_argument("--seconds", type=float, default=10.0)
+    asked = parser.parse_args()
+    rows = [at_rest(count, asked.repeats) for count in REPLICAS]
+    shares = []
+    for count in REPLICAS:
+        for how, name in (("changes", "changes"), ("whole", "whole states")):
+            found = uvloop.run(arriving(count, how, asked.seconds))  # type: ignore[arg-type]
+            if how == "changes":
+                text = f"decision among {count} replicas, states arriving"
+                rows.append([text, *milliseconds(found.decisions_s), TARGETS_MS[count]])
+            target = TARGET_SHARE if (count, how) == (64, "changes") else ""
+            shares.append(
+                [f"{count} replicas, {name}", f"{found.lines:.0f}", f"{found.share:.1%}", target]
+            )
+    rows += scheduler_rows(asked.repeats)
+    table = markdown(["what", "median ms", "p99 ms", "target"], rows)
+    costs = markdown(["states taken in", "lines/s", "share of a core", "target"], shares)
+    write_result("routing_decision", __doc__, f"{table}\n\n{costs}")
 
 
 if __name__ == "__main__":

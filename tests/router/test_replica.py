@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,20 @@ pytest.importorskip("openai")
 import httpx
 import psutil
 from live_server import SMALL, UNIPROC, environment
+from vllm_slo.router.state_feed import StateFeed
+from vllm_slo.router.token_guard import TokenGuard
 
 from vllm_slo import tiny
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.state_pace import BURST, EARNED_S
+from vllm_slo.core.routing.state_stream import StateDecoder, StateLine
 from vllm_slo.core.step_time.model import StepTimeModel
+from vllm_slo.core.types import Demand
 from vllm_slo.engine.serving import lifeline
 from vllm_slo.engine.telemetry.state import StatePublisher
 from vllm_slo.router import replica, state_feed
-from vllm_slo.wire.front_protocol import STATE_PATH
-from vllm_slo.router.state_feed import StateFeed
-from vllm_slo.router.token_guard import TokenGuard
 from vllm_slo.slo.carriers import FORWARDED
+from vllm_slo.wire.front_protocol import STATE_PATH
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
 
@@ -114,7 +117,7 @@ def test_what_the_front_says_is_in_the_scope_and_not_in_the_headers() -> None:
     ]
     answer, app = ask([*said, ("x-slo-class", "chat")])
     assert answer.text == "served"
-    assert app.scopes[0][FORWARDED] == {"age_ms": 12.5, "ticket": 7, "on_unattainable": "decline"}
+    assert app.scopes[0][FORWARDED] == {"age_ms": 12.5, "ticket": "7", "on_unattainable": "decline"}
     names = [name for name, _ in app.scopes[0]["headers"]]
     assert b"x-slo-class" in names
     assert not any(name.startswith(b"x-vllm-slo-") for name in names)
@@ -126,7 +129,7 @@ def test_without_its_headers_there_is_no_front() -> None:
     _, app = ask([TOKEN, ("x-vllm-slo-ticket", "7"), ("x-vllm-slo-unattainable", "best_effort")])
     assert app.scopes[0][FORWARDED] == {
         "age_ms": 0.0,
-        "ticket": 7,
+        "ticket": "7",
         "on_unattainable": "best_effort",
     }
 
@@ -134,7 +137,7 @@ def test_without_its_headers_there_is_no_front() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("age-ms", "-1"), ("age-ms", "nan"), ("age-ms", "inf"), ("age-ms", "x"), ("ticket", "-1"),
-     ("ticket", "1.5"), ("ticket", "9" * 30)],
+     ("ticket", "1.5"), ("ticket", "9" * 30), ("ticket", "0"), ("ticket", "A:1"), ("ticket", "")],
 )  # fmt: skip
 def test_a_broken_header_of_the_front_is_400(name: str, value: str) -> None:
     answer, app = ask([TOKEN, (f"x-vllm-slo-{name}", value)])
@@ -156,38 +159,50 @@ def test_the_lifespan_is_the_apps() -> None:
 # --- the feed ------------------------------------------------------------------------------------
 
 
+MANY = ReplicaState(
+    MODEL,
+    committed=tuple(Demand(f"p{n}", 9.0 + n, 50, 0.1, 3) for n in range(50)),
+    tickets={"": frozenset(range(1, 51))},
+)
+
+
 def test_a_feed_says_what_came_what_changed_and_that_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        feed = StateFeed()
+        feed, decoder = StateFeed(), StateDecoder()
         feed.listen(tmp_path / "state")
         publisher = StatePublisher(str(tmp_path / "state"))
         lines = feed.lines()
-        first = json.loads(await anext(lines))
-        assert first == {"state": None, "age_s": 0.0, "draining": False, "dead": False}
+        first = decoder.read(await anext(lines))
+        assert first == StateLine(None, True, 0.0, False, False, None)
         begun = time.monotonic()
-        assert json.loads(await anext(lines)) == first
+        assert decoder.read(await anext(lines)) == first._replace(is_new=False)
         assert time.monotonic() - begun > 0.2
 
         monkeypatch.setattr(
             state_feed, "HEARTBEAT_S", 3_600.0
         )  # what follows does not wait for one
-        one = ReplicaState(model=MODEL, seen=3)
-        publisher.publish(one, 0.0)
-        line = json.loads(await anext(lines))
-        assert ReplicaState.from_json(json.dumps(line["state"])) == one
-        assert 0 <= line["age_s"] < patience(10)
+        one = replace(MANY, running=3)
+        publisher.publish(one)
+        whole = await anext(lines)
+        line = decoder.read(whole)
+        assert line.state is not None and line.state.running == 3
+        assert len(line.state.committed) == 50
+        assert 0 <= line.age_s < patience(10)
 
-        # Of many only the newest is told.
-        for seen in range(4, 9):
-            publisher.publish(ReplicaState(model=MODEL, seen=seen), 0.0)
+        # Of many only the newest is told, and of it only what changed.
+        for running in range(4, 9):
+            publisher.publish(replace(one, running=running))
         await asyncio.sleep(0.05)
-        assert json.loads(await anext(lines))["state"]["seen"] == 8
+        text = await anext(lines)
+        line = decoder.read(text)
+        assert line.state is not None and line.state.running == 8
+        assert len(text) < 100 < len(whole)
         feed.change(draining=True)
-        assert json.loads(await anext(lines))["draining"] is True
+        assert decoder.read(await anext(lines)).draining
         feed.change(dead=True)
-        assert json.loads(await anext(lines))["dead"] is True
+        assert decoder.read(await anext(lines)).dead
         feed.change(closed=True)
         await anext(lines)
         with pytest.raises(StopAsyncIteration):
@@ -198,14 +213,61 @@ def test_a_feed_says_what_came_what_changed_and_that_it_lives(
     asyncio.run(asyncio.wait_for(run(), patience(60)))
 
 
+def test_every_stream_begins_whole_and_has_its_own_lines() -> None:
+    async def run() -> None:
+        feed = StateFeed()
+        readers = [(feed.lines(), StateDecoder()) for _ in range(2)]
+        for number, (lines, decoder) in enumerate(readers):
+            feed.take(replace(MANY, running=number), time.monotonic())
+            assert decoder.read(await anext(lines)).state == replace(
+                MANY, running=number, committed=named(MANY.committed)
+            )
+        feed.take(replace(MANY, running=5), time.monotonic())
+        told = [decoder.read(await anext(lines)) for lines, decoder in readers]
+        assert [line.state.running for line in told if line.state is not None] == [5, 5]
+        with pytest.raises(ValueError, match="does not follow"):
+            readers[0][1].read(await anext(readers[1][0]))
+
+    asyncio.run(asyncio.wait_for(run(), patience(60)))
+
+
+def named(committed: tuple[Demand, ...]) -> tuple[Demand, ...]:
+    """Promises with the keys that a new stream gives them."""
+    return tuple(replace(d, request_id=str(n + 1)) for n, d in enumerate(committed))
+
+
+def test_states_do_not_crowd_and_a_drain_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_feed, "HEARTBEAT_S", 3_600.0)
+
+    async def run() -> None:
+        feed = StateFeed()
+        lines, begun_s, told = feed.lines(), time.monotonic(), 0
+        while told < 12:
+            feed.take(replace(MANY, running=told), time.monotonic())
+            await anext(lines)
+            told += 1
+        # The first is no wait, some that were saved up follow at once, and then they are earned.
+        assert time.monotonic() - begun_s > (12 - 1 - BURST) * EARNED_S
+        asked = asyncio.ensure_future(anext(lines))
+        feed.take(replace(MANY, running=99), time.monotonic())
+        await asyncio.sleep(0)
+        begun_s = time.monotonic()
+        feed.change(draining=True)
+        assert b'"draining":true' in await asked
+        assert time.monotonic() - begun_s < EARNED_S / 2
+
+    asyncio.run(asyncio.wait_for(run(), patience(60)))
+
+
 def test_a_feed_survives_nonsense(tmp_path: Path) -> None:
     async def run() -> None:
         feed = StateFeed()
         feed.listen(tmp_path / "state")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
             stranger.sendto(b"nonsense", str(tmp_path / "state"))
+            stranger.sendto(b"1.0\nnonsense", str(tmp_path / "state"))
         await asyncio.sleep(0.05)
-        assert json.loads(feed.line())["state"] is None
+        assert StateDecoder().read(await anext(feed.lines())).state is None
         feed.close()
 
     asyncio.run(run())
@@ -335,7 +397,7 @@ class Watcher:
     """Reads the state stream in a thread."""
 
     def __init__(self, live: Live) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[StateLine] = []
         self.ended = threading.Event()
         self._live = live
         threading.Thread(target=self._read, daemon=True).start()
@@ -348,12 +410,13 @@ class Watcher:
             httpx.stream("GET", where, headers=self._live.headers(), timeout=HANG_S) as answer,
         ):
             assert answer.headers["content-type"] == "application/x-ndjson"
+            decoder = StateDecoder()
             for line in answer.iter_lines():
-                self.lines.append(json.loads(line))
+                self.lines.append(decoder.read(line))
         self.ended.set()
 
     def states(self) -> list[ReplicaState]:
-        return [ReplicaState.from_json(json.dumps(line["state"])) for line in self.lines]
+        return [line.state for line in self.lines if line.state is not None]
 
     def now(self) -> ReplicaState:
         return self.states()[-1]
@@ -433,6 +496,7 @@ def watcher(live: Live) -> Watcher:
     return watching
 
 
+MINE = {"": frozenset({5})}
 EASY = {"slo": {"ttft_ms": 60000, "tpot_ms": 10000}}
 HOPELESS = {"slo": {"ttft_ms": 0.001}}
 
@@ -453,8 +517,8 @@ def test_an_idle_replica_has_a_heartbeat(watcher: Watcher) -> None:
     before = len(watcher.lines)
     within(10, lambda: len(watcher.lines) >= before + 4, lambda: watcher.lines)
     line = watcher.lines[-1]
-    assert (line["draining"], line["dead"]) == (False, False)
-    assert line["age_s"] >= 0.2
+    assert (line.draining, line.dead) == (False, False)
+    assert line.age_s >= 0.2
     idle = watcher.now()
     assert idle.free_blocks == idle.total_blocks > 0
     assert (idle.seats, idle.max_model_len) == (16, 1024)
@@ -469,11 +533,11 @@ def test_a_promise_is_seen_with_its_ticket_and_gone_afterwards(
     assert answer.status_code == 200
     assert '"promised":true' in text
     within(5, lambda: watcher.now().running == 0, watcher.now)
-    mine = [state for state in watcher.states() if state.tickets == (5,)]
+    mine = [state for state in watcher.states() if state.tickets == MINE]
     assert any(state.decoding == {10.0: 1} for state in mine)
-    assert all(state.running + state.waiting == 1 and state.seen == 5 for state in mine)
+    assert all(state.running + state.waiting == 1 and state.seen == {"": 5} for state in mine)
     assert min(state.free_blocks for state in mine) < watcher.now().free_blocks
-    assert (watcher.now().tickets, watcher.now().seen) == ((), 5)
+    assert (watcher.now().tickets, watcher.now().seen) == ({}, {"": 5})
     assert len(mine) > 1, "more than once while it ran"
 
 
@@ -534,11 +598,11 @@ def test_clients_cannot_speak_for_the_front(live: Live) -> None:
 
 @pytest.mark.engine
 def test_a_client_that_leaves_frees_its_request(live: Live, watcher: Watcher) -> None:
-    with live.stream({**EASY, **LONG}, age_ms=1, ticket=15) as answer:
+    with live.stream({**EASY, **LONG}, age_ms=1, ticket="a:15") as answer:
         assert next(answer.iter_lines()).startswith("data: ")
-        within(5, lambda: watcher.now().tickets == (15,), watcher.now)
+        within(5, lambda: watcher.now().tickets == {"a": {15}}, watcher.now)
     within(5, lambda: watcher.now().running == 0, watcher.now)
-    assert watcher.now().tickets == ()
+    assert watcher.now().tickets == {}
 
 
 @pytest.mark.engine
@@ -570,7 +634,7 @@ def test_an_engine_that_is_killed_ends_its_replica(live: Live, watcher: Watcher)
     assert "error" in whole[0].json()
     assert live.process.wait(patience(10)) == 1
     assert watcher.ended.wait(patience(5))
-    assert any(line["dead"] for line in watcher.lines)
+    assert any(line.dead for line in watcher.lines)
     live.await_end(10)
     assert leftovers(live.log.parent) == []
 
@@ -589,12 +653,12 @@ def test_sigterm_lets_what_runs_end(draining: Live) -> None:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         draining.process.terminate()
-        within(10, lambda: any(line["draining"] for line in watcher.lines), lambda: watcher.lines)
+        within(10, lambda: any(line.draining for line in watcher.lines), lambda: watcher.lines)
         rest = list(lines)
     assert rest[-2] == "data: [DONE]"
     assert '"promised":true' in "".join(rest)
     assert draining.process.wait(patience(20)) == 0
-    assert not any(line["dead"] for line in watcher.lines)
+    assert not any(line.dead for line in watcher.lines)
     draining.await_end(10)
     assert leftovers(draining.log.parent) == []
     assert "Traceback" not in draining.log.read_text()

@@ -21,6 +21,7 @@ from vllm_slo import SLO, tiny
 from vllm_slo.core.jit import JITTED, compile_package
 from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.state_stream import StateDecoder, StateEncoder
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
@@ -152,7 +153,8 @@ def use(engine: VirtualEngine) -> None:
 
 def send(engine: VirtualEngine, slo: SLO) -> None:
     """Route a request by what the engine says of itself, as a front does."""
-    state = type(engine.scheduler.state()).from_json(engine.scheduler.state().to_json())
+    state = StateDecoder().read(StateEncoder().line(engine.scheduler.state())).state
+    assert state is not None
     now_s, double = engine.clock.now_s, VirtualReplica("")
     double.update(state, now_s)
     ttft_s = math.inf if slo.ttft_ms is None else slo.ttft_ms / 1e3

@@ -33,12 +33,6 @@ class EngineReplica(FakeReplica):
 
     def __init__(self, name: str, drain_s: float) -> None:
         super().__init__(name, Knobs(token_s=TOKEN_S), drain_s)
-        self.dead = asyncio.Event()
-
-    def line(self) -> bytes:
-        return (
-            json.dumps({**json.loads(super().line()), "dead": self.dead.is_set()}).encode() + b"\n"
-        )
 
     async def stream(
         self, request: web.Request, asked: dict[str, Any], count: int, record: dict[str, Any]

@@ -5,8 +5,8 @@
 ``FAKE_REPLICA_KNOBS`` instead of ``--knobs``. Like the real child it binds a free port, prints
 ``{"url", "token"}``, ends at once when stdin does, and drains on SIGTERM (``--drain-s``).
 
-Its answers are as `engine.http.forwarded_answer` lets them out, and its state stream tells of requests
-as `engine.http.state_feed` does.
+Its answers are as `engine.http.forwarded_answer` lets them out, and its state stream tells of
+requests as `engine.http.state_feed` does.
 
 Behind the token, beside what vLLM serves (answers carry the name in ``system_fingerprint``):
 
@@ -31,6 +31,8 @@ from typing import Any
 from aiohttp import web
 
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.state_stream import StateEncoder
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.wire.front_protocol import RETRIED, TRY_NEXT
@@ -111,9 +113,8 @@ def state(changes: dict[str, Any]) -> ReplicaState:
         Demand(f"r{n}", due_s, tokens, 0.1, 8)
         for n, (due_s, tokens) in enumerate(given.pop("committed", ()))
     )
-    for name in ("tickets", "block_sizes"):
-        if name in given:
-            given[name] = tuple(given[name])
+    if "block_sizes" in given:
+        given["block_sizes"] = tuple(given["block_sizes"])
     return replace(base, committed=committed, **given)
 
 
@@ -130,9 +131,10 @@ class FakeReplica:
         self.first_knobs = self.knobs = knobs
         self.drain_s = drain_s
         self.draining = asyncio.Event()
+        self.dead = asyncio.Event()
         self.seen: list[dict[str, Any]] = []
         self.running = 0
-        self.highest = 0
+        self.highest: dict[str, int] = {}
         self.streams: list[list[list[Any]]] = []
 
     # --- state -----------------------------------------------------------------------------------
@@ -143,33 +145,37 @@ class FakeReplica:
             for events in self.streams:
                 events.append([event, record["ticket"], *more])
 
-    def line(self, events: list[list[Any]]) -> bytes:
-        said = None
-        if not self.knobs.null_state:
-            live = tuple(one["ticket"] for one in self.seen if one["ended"] is None)
-            live = tuple(ticket for ticket in live if ticket is not None)
-            changes = {"running": self.running, "tickets": live, "seen": self.highest}
-            said = json.loads(state({**changes, **self.knobs.state}).to_json())
-        message = {"state": said, "age_s": 0.001, "draining": self.draining.is_set()}
-        return json.dumps({**message, "dead": False, "events": events}).encode() + b"\n"
+    def state(self) -> ReplicaState | None:
+        if self.knobs.null_state:
+            return None
+        live = [one["ticket"] for one in self.seen if one["ended"] is None and one["ticket"]]
+        numbers: dict[str, set[int]] = {}
+        for front, number in map(Ticket.parse, live):
+            numbers.setdefault(front, set()).add(number)
+        tickets = {front: frozenset(of_it) for front, of_it in numbers.items()}
+        changes = {"running": self.running, "tickets": tickets, "seen": dict(self.highest)}
+        return state({**changes, **self.knobs.state})
 
     async def state_stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
         await response.prepare(request)
-        before = None
-        spoken_s = 0.0
+        encoder, before, told_s = StateEncoder(), None, 0.0
         live = [one["ticket"] for one in self.seen if one["ended"] is None and one["ticket"]]
-        first = json.loads(self.line([]))
-        await response.write(json.dumps({**first, "live": live}).encode() + b"\n")
+        first: list[str] | None = live
         events: list[list[Any]] = []
         self.streams.append(events)
         try:
             while not self.knobs.close_streams:
-                now_s, line = time.monotonic(), self.line(events)
-                if self.knobs.heartbeats and (line != before or now_s - spoken_s >= HEARTBEAT_S):
+                now_s = time.monotonic()
+                told = self.state(), self.draining.is_set(), self.dead.is_set()
+                due = told != before or events or now_s - told_s >= HEARTBEAT_S
+                if self.knobs.heartbeats and due:
+                    flags = {"draining": told[1], "dead": told[2]}
+                    line = encoder.line(told[0], age_s=0.001, events=events, live=first, **flags)
+                    first = None
                     events.clear()
                     await response.write(line)
-                    before, spoken_s = self.line([]), now_s
+                    before, told_s = told, now_s
                 await asyncio.sleep(0.005)
         finally:
             self.streams = [each for each in self.streams if each is not events]
@@ -189,7 +195,7 @@ class FakeReplica:
             "body": body.decode("utf-8", "surrogateescape") if len(body) < 100_000 else None,
             "size": len(body),
             "port": request.transport and request.transport.get_extra_info("peername")[1],
-            "ticket": int(ticket) if ticket else None,
+            "ticket": ticket,
             "age_ms": float(headers.get("x-vllm-slo-age-ms", "nan")),
             "hop": headers.get("x-vllm-slo-unattainable") == "decline",
             "unattainable": headers.get("x-vllm-slo-unattainable"),
@@ -198,7 +204,9 @@ class FakeReplica:
             "ended": None,
         }
         self.seen.append(record)
-        self.highest = max(self.highest, record["ticket"] or 0)
+        if ticket is not None:
+            front, number = Ticket.parse(ticket)
+            self.highest[front] = max(self.highest.get(front, 0), number)
         self.running += 1
         self.tell(record, "came")
         try:

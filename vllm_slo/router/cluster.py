@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from random import Random
@@ -38,6 +39,8 @@ class Cluster:
         self.leaving: list[Upstream] = []
         self.demand = DemandMeter()
         self.rng = Random()
+        self.front = secrets.token_hex(4)
+        """Name of this front in its tickets: several fronts may send to the same replicas."""
         self.is_open = True
         self._turn = 0
         self._observer = observer
@@ -56,7 +59,11 @@ class Cluster:
             if name not in self.listed:
                 routing = self.routing
                 upstream = Upstream(
-                    spec, routing.stale_after_s, routing.dead_after_s, self._observer
+                    spec,
+                    routing.stale_after_s,
+                    routing.dead_after_s,
+                    self._observer,
+                    self.front,
                 )
                 upstream.start()
                 self.listed[name] = upstream

@@ -3,8 +3,8 @@
 
 `python -m vllm_slo.router.decision_service --folder F --config JSON`, started by the front:
 
-- stdin: JSON lines: ``{"replicas": [...]}`` with all replicas; ``{"generation": n}`` after each start
-  of HAProxy; it drains at the end of stdin.
+- stdin: JSON lines: ``{"replicas": [...]}`` with all replicas; ``{"generation": n}`` after each
+  start of HAProxy; it drains at the end of stdin.
 - stdout: JSON lines: ``{"deciding": true}`` once, then ``{"wanted": n, "ready": m}`` on change.
 - SIGTERM: running requests have `RoutingConfig.drain_s` to end.
 

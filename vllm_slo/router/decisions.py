@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.routing.policy import Route
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.routing.virtual_replica import RoutedRequest
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.router.body_reader import UnreadError
@@ -299,7 +300,7 @@ class Decisions:
         self._take(state, upstream, next(self._tickets), promised=promised)
         age_ms = (time.monotonic() - state.request.arrival_s) * 1000
         headers = {TOKEN_HEADER: upstream.spec.token, AGE_HEADER: f"{max(age_ms, 0.0):.3f}"}
-        headers[TICKET_HEADER] = str(state.ticket)
+        headers[TICKET_HEADER] = str(Ticket(self.cluster.front, state.ticket))
         wish = None if state.routed is None else self._wish(choice)
         if wish is not None:
             headers[UNATTAINABLE_HEADER] = wish

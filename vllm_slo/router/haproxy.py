@@ -47,7 +47,9 @@ def _packaged() -> Path | None:
 
 def _checked(path: Path, named: str) -> Path:
     try:
-        run = subprocess.run([str(path), "-vv"], capture_output=True, text=True, timeout=10.0)
+        run = subprocess.run(
+            [str(path), "-vv"], capture_output=True, check=False, text=True, timeout=10.0
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{named} does not run: {error}; {_FIX}") from None
     version = _VERSION.search(run.stdout)

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import aiohttp
 from yarl import URL
 
-from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.state_stream import StateDecoder, StateLine
 from vllm_slo.core.routing.virtual_replica import VirtualReplica
 from vllm_slo.router.prompts import PrefixIndex
 from vllm_slo.wire.front_protocol import STATE_PATH, TOKEN_HEADER, TOKEN_VARIABLE
@@ -121,6 +120,7 @@ class Upstream:
     Args:
         stale_after_s, dead_after_s: as in `RoutingConfig`.
         observer: told of the events of its stream; None: nobody.
+        front: name of this front in its tickets.
 
     Attributes:
         address: IP address and port of the state stream's connection; None before the first.
@@ -133,10 +133,11 @@ class Upstream:
         stale_after_s: float,
         dead_after_s: float,
         observer: Observer | None = None,
+        front: str = "",
     ) -> None:
         self.spec = spec
         self.name = spec.name
-        self.virtual = VirtualReplica(spec.name)
+        self.virtual = VirtualReplica(spec.name, front)
         self.prefixes = PrefixIndex()
         self.metrics = Once(partial(self.get, "/metrics", METRICS_PATIENCE_S), KEPT_S)
         self.listed = True
@@ -153,6 +154,7 @@ class Upstream:
         self._aborted = False
         self._urls: dict[str, URL] = {}
         self._unreadable = False
+        self._decoder = StateDecoder()
         self._listening: asyncio.Timeout | None = None
         self._session: aiohttp.ClientSession | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -295,41 +297,41 @@ class Upstream:
             if len(held) > MAX_LINE_BYTES:
                 raise ValueError("a line of the state stream does not end")
             if newline:
-                for line in lines.split(b"\n"):
-                    self.hear(line, time.monotonic())
+                self.hear(lines, time.monotonic())
                 if self._listening is None:
                     # From now on `tick` detects silence.
                     listening.reschedule(None)
                     self._listening = listening
 
-    def hear(self, line: bytes, now_s: float) -> None:
-        """Process one line of the state stream.
+    def hear(self, lines: bytes, now_s: float) -> None:
+        """Process the next lines of the state stream.
 
         Raises:
-            ValueError: it is not JSON.
+            ValueError: they are no such lines, or one before them is missing.
         """
-        content = json.loads(line)
-        if not isinstance(content, Mapping):
-            raise ValueError("a line of the state stream is not an object")
+        read = [self._decoder.read(line) for line in lines.split(b"\n")]
+        newest = read[-1]
         self._heard_s, self._silent, self._aborted = now_s, False, False
         self.connected = True
-        self.draining = bool(content.get("draining"))
-        self.engine_dead = bool(content.get("dead"))
-        if (state := content.get("state")) is not None:
-            self._update(state, now_s - float(content.get("age_s") or 0.0))
-        if self._observer is not None:
-            if (live := content.get("live")) is not None:
-                self._observer.connected(self, [str(ticket) for ticket in live])
-            for event, ticket, *more in content.get("events", ()):
-                self._observer.told(self, event, str(ticket), *more)
-
-    def _update(self, state: Any, taken_s: float) -> None:
-        try:
-            self.virtual.update(ReplicaState.from_dict(state), taken_s)
-        except ValueError as error:
-            if not self._unreadable:
-                logger.warning("replica %s: its state cannot be read: %s", self.name, error)
+        self.draining, self.engine_dead = newest.draining, newest.dead
+        if newest.problem is not None and not self._unreadable:
             self._unreadable = True
+            logger.warning("replica %s: its state cannot be read: %s", self.name, newest.problem)
+        if newest.state is not None:
+            if any(line.is_new for line in read):
+                self.virtual.update(newest.state, now_s - newest.age_s)
+            else:
+                self.virtual.confirm(now_s)
+        self._tell_observer(read)
+
+    def _tell_observer(self, read: list[StateLine]) -> None:
+        if self._observer is None:
+            return
+        for line in read:
+            if line.live is not None:
+                self._observer.connected(self, line.live)
+            for event, ticket, *more in line.events:
+                self._observer.told(self, event, ticket, *more)
 
 
 def _peer(answer: aiohttp.ClientResponse) -> tuple[str, int] | None:

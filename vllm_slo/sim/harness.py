@@ -260,7 +260,7 @@ class VirtualEngine:
         ids = own_text(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         asked: dict[str, Any] | None = slo.to_extra_args() if slo else None
         if asked and ticket:
-            asked = self.seal.sealed({**asked, TICKET_KEY: ticket})
+            asked = self.seal.sealed({**asked, TICKET_KEY: str(ticket)})
         if quote:
             asked = self.seal.sealed({**(asked or {}), QUOTE_KEY: 1})
         params = SamplingParams(

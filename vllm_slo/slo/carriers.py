@@ -39,14 +39,15 @@ class Forwarded(TypedDict):
 
     Attributes:
         age_ms: for how long the front has had the request.
-        ticket: the front's mark of the request at this replica, from 1.
+        ticket: the front's mark of the request at this replica, ``FRONT:NUMBER`` or ``NUMBER``;
+            empty: it has none.
         on_unattainable: what to do if the request cannot be promised, in place of its own
             `on_unattainable`: refuse it (the front tries another replica) or serve it; None: its
             own counts.
     """
 
     age_ms: float
-    ticket: int
+    ticket: str
     on_unattainable: OnUnattainable | None
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 AGE_KEY: Final = "slo_age_ms"
 """Internal key of `extra_args`: for how long a front has had the request, milliseconds."""
 TICKET_KEY: Final = "slo_ticket"
-"""Internal key: the mark by which a front knows the request, from 1."""
+"""Internal key: the mark by which a front knows the request, `core.routing.tickets` as text."""
 QUOTE_KEY: Final = "slo_quote"
 """Internal key: the request is not to be served, but told what it would be promised."""
 EXEMPT_KEY: Final = "slo_exempt"

@@ -19,6 +19,7 @@ OWN_PREFIX: Final = "x-vllm-slo-"
 TOKEN_HEADER: Final = "x-vllm-slo-token"
 AGE_HEADER: Final = "x-vllm-slo-age-ms"
 TICKET_HEADER: Final = "x-vllm-slo-ticket"
+"""A `core.routing.tickets.Ticket`: ``FRONT:NUMBER``, or ``NUMBER`` of a front without a name."""
 UNATTAINABLE_HEADER: Final = "x-vllm-slo-unattainable"
 TRY_NEXT: Final = 425
 """HTTP status of a replica that refuses a request so that the front tries another one. No route of

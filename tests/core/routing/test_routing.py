@@ -19,7 +19,13 @@ from vllm_slo.core.routing.policy import (
     route,
 )
 from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.routing.virtual_replica import STALE_S, RoutedRequest, VirtualReplica
+from vllm_slo.core.routing.virtual_replica import (
+    LOST_AFTER_S,
+    STALE_S,
+    UNLISTED_AFTER_S,
+    RoutedRequest,
+    VirtualReplica,
+)
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 
@@ -218,9 +224,9 @@ def test_what_was_sent_counts_until_the_replica_lists_it() -> None:
     # An account from before they arrived changes nothing; one that lists them replaces them.
     shadow.update(busy(3), 0.1)
     assert not shadow.judge(ASKS, 0.1).promised
-    shadow.update(replace(busy(4), tickets=(1,), seen=3), 0.2)
+    shadow.update(replace(busy(4), tickets={"": frozenset((1,))}, seen={"": 3}), 0.2)
     assert not shadow.judge(ASKS, 0.2).promised
-    shadow.update(replace(busy(4), tickets=(1, 2, 3), seen=3), 0.2)
+    shadow.update(replace(busy(4), tickets={"": frozenset((1, 2, 3))}, seen={"": 3}), 0.2)
     assert shadow.judge(ASKS, 0.2).promised
 
 
@@ -239,11 +245,12 @@ def test_what_the_replica_saw_and_does_not_list_is_over_after_a_while() -> None:
     (shadow,) = replicas(busy(3))
     for ticket in (1, 2, 3):
         shadow.sent(ticket, ASKS, 0.0, promised=True)
-    unlisted = replace(busy(3), seen=3)
+    unlisted = replace(busy(3), seen={"": 3})
     shadow.update(unlisted, 0.3)
     assert not shadow.judge(ASKS, 0.3).promised
     shadow.update(unlisted, 0.7)
     assert shadow.judge(ASKS, 0.7).promised
+    assert shadow.outstanding == 0
 
 
 def test_a_request_that_began_draws_tokens_and_no_prompt() -> None:
@@ -343,6 +350,168 @@ def test_whatever_happens_an_empty_double_is_as_new(events) -> None:
     assert (shadow.judge(ASKS, 0.0), shadow.load_tokens) == fresh
 
 
+# Several fronts, and ends that nobody tells.
+
+
+def listing(count: int, **fronts: tuple[int, ...]) -> ReplicaState:
+    """A busy replica that lists such tickets, ``_`` for the front without a name."""
+    named = {name.strip("_"): numbers for name, numbers in fronts.items() if numbers}
+    return replace(
+        busy(count),
+        tickets={front: frozenset(numbers) for front, numbers in named.items()},
+        seen={front: max(numbers) for front, numbers in named.items()},
+    )
+
+
+def test_a_front_counts_its_own_tickets_and_no_others() -> None:
+    shadows = VirtualReplica("r0", "a"), VirtualReplica("r0", "b")
+    for shadow in shadows:
+        shadow.update(busy(4), 0.0)
+    for n, shadow in enumerate(shadows):
+        shadow.sent(1, ASKS, 0.0, promised=True)
+        # The replica lists the other one's request of the same number.
+        shadow.update(listing(4, **{"ba"[n]: (1,)}), 0.1)
+        assert not shadow.judge(ASKS, 0.1).promised
+        shadow.update(listing(4, **{"ab"[n]: (1,)}), 0.2)
+        assert shadow.judge(ASKS, 0.2).promised
+
+
+def test_a_listed_request_ends_when_it_is_not_listed_any_more() -> None:
+    (shadow,) = replicas(busy(3))
+    for ticket in (1, 2):
+        shadow.sent(ticket, ASKS, 0.0, promised=True)
+    shadow.update(listing(5, _=(1, 2)), 0.01)
+    assert shadow.outstanding == 2
+    shadow.update(listing(4, _=(2,)), 0.02)
+    assert shadow.outstanding == 1
+    shadow.ended(1)
+    shadow.update(replace(busy(3), seen={"": 2}), 0.03)
+    assert shadow.outstanding == 0
+
+
+def test_an_idle_replica_has_none_of_what_was_sent_long_ago() -> None:
+    (shadow,) = replicas(IDLE)
+    shadow.sent(1, ASKS, 0.0, promised=True)
+    shadow.confirm(LOST_AFTER_S)
+    assert shadow.outstanding == 1
+    shadow.confirm(LOST_AFTER_S + 0.1)
+    assert (shadow.outstanding, shadow.load_tokens) == (0, 0)
+
+
+def test_what_is_never_listed_is_forgotten_in_the_end() -> None:
+    (shadow,) = replicas(busy(3))
+    shadow.sent(1, replace(ASKS, wants_promise=False), 0.0, promised=False)
+    before = shadow.load_tokens
+    shadow.confirm(LOST_AFTER_S + 0.1)
+    assert (shadow.outstanding, shadow.load_tokens) == (1, before - 6)
+    shadow.confirm(UNLISTED_AFTER_S + 0.1)
+    assert shadow.outstanding == 0
+
+
+class TwoFronts:
+    """Two fronts with a shadow each over one replica. ``way`` and ``here``: (front, number) of the
+    requests on their way and at the replica."""
+
+    def __init__(self) -> None:
+        self.shadows = [VirtualReplica("r0", "a"), VirtualReplica("r0", "b")]
+        self.way: set[tuple[int, int]] = set()
+        self.here: set[tuple[int, int]] = set()
+        self.numbers, self.seen = [0, 0], [0, 0]
+        for shadow in self.shadows:
+            shadow.update(self.state(), 0.0)
+
+    def state(self) -> ReplicaState:
+        listed = {
+            front: frozenset(n for f, n in self.here if f == i) for i, front in enumerate("ab")
+        }
+        return replace(
+            busy(len(self.here)),
+            tickets={front: numbers for front, numbers in listed.items() if numbers},
+            seen={front: self.seen[i] for i, front in enumerate("ab") if self.seen[i]},
+        )
+
+    def send(self, front: int, number: int, now_s: float) -> None:
+        self.numbers[front] += 1
+        self.way.add((front, self.numbers[front]))
+        request = replace(ASKS, deadline_s=now_s + 6.0)
+        self.shadows[front].sent(self.numbers[front], request, now_s, promised=True)
+
+    def arrive(self, front: int, number: int, now_s: float) -> None:
+        if (front, number) in self.way:
+            self.way.remove((front, number))
+            self.here.add((front, number))
+            self.seen[front] = max(self.seen[front], number)
+
+    def begin(self, front: int, number: int, now_s: float) -> None:
+        if (front, number) in self.here:
+            self.shadows[front].began(number)
+
+    def end(self, front: int, number: int, now_s: float) -> None:
+        """It ends, and nobody tells the front."""
+        self.way.discard((front, number))
+        self.here.discard((front, number))
+
+    def told(self, front: int, number: int, now_s: float) -> None:
+        """It ends, and the front is told."""
+        self.end(front, number, now_s)
+        self.shadows[front].ended(number)
+
+    def update(self, front: int, number: int, now_s: float) -> None:
+        self.shadows[front].update(self.state(), now_s)
+
+    def confirm(self, front: int, number: int, now_s: float) -> None:
+        self.shadows[front].confirm(now_s)
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["send", "arrive", "begin", "end", "told", "update", "confirm"]),
+    st.integers(0, 1),
+    st.integers(1, 5),
+    st.floats(0.0, 0.3),
+)
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(EVENTS, max_size=60))
+def test_two_fronts_agree_with_their_replica_and_forget_what_ended(events) -> None:
+    """A front that has nothing on its way judges by the state alone: the other one's requests are
+    seen, and its own are not counted twice. When all has ended and the replica has said so, nothing
+    is left, whether ends were told or not."""
+    world, now_s = TwoFronts(), 0.0
+    for what, front, number, pause_s in events:
+        now_s += pause_s
+        getattr(world, what)(front, number, now_s)
+        assert all(shadow.load_tokens >= 0 for shadow in world.shadows)
+    now_s += LOST_AFTER_S + 0.1
+    for front, shadow in enumerate(world.shadows):
+        shadow.update(world.state(), now_s)
+        if world.numbers[front] > world.seen[front]:
+            continue  # for all that is known it is on its way
+        plain = VirtualReplica("r0")
+        plain.update(world.state(), now_s)
+        request = replace(ASKS, deadline_s=now_s + 6.0)
+        assert shadow.judge(request, now_s) == plain.judge(request, now_s)
+        assert shadow.outstanding <= sum(f == front for f, _ in world.here)
+    world.here.clear()
+    for shadow in world.shadows:
+        shadow.update(world.state(), now_s + LOST_AFTER_S + 0.1)
+        assert (shadow.outstanding, shadow.load_tokens) == (0, 0)
+
+
+def test_the_clock_of_the_replica_does_not_matter() -> None:
+    promise = Demand("p", 3.0, 12, 1.0, 2)
+    one, other = replicas(replace(busy(3), committed=(promise,), start_s=0.5), busy(3))
+    late = replace(promise, deadline_s=1003.0)
+    there = replace(busy(3), committed=(late,), now_s=1000.0, start_s=1000.5)
+    other.update(there, 0.0)
+    for deadline_s in (0.4, 1.0, 2.0, 4.0, 8.0):
+        request = replace(ASKS, deadline_s=deadline_s)
+        assert one.judge(request, 0.1) == pytest.approx(other.judge(request, 0.1))
+        other.sent(1, request, 0.1, promised=True)
+        one.sent(1, request, 0.1, promised=True)
+        assert one.judge(ASKS, 0.1).promised == other.judge(ASKS, 0.1).promised
+
+
 # Rankings.
 
 
@@ -409,32 +578,3 @@ def test_a_loose_objective_holds_memory_no_longer_than_its_steps_take() -> None:
     assert work_s[0] < work_s[1] < work_s[2] == work_s[4]
     # Four of them share its time; a step of theirs takes ten seconds, and some for what it reads.
     assert work_s[4] == pytest.approx((6 / 6 + 7 * 10.0) / 4, rel=0.1)
-
-
-# The state on the wire.
-
-
-@settings(max_examples=examples(50))
-@given(st.integers(0, 2**32))
-def test_a_state_survives_the_wire(seed: int) -> None:
-    rng = random.Random(seed)
-    state = replace(
-        random_state(rng),
-        decoding={float("inf"): 3, 0.5: 1},
-        committed=(Demand("0", float("inf"), 3, float("inf"), 1, 2.5, 9),),
-        tickets=(4, 9),
-        seen=9,
-    )
-    line = state.to_json()
-    assert b"\n" not in line
-    assert ReplicaState.from_json(line) == state
-    named = replace(state, committed=(replace(state.committed[0], request_id="x" * 10_000),))
-    assert named.to_json() == line
-
-
-@pytest.mark.parametrize(
-    "line", [b"", b"{}", b"[]", b"null", b'{"model": 3}', b"[" * 100_000, b'"x"', b"\xff"]
-)
-def test_nonsense_is_not_a_state(line: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        ReplicaState.from_json(line)

@@ -339,8 +339,8 @@ def test_a_beam_search_asks_for_nothing() -> None:
 
 # --- behind a front ------------------------------------------------------------------------------
 
-SAID = {"age_ms": 250.0, "ticket": 7, "on_unattainable": None}
-MARKS = {"slo_age_ms": 250.0, "slo_ticket": 7}
+SAID = {"age_ms": 250.0, "ticket": "7", "on_unattainable": None}
+MARKS = {"slo_age_ms": 250.0, "slo_ticket": "7"}
 HOP = {**SAID, "on_unattainable": "decline"}
 
 

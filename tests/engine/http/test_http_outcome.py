@@ -153,7 +153,7 @@ def test_a_tier_without_an_slo_is_told_and_nothing_else(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"age_ms": 1.0, "ticket": 1, "on_unattainable": w} for w in (None, "decline")]
+    "said", [{"age_ms": 1.0, "ticket": "1", "on_unattainable": w} for w in (None, "decline")]
 )
 def test_the_tier_served_is_told_behind_a_front_too(said: dict[str, Any]) -> None:
     for report, tier in ((REPORT, "priority"), (MISSED, "flex")):
@@ -371,7 +371,7 @@ def test_the_default_class_declines_plain_requests() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_hop_that_is_declined_tells_the_front(stream: bool) -> None:
-    said = {"age_ms": 1.0, "ticket": 1, "on_unattainable": "decline"}
+    said = {"age_ms": 1.0, "ticket": "1", "on_unattainable": "decline"}
     response = behind_a_front(Server(DECLINING), said).post(json={**ASKING, "stream": stream})
     refused(response, "slo", 429)
     assert response.headers["x-vllm-slo-declined"] == "1500"

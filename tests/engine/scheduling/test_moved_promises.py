@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_slo import SLO
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import VirtualEngine
@@ -78,7 +79,7 @@ def test_it_gives_way_to_one_that_is_worth_more(config_folder: Path) -> None:
 def test_what_somebody_relies_on_is_not_moved(config_folder: Path, how: str) -> None:
     engine = busy(config_folder, **({"on_unattainable": "decline"} if how == "declines" else {}))
     if how == "told to a front":
-        engine.scheduler.parts.tracker.get("long").ticket = 7
+        engine.scheduler.parts.tracker.get("long").ticket = Ticket("", 7)
     if how == "computed":
         engine.step()
         assert engine.scheduler.parts.tracker.get("long").request.num_computed_tokens

@@ -61,7 +61,7 @@ INVALID: tuple[dict[str, Any], ...] = (
     {"slo_ttft_ms": "fast"},
     {"slo_class": "no-such-class"},
     {"slo_speed": 3},
-    {"slo_ttft_ms": 9000, "slo_ticket": 7},  # without a seal
+    {"slo_ttft_ms": 9000, "slo_ticket": "7"},  # without a seal
     {"slo_ttft_ms": 9000, "slo_group": "g", "slo_seal": "0"},
 )
 
@@ -696,7 +696,7 @@ SAID = st.fixed_dictionaries(
         "slo_tpot": st.floats(0.0, 10.0),
         "slo_quote": st.just(1),
         "slo_age_ms": st.floats() | st.text(max_size=3),
-        "slo_ticket": WHOLE | st.none(),
+        "slo_ticket": WHOLE | st.none() | st.sampled_from(["7", "a:3", "x"]),
         "slo_group": st.sampled_from("ab") | WHOLE,
         "slo_each": st.just(1),
         "slo_exempt": st.just(1),

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vllm_slo.core.admission.budget_line import EPS
-from vllm_slo.core.admission.judgement import TierLoad, judge_one
+from vllm_slo.core.admission.judgement import TierLoad, judge_one, load_in_tiers, prices
 from vllm_slo.core.admission.program import (
     PLAIN,
     Capacity,
@@ -37,6 +37,9 @@ class Verdict(NamedTuple):
     retry_after_s: float = 0.0
 
 
+PROMISED: Final = Verdict(True)
+
+
 class IncrementalAdmission:
     """The committed load, prepared so that one request after another is judged quickly.
 
@@ -57,67 +60,73 @@ class IncrementalAdmission:
         decoding_context: int = 0,
         speculated: Speculated = PLAIN,
     ) -> None:
-        self._factor, self._tokens_in = speculated.tokens_out, speculated.tokens_in
+        self._factor = speculated.tokens_out
         if self._factor != 1.0:
             committed = [replace(d, tpot_s=d.tpot_s * self._factor) for d in committed]
             decoding = {tpot_s * self._factor: n for tpot_s, n in decoding.items()}
-        ranked = sorted(committed, key=lambda d: (d.deadline_s, d.request_id))
+        ranked = sorted(
+            (d.deadline_s, d.request_id, d.prefill_tokens, d.tpot_s, d.context_tokens)
+            for d in committed
+        )
+        rows = [(due_s, *rest) for due_s, _, *rest in ranked]
         self._capacity = capacity
-        self._committed = ranked
-        self._running = dict(decoding)
-        self._context = decoding_context
-        self._deadline = np.array([d.deadline_s for d in ranked], dtype=np.float64)
-        self._prefill = np.array([d.prefill_tokens for d in ranked], dtype=np.float64)
-        self._engine = engine_of(model, capacity)
-        self._kv_price = kv_per_token(model, int(self._engine.most_tokens))
+        self._pending = np.array(rows, dtype=np.float64).reshape(-1, 4).T.copy()
+        self._decoding = np.array([*decoding.keys(), *decoding.values()], np.float64).reshape(2, -1)
+        self._tpots = {*decoding, *(row[3] for row in ranked)}
+        self._context = float(decoding_context)
+        engine = engine_of(model, capacity)
+        self._prices = prices(
+            engine, speculated.tokens_in, kv_per_token(model, int(engine.most_tokens))
+        )
         self._by_tpot: dict[float, tuple[int, TierLoad]] = {}
 
     def judge(self, demand: Demand, now_s: float) -> Verdict:
         """Whether ``demand`` can be promised beside the committed load, from ``now_s`` on."""
-        capacity, wait_s = self._capacity, max(self._capacity.finish_interval_s, 0.0)
-        if demand.blocks > capacity.blocks + EPS:
-            return Verdict(False, "memory", wait_s)
+        return self.judge_line(
+            now_s,
+            demand.deadline_s,
+            demand.prefill_tokens,
+            demand.tpot_s,
+            demand.blocks,
+            demand.context_tokens,
+        )
+
+    def judge_line(
+        self,
+        now_s: float,
+        deadline_s: float,
+        prefill_tokens: int,
+        tpot_s: float,
+        blocks: int,
+        context_tokens: int,
+    ) -> Verdict:
+        """`judge` of a `Demand` with these values, for those who judge many."""
+        capacity = self._capacity
+        if blocks > capacity.blocks + EPS:
+            return Verdict(False, "memory", max(capacity.finish_interval_s, 0.0))
         if capacity.seats < 1:
-            return Verdict(False, "seats", wait_s)
-        tier, load = self._by_tpot.get(demand.tpot_s) or self.prepare(demand.tpot_s)
+            return Verdict(False, "seats", max(capacity.finish_interval_s, 0.0))
+        tier, load = self._by_tpot.get(tpot_s) or self._prepare(tpot_s)
         promised, sustainable, after_s = judge_one(
             now_s,
-            load,
-            self._engine,
-            tokens_in=self._tokens_in,
-            kv_price=self._kv_price,
-            deadline_s=demand.deadline_s,
-            prefill=float(demand.prefill_tokens),
-            tier=tier,
-            context_tokens=float(demand.context_tokens),
+            load.pending,
+            load.tiers,
+            self._prices,
+            deadline_s,
+            float(prefill_tokens),
+            tier,
+            float(context_tokens),
         )
         if promised:
-            return Verdict(True)
-        return Verdict(False, "prefill" if sustainable else "decode", after_s or wait_s)
+            return PROMISED
+        reason = "prefill" if sustainable else "decode"
+        return Verdict(False, reason, after_s or max(capacity.finish_interval_s, 0.0))
 
-    def prepare(self, tpot_s: float) -> tuple[int, TierLoad]:
+    def _prepare(self, tpot_s: float) -> tuple[int, TierLoad]:
         """The tier of a request with this TPOT, and the committed load in such tiers; kept."""
         slowed_s = tpot_s * self._factor
-        tpots = tiers_of([*(d.tpot_s for d in self._committed), *self._running, slowed_s])
-        tier = np.array([tier_of(d.tpot_s, tpots) for d in self._committed], dtype=np.int64)
-        decoding = np.zeros(len(tpots), dtype=np.int64)
-        for running_s, count in self._running.items():
-            decoding[tier_of(running_s, tpots)] += count
-        each = self._context / max(int(decoding.sum()), 1)
-        contexts = np.array(decoding * each, dtype=np.float64)
-        counts = decoding.copy()
-        for place, demand in zip(tier, self._committed, strict=True):
-            contexts[place] += demand.context_tokens
-            counts[place] += 1
-        load = TierLoad(
-            self._deadline,
-            self._prefill,
-            tier,
-            np.array(tpots, dtype=np.float64),
-            decoding,
-            contexts,
-            counts,
-        )
+        tpots = tiers_of([*self._tpots, slowed_s])
+        load = load_in_tiers(self._pending, np.array(tpots), self._decoding, self._context)
         prepared = tier_of(slowed_s, tpots), load
         if len(self._by_tpot) < MAX_PREPARED:
             self._by_tpot[tpot_s] = prepared

@@ -286,12 +286,11 @@ def hold_of(points: Sequence[int], prompt: int, max_tokens: int, declared: int |
     if not points:
         return now
     _, *looks, survivors = points
-    return max(
-        now,
-        *(
-            (prompt + min(length, max_tokens))
-            * (survivors - part * survivors // len(looks))
-            // survivors
-            for part, length in enumerate(looks)
-        ),
-    )
+    most, parts = now, len(looks)
+    for part, length in enumerate(looks):
+        longest = length if length < max_tokens else max_tokens
+        left = survivors - part * survivors // parts
+        held = (prompt + longest) * left // survivors
+        if held > most:
+            most = held
+    return most

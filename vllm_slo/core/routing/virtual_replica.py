@@ -3,8 +3,8 @@
 
 Source: SLOs-Serve, section 4.2. Each replica has a shadow in the controller, which judges a request
 by the admission program that the replica itself runs. A shadow knows what its replica said last
-(`ReplicaState`) and what was sent there since. A request is known to both sides by its ticket, a
-number that grows with every request sent to that replica.
+(`ReplicaState`) and what its own front has sent there since. What other fronts sent there is a part
+of what the replica says. A request is known to both sides by its ticket (`core.routing.tickets`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ LOST_AFTER_S: Final = 0.5
 """Seconds. A request that its replica has seen, by its ticket or a later one, and does not list so
 long after it was sent has ended, or never asked for anything. The value is a choice: longer than a
 request takes to arrive, so that none is given up on its way."""
-MAX_PREPARED: Final = 8
-"""TPOTs, the newest ones, for which the shadow is prepared before it is asked. Others take longer
-to judge."""
+UNLISTED_AFTER_S: Final = 60.0
+"""Seconds after which a request that its replica never listed is forgotten, whether it was seen or
+not. Replicas list no requests without an SLO. The value is a choice: longer than most of those
+take, since until then they count as outstanding."""
+_NONE: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +79,28 @@ class _Sent:
 
 
 class VirtualReplica:
-    """One replica as the controller sees it. Times are on the controller's clock."""
+    """One replica as a front sees it. Times are on the front's clock.
 
-    def __init__(self, name: str) -> None:
+    The end of a request may be told (`ended`). Where it is not, the replica's states tell it: a
+    request that was listed and is not any more has ended.
+
+    Args:
+        name: the replica's.
+        front: the front's, as in its tickets.
+    """
+
+    def __init__(self, name: str, front: str = "") -> None:
         self.name = name
+        self.front = front
         self.state: ReplicaState | None = None
+        self._offset_s = 0.0
+        """This clock less the replica's."""
         self._taken_s = 0.0
         self._sent: dict[int, _Sent] = {}
+        self._unlisted: dict[int, _Sent] = {}
+        """Those of `_sent` that no state has listed."""
+        self._listed = _NONE
         self._admission: IncrementalAdmission | None = None
-        self._asked: dict[float, None] = {}
         self._unseen_tokens = 0
 
     @property
@@ -103,27 +118,54 @@ class VirtualReplica:
     def update(self, state: ReplicaState, taken_s: float) -> None:
         """Take in the replica's own account of how it stood at ``taken_s``."""
         self.state, self._taken_s = state, taken_s
-        listed = set(state.tickets)
+        self._offset_s = taken_s - state.now_s
+        self._admission = None
+        listed = state.tickets.get(self.front, _NONE)
+        for ticket in self._listed - listed:
+            self._sent.pop(ticket, None)
+        self._listed = listed
+        self._look_for_unlisted(taken_s)
+
+    def confirm(self, now_s: float) -> None:
+        """The replica has said that it had no newer state at ``now_s``."""
+        if self._unlisted:
+            self._admission = None
+            self._look_for_unlisted(now_s)
+
+    def _look_for_unlisted(self, now_s: float) -> None:
+        """Find out which of the requests that were not listed yet the state accounts for, and which
+        have ended by it, as it held at ``now_s``."""
+        state, listed = self.state, self._listed
+        if state is None or not self._unlisted:
+            return
+        seen = state.seen.get(self.front, 0)
+        is_idle = not (state.running or state.waiting)
         self._unseen_tokens = 0
-        for ticket, sent in self._sent.items():
-            late = taken_s > sent.sent_s + LOST_AFTER_S and state.seen >= ticket
-            sent.known = ticket in listed or sent.began or late
+        for ticket, sent in list(self._unlisted.items()):
+            if ticket in listed:
+                del self._unlisted[ticket]
+                continue
+            age_s = now_s - sent.sent_s
+            if (age_s > LOST_AFTER_S and (seen >= ticket or is_idle)) or age_s > UNLISTED_AFTER_S:
+                del self._unlisted[ticket], self._sent[ticket]
+                continue
+            # What asked for no promise is never listed, but counted among those that run or wait.
+            sent.known = sent.began or (sent.demand is None and age_s > LOST_AFTER_S)
             if not sent.known:
                 self._unseen_tokens += sent.tokens
-        self._prepare()
 
     def sent(self, ticket: int, request: RoutedRequest, now_s: float, *, promised: bool) -> None:
         """Note that a request is on its way to the replica."""
-        demand = self.demand(request, str(ticket)) if promised and self.state else None
+        demand = self.demand(request) if promised and self.state else None
         tokens = max(request.prompt_tokens - request.cached_tokens.get(self.name, 0), 1)
-        self._sent[ticket] = _Sent(request, now_s, demand, tokens)
+        self._sent[ticket] = self._unlisted[ticket] = _Sent(request, now_s, demand, tokens)
         self._unseen_tokens += tokens
         if demand is not None:
-            self._prepare()
+            self._admission = None
 
     def began(self, ticket: int) -> None:
         """Note that the first byte of an answer came."""
-        sent = self._sent.get(ticket)
+        sent = self._unlisted.get(ticket)
         if sent is None or sent.began:
             return
         sent.began = True
@@ -135,7 +177,8 @@ class VirtualReplica:
 
     def ended(self, ticket: int) -> None:
         """Note that a request was answered, or failed, or its client left."""
-        sent = self._sent.pop(ticket, None)
+        self._sent.pop(ticket, None)
+        sent = self._unlisted.pop(ticket, None)
         if sent is None:
             return
         if not sent.known and not sent.began:
@@ -143,32 +186,45 @@ class VirtualReplica:
         if not sent.known and sent.demand is not None:
             self._admission = None
 
-    def demand(self, request: RoutedRequest, name: str = "") -> Demand:
+    def demand(self, request: RoutedRequest) -> Demand:
         """The line of SLOs-Serve's figure 5 that a request would draw on this replica.
 
         The replica would see the same (``engine.scheduling.request_views.demand``), but for KV
-        blocks that the request would share there: it is made from the lengths that the replica has
-        learnt. An answer of one token decodes nothing, so any TPOT
-        is kept. Needs a state.
+        blocks that it would share there: it is made from the lengths that the replica has learnt.
+        A cached prefix saves blocks only while another promise holds it, which is not known here.
+        An answer of one token decodes nothing, so any TPOT is kept. Needs a state.
         """
+        due_s, prefill_tokens, tpot_s, blocks, context = self._line(request)
+        return Demand("", due_s, prefill_tokens, tpot_s, blocks, context_tokens=context)
+
+    def _line(self, request: RoutedRequest) -> tuple[float, int, float, int, int]:
+        """Of `demand`: deadline, prefill tokens, TPOT, blocks, context tokens. It is worked out for
+        each replica that is asked."""
         state = self.state
         assert state is not None
-        most = max(state.max_model_len - request.prompt_tokens, 1)
-        if request.max_tokens is not None:
-            most = min(most, request.max_tokens)
+        prompt, capped = request.prompt_tokens, request.max_tokens
+        most = state.max_model_len - prompt
+        if most < 1:
+            most = 1
+        if capped is not None and capped < most:
+            most = capped
         points = state.lengths.get(request.slo_class, ())
         declared = request.expected_output_tokens
-        cached = min(request.cached_tokens.get(self.name, 0), request.prompt_tokens - 1)
-        tokens = max(request.prompt_tokens - max(cached, 0), 1)
-        held = hold_of(points, request.prompt_tokens, most, declared)
-        blocks = sum(-(-held // size) for size in state.block_sizes)
-        return Demand(
-            name,
-            request.deadline_s - state.model.predict_s(0),
-            max(round(work_tokens(state.model, tokens, cached)), 1),
+        cached = request.cached_tokens.get(self.name, 0) if request.cached_tokens else 0
+        if cached >= prompt:
+            cached = prompt - 1
+        tokens = prompt - cached if cached > 0 else prompt
+        held = hold_of(points, prompt, most, declared)
+        blocks = 0
+        for size in state.block_sizes:
+            blocks -= -held // size
+        model = state.model
+        return (
+            request.deadline_s - model.predict_s(0),
+            round(work_tokens(model, tokens, cached)) or 1,
             request.tpot_s if most > 1 else INFINITY,
-            min(blocks, state.total_blocks),
-            context_tokens=request.prompt_tokens + length_of(points, most, declared) // 2,
+            blocks if blocks < state.total_blocks else state.total_blocks,
+            prompt + length_of(points, most, declared) // 2,
         )
 
     def judge(self, request: RoutedRequest, now_s: float) -> Verdict:
@@ -179,15 +235,15 @@ class VirtualReplica:
         state = self.state
         if state is None:
             return Verdict(False, "unknown", 1.0)
-        start_s = max(self._taken_s + state.start_s, now_s)
-        if request.deadline_s <= start_s:
+        # On the replica's clock, on which what is committed does not move.
+        start_s = max(state.start_s, now_s - self._offset_s)
+        if request.deadline_s - self._offset_s <= start_s:
             return Verdict(False, "expired", state.finish_interval_s)
-        admission, demand = self._admission or self._prepare(), self.demand(request)
-        if demand.tpot_s not in self._asked:
-            self._asked[demand.tpot_s] = None
-            if len(self._asked) > MAX_PREPARED:
-                del self._asked[next(iter(self._asked))]
-        verdict = admission.judge(demand, start_s)
+        admission = self._admission or self._prepare()
+        due_s, tokens, tpot_s, blocks, context = self._line(request)
+        verdict = admission.judge_line(
+            start_s, due_s - self._offset_s, tokens, tpot_s, blocks, context
+        )
         # Only the replica itself can find out how fast it is now; see ``idle_probe``.
         idle = not (self._sent or state.running or state.waiting)
         stale = idle and now_s - self._taken_s >= STALE_S
@@ -214,22 +270,23 @@ class VirtualReplica:
 
     def _prepare(self) -> IncrementalAdmission:
         """Prepare admission beside what is promised there, by the replica's account and by what was
-        sent since.
+        sent since, on the replica's clock.
 
-        This happens when that changes, so that no decision waits for it.
+        This happens when the first request is judged after a change: states come more often than
+        most replicas are asked.
         """
-        state, taken_s = self.state, self._taken_s
+        state = self.state
         assert state is not None
-        committed = [replace(d, deadline_s=d.deadline_s + taken_s) for d in state.committed]
-        decoding, context = dict(state.decoding), state.decoding_context
-        blocks = seats = 0
-        for sent in self._sent.values():
+        committed, decoding = list(state.committed), dict(state.decoding)
+        context, blocks, seats = state.decoding_context, state.free_blocks, state.seats
+        for ticket, sent in self._unlisted.items():
             demand = sent.demand
             if demand is None or sent.known:
                 continue
-            blocks, seats = blocks + demand.blocks, seats + 1
+            blocks, seats = blocks - demand.blocks, seats - 1
             if demand.prefill_tokens:
-                committed.append(demand)
+                due_s = demand.deadline_s - self._offset_s
+                committed.append(replace(demand, deadline_s=due_s, request_id=f"sent {ticket}"))
             else:
                 decoding[demand.tpot_s] = decoding.get(demand.tpot_s, 0) + 1
                 context += sent.request.prompt_tokens
@@ -238,14 +295,12 @@ class VirtualReplica:
             decoding,
             state.model,
             Capacity(
-                blocks=state.free_blocks - blocks,
-                seats=state.seats - seats,
+                blocks=blocks,
+                seats=seats,
                 max_step_tokens=state.max_step_tokens,
                 token_share=state.token_share,
                 finish_interval_s=state.finish_interval_s,
             ),
             decoding_context=context,
         )
-        for tpot_s in self._asked:
-            self._admission.prepare(tpot_s)
         return self._admission

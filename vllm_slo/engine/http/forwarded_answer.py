@@ -52,7 +52,7 @@ class ForwardedAnswer:
         self._ticket = forwarded["ticket"]
         self._may_move_on = forwarded["on_unattainable"] == "decline"
         self._feed = feed
-        self._feed.take(forwarded["ticket"])
+        self._feed.came(forwarded["ticket"])
         self._send = send
         self._held: list[Message] | None = None
         self._replaced = False
@@ -78,17 +78,17 @@ class ForwardedAnswer:
             last = self._last if b'"usage"' in self._last else self._before_last
             found = _PROMPT_TOKENS.search(last, max(last.rfind(b'"usage"'), 0))
             tokens = int(found[1]) if found else 0
-        self._feed.leave(self._ticket, tokens)
+        self._feed.ended(self._ticket, tokens)
 
     async def _start(self, message: Message) -> None:
         headers = {name.lower(): value for name, value in message.get("headers", ())}
         declined = headers.get(DECLINED_HEADER.encode())
         if declined is not None and self._may_move_on:
             reason = headers.get(_REASON_HEADER, b"").decode("latin-1")
-            self._feed.tell("refused", self._ticket, int(declined), reason)
+            self._feed.refused(self._ticket, int(declined), reason)
             message = {**message, "status": TRY_NEXT}
         elif declined is not None:
-            self._feed.tell("declined", self._ticket)
+            self._feed.declined(self._ticket)
         kept = [(n, v) for n, v in message.get("headers", ()) if self._address not in v.lower()]
         message = {**message, "headers": kept}
         streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
@@ -101,7 +101,7 @@ class ForwardedAnswer:
 
     def _begin(self) -> None:
         self._begun = True
-        self._feed.tell("began", self._ticket)
+        self._feed.began(self._ticket)
 
     async def _hold(self, message: Message) -> None:
         """Keep the beginning of a stream until its first event that is no preface."""

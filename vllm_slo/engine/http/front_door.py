@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs
 
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.engine.compat.api_server import engine_is_dead
 from vllm_slo.engine.http.forwarded_answer import ForwardedAnswer
 from vllm_slo.engine.http.state_feed import StateFeed
@@ -47,7 +48,6 @@ GOODBYE_S: Final = 0.3
 """Shortest drain, so that the front learns of it before the port closes."""
 _OURS: Final = OWN_PREFIX.encode()
 _TOKEN: Final = TOKEN_HEADER.encode()
-_MAX_TICKET: Final = 2**63 - 1
 _WISHES: Final[Mapping[bytes, OnUnattainable | None]] = {
     b"": None,
     b"best_effort": "best_effort",
@@ -111,10 +111,11 @@ class FrontDoor:
         except (ValueError, KeyError) as error:
             await _refuse(scope, send, 400, f"a header of the front is broken: {error}")
             return
-        if forwarded is None or scope["type"] != "http":
+        if forwarded is not None:
+            inner[FORWARDED] = forwarded
+        if forwarded is None or not forwarded["ticket"] or scope["type"] != "http":
             await self._run(app, inner, receive, send)
             return
-        inner[FORWARDED] = forwarded
         host, port = scope.get("server") or ("", None)
         answer = ForwardedAnswer(scope["path"], forwarded, self._feed, send, f"{host}:{port}")
         try:
@@ -163,9 +164,10 @@ def _forwarded(headers: Mapping[bytes, bytes]) -> Forwarded | None:
     if not given:
         return None
     age_ms = float(given.get(AGE_HEADER.encode(), b"0"))
-    ticket = int(given.get(TICKET_HEADER.encode(), b"0"))
-    if not (math.isfinite(age_ms) and age_ms >= 0.0 and 0 <= ticket <= _MAX_TICKET):
-        raise ValueError(f"age {age_ms} ms, ticket {ticket}")
+    if not (math.isfinite(age_ms) and age_ms >= 0.0):
+        raise ValueError(f"age {age_ms} ms")
+    mark = given.get(TICKET_HEADER.encode())
+    ticket = "" if mark is None else str(Ticket.parse(mark.decode("latin-1")))
     wish = _WISHES[given.get(UNATTAINABLE_HEADER.encode(), b"")]
     return Forwarded(age_ms=age_ms, ticket=ticket, on_unattainable=wish)
 

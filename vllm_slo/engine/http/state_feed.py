@@ -8,20 +8,21 @@ The stream also tells what became of the front's requests, as events in their or
 - ``["refused", ticket, retry_after_ms, reason]``: another replica is to be tried.
 - ``["declined", ticket]``: the client gets the refusal.
 - ``["ended", ticket, prompt_tokens]``: it was answered or its client left; 0: not known.
-
-The first line of a stream has all requests that are here, as ``"live"``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.state_pace import StatePace
+from vllm_slo.core.routing.state_stream import Event, StateDecoder, StateEncoder
 from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, unpack
 
 if TYPE_CHECKING:
@@ -29,36 +30,59 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S: Final = 0.25
 """Longest pause between two lines, seconds."""
+STREAM_BITS: Final = 40
+"""Streams begin at random numbers of so many bits: lines of two streams are never mistaken."""
 
 
 class _Reader:
-    """One stream: whether it has something to tell, and the events that it has not told."""
+    """One stream of lines.
+
+    Attributes:
+        woken: there is something new.
+        hurried: the next line is not to wait for its turn.
+        events: to be told with the next line.
+    """
 
     def __init__(self) -> None:
-        self.changed = asyncio.Event()
-        self.events: list[list[Any]] = []
+        self.encoder = StateEncoder(secrets.randbits(STREAM_BITS))
+        self.pace = StatePace()
+        self.woken = asyncio.Event()
+        self.hurried = asyncio.Event()
+        self.events: list[Event] = []
+
+    async def turn(self) -> None:
+        """Wait for the time of the next line."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_S):
+                await self.woken.wait()
+        pause_s = self.pace.next_s - time.monotonic()
+        if pause_s > 0.0 and not self.hurried.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self.hurried.wait()
 
 
 class StateFeed:
     """The newest state of the scheduler, and the streams of it.
 
-    A line is ``{"state", "age_s", "draining", "dead", "events"}``: `ReplicaState` as JSON or null,
-    seconds since the scheduler took it, whether this replica is about to leave, whether its engine
-    is dead, and what became of requests since the line before. A stream that was busy gets only the
-    newest state, and all events.
+    `core.routing.state_stream` says what a line holds. Every stream has its own lines, so one that
+    was busy gets what changed since its own last line. New states wait for their turn
+    (`core.routing.state_pace`), and so do events; a refusal, or that this replica leaves, is told
+    at once.
 
     ``path``: the Unix socket to which the scheduler sends; bound at the first stream. None: no
     scheduler publishes.
     """
 
     def __init__(self, path: str | None = None) -> None:
+        self.draining = False
         self._path = path
         self._socket: socket.socket | None = None
-        self.draining = False
-        self._state = b"null"
+        self._live: set[str] = set()
+        self._decoder = StateDecoder()
+        self._state: ReplicaState | None = None
         self._taken_s = 0.0
         self._readers: set[_Reader] = set()
-        self._live: set[int] = set()
 
     def listen(self) -> None:
         """Receive from the engine's process, if that was not begun yet; needs a running loop.
@@ -78,30 +102,50 @@ class StateFeed:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
 
-    def tell(self, *event: Any) -> None:
-        """Tell every stream of one event, at once."""
-        for reader in self._readers:
-            reader.events.append(list(event))
-            reader.changed.set()
-
-    def take(self, ticket: int) -> None:
-        """A request of the front has come."""
+    def came(self, ticket: str) -> None:
+        """A request of the front is here."""
         self._live.add(ticket)
-        self.tell("came", ticket)
+        self._tell("came", ticket)
 
-    def leave(self, ticket: int, prompt_tokens: int) -> None:
-        """A request of the front has ended. ``prompt_tokens``: 0 if not known."""
+    def began(self, ticket: str) -> None:
+        """An answer begins that stands."""
+        self._tell("began", ticket)
+
+    def declined(self, ticket: str) -> None:
+        """The client gets a refusal."""
+        self._tell("declined", ticket)
+
+    def refused(self, ticket: str, retry_after_ms: int, reason: str) -> None:
+        """Another replica is to be tried; the front hears of it before it sees the answer."""
+        self._tell("refused", ticket, retry_after_ms, reason)
+        self.wake()
+
+    def ended(self, ticket: str, prompt_tokens: int) -> None:
+        """A request was answered, or its client left. ``prompt_tokens``: 0 if not known."""
         self._live.discard(ticket)
-        self.tell("ended", ticket, prompt_tokens)
+        self._tell("ended", ticket, prompt_tokens)
+
+    def _tell(self, *event: Any) -> None:
+        for reader in self._readers:
+            reader.events.append(event)
+            reader.woken.set()
 
     def _receive(self) -> None:
         assert self._socket is not None
+        message = b""
         with suppress(BlockingIOError):
             while True:
                 message = self._socket.recv(MAX_MESSAGE_BYTES)
-                with suppress(ValueError):
-                    self._state, self._taken_s = unpack(message)
-                    self.wake()
+        with suppress(ValueError):
+            line, taken_s = unpack(message)
+            if (state := self._decoder.read(line).state) is not None:
+                self.take(state, taken_s)
+
+    def take(self, state: ReplicaState, taken_s: float) -> None:
+        """Take in a state that the scheduler took at ``taken_s`` on the monotonic clock."""
+        self._state, self._taken_s = state, taken_s
+        for reader in self._readers:
+            reader.woken.set()
 
     def drain(self) -> None:
         """Tell every stream that this replica is about to leave."""
@@ -111,27 +155,34 @@ class StateFeed:
     def wake(self) -> None:
         """Make every stream send a line now."""
         for reader in self._readers:
-            reader.changed.set()
+            reader.woken.set()
+            reader.hurried.set()
 
-    def line(self, **more: Any) -> bytes:
-        age_s = max(time.monotonic() - self._taken_s, 0.0) if self._taken_s else 0.0
-        rest = json.dumps({"draining": self.draining, **more})[1:].encode()
-        return b'{"state":%s,"age_s":%.6f,%s\n' % (self._state, age_s, rest)
+    def _line(self, reader: _Reader, *, dead: bool, live: Collection[str] | None) -> bytes:
+        age_s = max(time.monotonic() - self._taken_s, 0.0) if self._state is not None else 0.0
+        events, reader.events = reader.events, []
+        return reader.encoder.line(
+            self._state,
+            age_s=age_s,
+            draining=self.draining,
+            dead=dead,
+            events=events,
+            live=live,
+        )
 
     async def lines(self, is_dead: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-        """Yield a line now, on each change and every `HEARTBEAT_S`."""
+        """Yield a line now, after each change and every `HEARTBEAT_S`."""
         reader = _Reader()
         self._readers.add(reader)
-        first: dict[str, Any] = {"live": sorted(self._live)}
+        live: Collection[str] | None = tuple(self._live)
         try:
             while True:
-                reader.changed.clear()
-                events, reader.events = reader.events, []
-                yield self.line(dead=is_dead(), events=events, **first)
-                first = {}
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        await reader.changed.wait()
+                reader.woken.clear()
+                reader.hurried.clear()
+                reader.pace.told(time.monotonic())
+                yield self._line(reader, dead=is_dead(), live=live)
+                live = None
+                await reader.turn()
         finally:
             self._readers.discard(reader)
 

@@ -148,7 +148,7 @@ class Controller:
         try:
             self._intake.check(request)
             ticket = request_facts.ticket(request)
-            self._reports.highest_ticket = max(self._reports.highest_ticket, ticket)
+            self._reports.saw(ticket)
             slo, arrival_s = self._intake.read(request)
         except InvalidSLOError as error:
             logger.warning("request %s refused: %s", request.request_id, error)

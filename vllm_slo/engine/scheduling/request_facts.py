@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.slo.keys import AGE_KEY, EACH_KEY, EXEMPT_KEY, GROUP_KEY, QUOTE_KEY, TICKET_KEY
 
 _MAX_AGE_S = 86_400.0
@@ -24,10 +26,12 @@ def age_before_s(request: Request) -> float:
     return min(age_ms, _MAX_AGE_S * 1e3) / 1e3 if known else 0.0
 
 
-def ticket(request: Request) -> int:
-    """The mark by which a front knows the request; 0: there is none."""
+def ticket(request: Request) -> Ticket | None:
+    """The mark by which a front knows the request, or None."""
     mark = _internal(request, TICKET_KEY)
-    return mark if isinstance(mark, int) and mark > 0 else 0
+    with suppress(ValueError):
+        return Ticket.parse(mark) if isinstance(mark, str) else None
+    return None
 
 
 def group_of(request: Request) -> str | None:

@@ -22,6 +22,7 @@ class RequestTracker:
         live: the requests by id, in the order in which they arrived.
         changes: how often requests came, ended, or were promised or not promised any more.
         decoding_changes: those of `changes` that were of requests with a token.
+        beginnings: how many promised requests have had their first token.
         unpromised: how many of them have no promise.
         arrived: whether one has arrived since `planned` was called.
         ended: promises that have ended, or draw less, since then.
@@ -34,6 +35,7 @@ class RequestTracker:
         self.unpromised = 0
         self.changes = 0
         self.decoding_changes = 0
+        self.beginnings = 0
         self.arrived = False
         self.ended = 0
         self.reordered = False
@@ -107,7 +109,8 @@ class RequestTracker:
 
     def started(self, tracked: SLORequest) -> None:
         """A request has its first token."""
-        self._unstarted.pop(tracked.request.request_id, None)
+        if self._unstarted.pop(tracked.request.request_id, None) is not None:
+            self.beginnings += 1
 
     def remove(self, request_id: str, now_s: float) -> SLORequest | None:
         """A request has ended; None where it carries no SLO."""

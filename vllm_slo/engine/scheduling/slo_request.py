@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from vllm.v1.request import Request
 
 from vllm_slo.core.admission.late import LatePromise
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.sessions.rounds import Session, pace_of_rest
 from vllm_slo.core.sessions.stages import StagedTPOT, StageResult
 from vllm_slo.core.types import INFINITY
@@ -76,7 +77,7 @@ class SLORequest:
         shared_prefix: what running requests hold of its prompt, when last asked; None: nothing. It
             counts until it starts.
         loaded_tokens: prompt tokens that it need not compute as a connector said; None: unknown.
-        ticket: mark by which a front knows the request; 0: there is none.
+        ticket: mark by which a front knows the request, or None.
         session: the job of which it is a round, or None.
         group: name of the HTTP request of which it is one choice of several, or None.
         disturbed: whether planning failed in a step of its life.
@@ -121,7 +122,12 @@ class SLORequest:
     )
 
     def __init__(
-        self, request: Request, slo: SLO, arrival_s: float, window: int, ticket: int = 0
+        self,
+        request: Request,
+        slo: SLO,
+        arrival_s: float,
+        window: int,
+        ticket: Ticket | None = None,
     ) -> None:
         self.request = request
         self.ticket = ticket

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from vllm_slo.core.routing.state_stream import StateEncoder
+
 if TYPE_CHECKING:
     from vllm_slo.core.routing.replica_state import ReplicaState
 
@@ -23,7 +25,6 @@ logger = logging.getLogger(__name__)
 SOCKET_VARIABLE = "VLLMSLO_STATE_SOCKET"
 """Environment variable that names the socket; without it nothing is published."""
 
-INTERVAL_S = 0.02
 RETRY_S = 0.05
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -37,7 +38,7 @@ class StatePublisher:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._next_s = -1.0
+        self._encoder = StateEncoder()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
@@ -51,19 +52,10 @@ class StatePublisher:
         path = os.environ.get(SOCKET_VARIABLE)
         return cls(path) if path else None
 
-    def due(self, now_s: float) -> bool:
-        """Whether the last state is `INTERVAL_S` old."""
-        return now_s >= self._next_s
-
-    def publish(self, state: ReplicaState, now_s: float) -> None:
-        """Send a state that was taken just now.
-
-        Args:
-            state: the state.
-            now_s: the time for `due`.
-        """
-        self._next_s = now_s + INTERVAL_S
-        message = pack(state)
+    def publish(self, state: ReplicaState) -> None:
+        """Send a state that was taken just now, whole: a message may get lost."""
+        self._encoder.begin_anew()
+        message = pack(self._encoder.line(state))
         with self._lock:
             retries = self._unsent is not None
             self._unsent = None if self._sent(message) else message
@@ -105,18 +97,18 @@ class StatePublisher:
                 self._try_later()
 
 
-def pack(state: ReplicaState) -> bytes:
-    """The message for a state taken just now: the monotonic clock, a line feed, its JSON."""
-    return b"%r\n" % time.monotonic() + state.to_json()
+def pack(line: bytes) -> bytes:
+    """The message for a state taken just now: the monotonic clock, a line feed, a whole line."""
+    return b"%r\n" % time.monotonic() + line
 
 
 def unpack(message: bytes) -> tuple[bytes, float]:
-    """(JSON of the state, when it was taken on the monotonic clock).
+    """(line of the state, when it was taken on the monotonic clock).
 
     Raises:
         ValueError: this is not a message of `pack`.
     """
-    taken_s, line_feed, state = message.partition(b"\n")
+    taken_s, line_feed, line = message.partition(b"\n")
     if not line_feed:
         raise ValueError("not the message of a scheduler")
-    return state, float(taken_s)
+    return line, float(taken_s)

@@ -12,11 +12,11 @@ from typing import Any, Final
 from vllm_slo.router.decisions import Decision, Decisions, Refusal
 from vllm_slo.router.endpoint_picker import messages
 from vllm_slo.router.front_limits import MAX_HELD_BYTES
-from vllm_slo.router.protocol import OWN_PREFIX
 from vllm_slo.router.request_reader import Request, prompt_tokens_in
 from vllm_slo.router.upstream import ReplicaSpec
 from vllm_slo.slo.body import MAX_BODY_BYTES
 from vllm_slo.slo.verdicts import DECLINED_HEADER
+from vllm_slo.wire.front_protocol import OWN_PREFIX
 
 logger = logging.getLogger("vllm_slo.endpoint_picker")
 
