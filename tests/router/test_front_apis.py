@@ -13,7 +13,6 @@ import pytest
 from front_stack import LOADED, Fake, FrontProcess, eventually, http, processes, states_arrive
 from patience import patience
 
-from vllm_slo.router.front_errors import stream_end
 from vllm_slo.slo.body import MAX_BODY_BYTES
 from vllm_slo.slo.carriers import ROUTES
 
@@ -60,7 +59,10 @@ def anthropic_error(answer: httpx.Response, status: int, kind: str) -> str:
     said = answer.json()
     assert list(said) == ["type", "error"]
     assert said["type"] == "error"
-    assert list(said["error"]) == ["type", "message"]
+    assert list(said["error"])[:2] == [
+        "type",
+        "message",
+    ]  # the front's own have more
     assert said["error"]["type"] == kind
     return str(said["error"]["message"])
 
@@ -153,58 +155,15 @@ STREAM = {**ASKED, "stream": True}
 def test_a_failure_after_the_preface_leads_to_another_replica(
     front: FrontProcess, fakes: list[Fake]
 ) -> None:
-    before = front.total("retries_total", reason="error_event")
+    before = front.total("retries_total", reason="connection")
     fakes[0].knobs(error_event_times=1)
     for _ in range(2):
         kinds = [one["type"] for one in events(front.post(MESSAGES, json=STREAM))]
         assert kinds[:3] == ["message_start", "ping", "content_block_start"]
         assert kinds.count("message_start") == kinds.count("message_stop") == 1
         assert "error" not in kinds
-    assert front.total("retries_total", reason="error_event") - before == 1
+    assert front.total("retries_total", reason="connection") - before == 1
     for fake in fakes:
         fake.knobs(error_event_times=1)
     last = anthropic_error(front.post(MESSAGES, json=STREAM), 500, "api_error")
     assert last.endswith("is dead")  # nothing has begun, so it need not be a stream
-
-
-def test_a_stream_breaks_off_with_one_error(front: FrontProcess, fakes: list[Fake]) -> None:
-    for fake in fakes:
-        fake.knobs(cut_after_tokens=2)
-    parts = events(front.post(MESSAGES, json=STREAM))
-    error = parts.pop()
-    assert list(error) == ["type", "error"]
-    assert error["error"]["type"] == "api_error"
-    assert "failed" in error["error"]["message"]
-    assert {one["type"] for one in parts} <= {
-        *("message_start", "ping", "content_block_start", "content_block_delta")
-    }
-    assert front.post(MESSAGES, json={**STREAM, "max_tokens": 1}).status_code == 200
-
-
-def test_a_stream_that_has_stopped_is_complete(front: FrontProcess, fakes: list[Fake]) -> None:
-    for fake in fakes:
-        fake.knobs(cut_at_end=True)
-    assert events(front.post(MESSAGES, json=STREAM))[-1] == {"type": "message_stop"}
-
-
-@pytest.mark.parametrize(
-    ("path", "sent", "kinds"),
-    [
-        ("/v1/completions", b'data: {"a": 1}\n\n', ["error", "[DONE]"]),
-        ("/v1/completions", b'data: {"a": 1}\r\n\r\n', ["error", "[DONE]"]),
-        ("/v1/completions", b"", ["error", "[DONE]"]),
-        ("/v1/completions", b'data: {"error": {}}\n\n', ["[DONE]"]),
-        ("/v1/completions", b"data: [DONE]\n\n", []),
-        ("/v1/completions", b'data: {"a": 1}\r\n\r\ndata: [DONE]\r\n\r\n', []),
-        (MESSAGES, b'event: ping\ndata: {"type": "ping"}\n\n', ["error"]),
-        (MESSAGES, b'event: error\ndata: {"type": "error"}\n\n', []),
-        (MESSAGES, b"event: x\ndata: {}\n\nevent: message_stop\ndata: {}\n\n", []),
-    ],
-)
-def test_how_a_broken_stream_ends(path: str, sent: bytes, kinds: list[str]) -> None:
-    end = stream_end(path, sent, "gone")
-    assert end == b"" or end.endswith(b"\n\n")
-    said = [block.partition("data: ")[2] for block in end.decode().split("\n\n")[:-1]]
-    found = [one if one == "[DONE]" else "error" for one in said]
-    assert found == kinds
-    assert all("gone" in one for one in said if one != "[DONE]")

@@ -171,12 +171,12 @@ def test_an_error_as_first_event_is_retried(
     front: FrontProcess, fakes: list[Fake], path: str
 ) -> None:
     fakes[0].knobs(error_event_times=1)
-    before = front.total("retries_total", reason="error_event")
+    before = front.total("retries_total", reason="connection")
     for _ in range(2):
         answer = front.post(path, json={**asked(True), "input": "x"})
         assert answer.status_code == 200
         assert "error" not in answer.text
-    assert front.total("retries_total", reason="error_event") - before == 1
+    assert front.total("retries_total", reason="connection") - before == 1
 
 
 def test_when_all_fail_the_last_word_is_passed_on(front: FrontProcess, fakes: list[Fake]) -> None:
@@ -210,20 +210,20 @@ def test_a_cut_answer_is_retried_while_it_is_not_a_stream(
     assert [text_of(front.post(json=asked(False))) for _ in range(2)] == [" t0 t1 t2 t3"] * 2
     fakes[1].knobs(cut_after_tokens=0)
     answer = front.post(json=asked(False))  # nobody is left to ask
-    assert answer.status_code == 503
+    assert answer.status_code == 502
     assert answer.headers["retry-after"] == "1"
 
 
 # --- after it has begun --------------------------------------------------------------------------
 
 
-def test_streams_end_with_one_error_when_their_replica_is_killed(
+def test_streams_break_off_when_their_replica_is_killed(
     front: FrontProcess, fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any
 ) -> None:
+    """Nobody takes what came for a whole answer: the last chunk is missing."""
     victim = keep(Fake("victim", hold_at=3))
     fakes[0].knobs(hold_at=3)
     front.serve(victim, fakes[0])
-    before = front.total("in_band_errors_total")
     answers = submit(pool, front, MANY, stream=True, max_tokens=100)
     eventually(
         lambda: sum(one["tokens"] == 3 for f in (victim, fakes[0]) for one in f.seen()) == MANY,
@@ -235,14 +235,11 @@ def test_streams_end_with_one_error_when_their_replica_is_killed(
     fakes[0].knobs(hold_at=None)
     broken = 0
     for answer in answers:
-        said = answer.result(PROMPTLY_S)
-        if said.headers["x-vllm-slo-replica"] == "victim":
-            assert ends_with_one_error(said)["code"] == 502
+        try:
+            assert len(text_of(answer.result(PROMPTLY_S)).split()) == 100
+        except httpx.RemoteProtocolError:
             broken += 1
-        else:
-            assert len(text_of(said).split()) == 100
     assert broken == sent
-    assert front.total("in_band_errors_total") - before == sent
     eventually(front.quiet, "all tickets have ended")
 
 
@@ -256,36 +253,24 @@ def test_a_stream_breaks_off_and_the_openai_client_says_so(front: FrontProcess, 
         )
         next(iter(stream))
         victim.signal(signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="failed"):
+        with pytest.raises((openai.APIError, httpx.RemoteProtocolError)):
             for _ in stream:
                 pass
-
-
-def test_half_an_event_is_not_passed_on(front: FrontProcess, fakes: list[Fake]) -> None:
-    for fake in fakes:
-        fake.knobs(cut_after_tokens=3)
-    answer = front.post(json=asked(True))
-    assert "failed" in ends_with_one_error(answer)["message"]
-    assert [part["choices"][0]["text"] for part in events(answer.text)[:-2]] == [
-        " t0",
-        " t1",
-        " t2",
-    ]
 
 
 def test_the_engines_own_error_is_not_repeated(front: FrontProcess, fakes: list[Fake]) -> None:
     for fake in fakes:
         fake.knobs(error_after_tokens=2)
-    before = front.total("in_band_errors_total")
     error = ends_with_one_error(front.post(json=asked(True)))
     assert error["message"].startswith("the engine of")
-    assert front.total("in_band_errors_total") == before
 
 
 def test_a_stream_that_has_said_done_is_complete(front: FrontProcess, fakes: list[Fake]) -> None:
     for fake in fakes:
         fake.knobs(cut_at_end=True)
-    assert text_of(front.post(json=asked(True))) == " t0 t1 t2 t3"
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0) as client:
+        parts = client.completions.create(model="fake", prompt="x", max_tokens=4, stream=True)
+        assert "".join(part.choices[0].text for part in parts) == " t0 t1 t2 t3"
 
 
 # --- silence -------------------------------------------------------------------------------------
@@ -314,7 +299,8 @@ def test_a_stopped_replica_is_left_and_taken_back(
     eventually(lambda: status_of(front, "victim") == "stale", "it is stale")
     assert front.post().headers["x-vllm-slo-replica"] == "a"  # no new requests
     for answer in streams:
-        assert "stopped responding" in ends_with_one_error(answer.result(PROMPTLY_S))["message"]
+        with pytest.raises(httpx.RemoteProtocolError):
+            answer.result(PROMPTLY_S)
     for answer in waiting:
         assert text_of(answer.result(PROMPTLY_S)) == " t0 t1 t2 t3"
         assert answer.result().headers["x-vllm-slo-replica"] == "a"
@@ -538,11 +524,11 @@ def test_a_drain_does_not_take_for_ever(
     eventually(lambda: all(o["tokens"] for f in fakes for o in f.seen()), "they have begun")
     front.signal(signal.SIGTERM)
     for number, answer in enumerate(answers):
-        said = answer.result(PROMPTLY_S)
-        if number % 2:
-            assert "stopping" in ends_with_one_error(said)["message"]
+        if number % 2:  # a stream
+            with pytest.raises(httpx.RemoteProtocolError):
+                answer.result(PROMPTLY_S)
         else:
-            assert said.status_code == 503
+            assert answer.result(PROMPTLY_S).status_code == 503
     assert front.process.wait(PROMPTLY_S) == 0
 
 

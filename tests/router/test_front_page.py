@@ -22,10 +22,9 @@ from prometheus_client import Metric
 
 from vllm_slo.live.history import History
 from vllm_slo.live.merge import LAG_MS, RECENT, MergedHistory, merged
-from vllm_slo.router.upstream import Once
+from vllm_slo.router.upstream import KEPT_S, Once
 
 ROUTING = {"stale_after_s": patience(5.0), "dead_after_s": patience(10.0)}
-KEPT_S = 1.0
 T0 = 1_700_000_000.0
 STEP_S = 2.0
 
@@ -33,7 +32,7 @@ STEP_S = 2.0
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[FrontProcess]:
     with processes() as keep:
-        yield keep(FrontProcess(ROUTING, {"upstream.KEPT_S": KEPT_S}))
+        yield keep(FrontProcess(ROUTING))
 
 
 @pytest.fixture

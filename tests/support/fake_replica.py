@@ -35,6 +35,7 @@ from vllm_slo.core.routing.state_stream import StateEncoder
 from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
+from vllm_slo.wire.api_errors import error_body
 from vllm_slo.wire.front_protocol import RETRIED, TRY_NEXT
 
 HEARTBEAT_S = 0.25
@@ -225,7 +226,7 @@ class FakeReplica:
             return web.Response()
         finally:
             self.running -= 1
-            self.tell(record, "ended", record["prompt_tokens"])
+            self.tell(record, "ended", record["prompt_tokens"], record["ended"] == "aborted")
 
     def begin(self, record: dict[str, Any]) -> None:
         """An answer begins that stands."""
@@ -255,7 +256,9 @@ class FakeReplica:
         count = asked.get("max_tokens") or asked.get("max_completion_tokens") or 4
         if asked.get("stream") and knobs.error_event_times > 0:
             self.knobs = replace(knobs, error_event_times=knobs.error_event_times - 1)
-            return self.failed_stream(request)
+            text = f"the engine of {self.name} is dead"
+            body = error_body(request.path, 500, "InternalServerError", text, None)
+            return web.json_response(body, status=500)
         await asyncio.sleep(knobs.ttft_s)
         await self.held(0)
         if asked.get("stream"):
@@ -327,10 +330,6 @@ class FakeReplica:
             await asyncio.sleep(0.05)
             raise CutError
         return response
-
-    def failed_stream(self, request: web.Request) -> web.Response:
-        """The answer when the engine is dead, of whose stream an error was the first event."""
-        return self.error(500, "InternalServerError", f"the engine of {self.name} is dead")
 
     def preface(self, path: str) -> bytes:
         """What a stream begins with before the model has said anything."""

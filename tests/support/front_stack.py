@@ -137,33 +137,14 @@ class Fake(_Process):
         return list(self._ask("/fake/seen"))
 
 
-_PATCHED = """
-import importlib, sys
-for name, value in {patches!r}.items():
-    module, _, constant = name.rpartition(".")
-    setattr(importlib.import_module("vllm_slo.router." + module), constant, value)
-sys.exit(importlib.import_module("vllm_slo.router.front").main())
-"""
-
-
 class FrontProcess(_Process):
-    """The front child.
+    """The front child."""
 
-    Args:
-        patches: constants of modules below `vllm_slo.router` that are to be other ones.
-    """
-
-    def __init__(
-        self,
-        routing: Mapping[str, Any] | None = None,
-        patches: Mapping[str, Any] | None = None,
-        **config: Any,
-    ) -> None:
-        run = ("-c", _PATCHED.format(patches=patches)) if patches else ()
+    def __init__(self, routing: Mapping[str, Any] | None = None, **config: Any) -> None:
         slo = {"routing": dict(routing or {}), **config.pop("slo", {})}
         given = {"slo_config": slo, "served_model_names": ["fake"], "api_key_sha256": [], **config}
         super().__init__(
-            *(run or ("-m", "vllm_slo.router.front")),
+            *("-m", "vllm_slo.router.front"),
             *("--host", "127.0.0.1", "--port", "0", "--config", json.dumps(given)),
         )
 

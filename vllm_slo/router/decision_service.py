@@ -51,6 +51,8 @@ logger = logging.getLogger("vllm_slo.front")
 ADMISSION: Final = "vllm_slo.core.admission"
 """The policy of which routing calls compiled functions."""
 TICK_S: Final = 0.1
+LAST_WORDS_S: Final = 0.3
+"""Time after a drain in which the requests that were cut off are refused."""
 REPORT_S: Final = 1.0
 _EXCHANGE: Final = f"{OWN_PREFIX}exchange"
 _GENERATION: Final = f"{OWN_PREFIX}generation"
@@ -124,6 +126,11 @@ class DecisionService:
         end_s = time.monotonic() + drain_s
         while self._decisions.running and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
+        if self._decisions.running:
+            # Those whose answer has not begun are asked for again, and refused.
+            self.cluster.is_open = False
+            await asyncio.gather(*(self.admin.cut(each.spec.url) for each in self.cluster.all()))
+            await asyncio.sleep(LAST_WORDS_S)
 
     async def _tick(self) -> None:
         before_s = reported_s = time.monotonic()
@@ -191,7 +198,9 @@ class DecisionService:
         return web.Response(headers=self._choice(verdict))
 
     async def _again(self, exchange: str) -> Decision | Refusal | None:
-        """The next try of a request; None: it is not known here, so it counts as new."""
+        """The next try of a request; None: it is not known here, or none is taken any more."""
+        if self._draining and not self.cluster.is_open:
+            return None
         refusal = await self.exchanges.refusal(exchange)
         try:
             if refusal is not None:

@@ -85,10 +85,11 @@ class Exchanges:
         return sent.refusal
 
     def sweep(self, now_s: float) -> None:
-        """End requests that were lost on their way."""
+        """End requests that were lost on their way, or with their replica."""
         for sent in list(self._by_ticket.values()):
-            if not sent.came and now_s - sent.sent_s > ARRIVAL_S:
-                self._end(sent.exchange, 0)
+            lost = not sent.came and now_s - sent.sent_s > ARRIVAL_S
+            if lost or (now_s - sent.sent_s > AGAIN_S and _is_gone(sent.upstream, now_s)):
+                self._end(sent.exchange)
 
     # --- what replicas tell ----------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class Exchanges:
             if ticket in here:
                 sent.came = True
             elif sent.came or now_s - sent.sent_s > AGAIN_S:
-                self._ended(sent, 0)
+                self._ended(sent)
 
     def told(self, upstream: Upstream, event: str, ticket: str, *more: Any) -> None:
         """An event of a request; those of other fronts' requests are ignored."""
@@ -119,29 +120,29 @@ class Exchanges:
             sent.refusal = (float(more[0]) / 1000, str(more[1]))
             sent.news.set()
         elif event == "ended":
-            self._ended(sent, int(more[0]))
+            self._ended(sent, int(more[0]), client_left=bool(more[1]))
 
     def lost(self, upstream: Upstream) -> None:
         """A replica counts as dead: the data plane is to try others."""
         self._cut(upstream)
 
-    def _ended(self, sent: _Sent, prompt_tokens: int) -> None:
+    def _ended(self, sent: _Sent, prompt_tokens: int = 0, *, client_left: bool = False) -> None:
         """A try has ended; if its answer does not stand, it may be asked for again."""
         sent.news.set()
-        if sent.stands or sent.is_last:
-            self._end(sent.exchange, prompt_tokens)
+        if sent.stands or sent.is_last or client_left:
+            self._end(sent.exchange, prompt_tokens, client_left=client_left)
         else:
             loop = asyncio.get_running_loop()
             loop.call_later(AGAIN_S, self._end_unless_sent_again, sent)
 
     def _end_unless_sent_again(self, sent: _Sent) -> None:
         if self._by_ticket.get(self._ticket_of.get(sent.exchange, "")) is sent:
-            self._end(sent.exchange, 0)
+            self._end(sent.exchange)
 
-    def _end(self, exchange: str, prompt_tokens: int) -> None:
+    def _end(self, exchange: str, prompt_tokens: int = 0, *, client_left: bool = False) -> None:
         self._forget(exchange)
         if self.decisions is not None:
-            self.decisions.ended(exchange, prompt_tokens or None)
+            self.decisions.ended(exchange, prompt_tokens or None, client_left=client_left)
 
     def _forget(self, exchange: str) -> None:
         ticket = self._ticket_of.pop(exchange, None)
@@ -151,3 +152,9 @@ class Exchanges:
     def gave_up(self, exchange: str) -> None:
         """The decisions have refused a request; nothing more will be heard of it."""
         self._forget(exchange)
+
+
+def _is_gone(upstream: Upstream, now_s: float) -> bool:
+    """Whether a replica has been silent for so long that it tells no more of its requests."""
+    age_s = upstream.age_s(now_s)
+    return not upstream.is_heard and (age_s is None or age_s > AGAIN_S)

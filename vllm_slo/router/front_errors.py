@@ -20,7 +20,6 @@ BUSY_RETRY_MS: Final = 1_000
 REASON_HEADER: Final = "x-slo-reason"
 UNATTAINABLE: Final = "unattainable"
 """The reason if no replica could be asked for one."""
-_OVER: Final = (b"event: message_stop", b"event: error")
 
 
 class ErrorResponse(web.Response):
@@ -98,27 +97,6 @@ def retry_after_ms(retry_after_s: float) -> int:
 def retry_headers(retry_ms: int) -> dict[str, str]:
     """The two headers that tell clients when to try again."""
     return {"Retry-After": str(max(1, -(-retry_ms // 1000))), "retry-after-ms": str(retry_ms)}
-
-
-def stream_end(path: str, sent: bytes, text: str) -> bytes:
-    """The rest of a stream whose replica failed.
-
-    Args:
-        path: of the request; it decides the shape.
-        sent: the newest bytes that the client got, up to the end of an event.
-
-    Returns:
-        An error event and the end of streams of this API. There is no error event if the stream was
-        complete or ended with an error.
-    """
-    newest = sent.rstrip(b"\r\n").replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
-    error = json.dumps(error_body(path, 502, "BadGatewayError", text, None)).encode()
-    if is_anthropic(path):
-        return b"" if newest.startswith(_OVER) else b"event: error\ndata: " + error + b"\n\n"
-    if newest == b"data: [DONE]":
-        return b""
-    done = b"data: [DONE]\n\n"
-    return done if newest.startswith(b'data: {"error"') else b"data: " + error + b"\n\n" + done
 
 
 def _own_headers() -> dict[str, str]:

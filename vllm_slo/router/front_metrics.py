@@ -38,17 +38,13 @@ class FrontMetrics:
         )
         self.retries = counter(
             "vllm_slo:front_retries",
-            "Tries that failed before the answer began, by reason: connection, silence, status, "
-            "error_event.",
+            "Tries that failed before the answer began, by reason: connection (broken, silent, or "
+            "answered with an error of the server).",
             ["reason"],
         )
         self.refused_after_promise = counter(
             "vllm_slo:front_refused_after_promise",
             "Refusals by replicas whose shadow had promised: the picture was wrong.",
-        )
-        self.in_band_errors = counter(
-            "vllm_slo:front_in_band_errors",
-            "Streams that ended with an error event because their replica failed.",
         )
         self.client_gone = counter(
             "vllm_slo:front_client_gone", "Exchanges whose client left before the end."

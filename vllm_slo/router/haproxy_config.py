@@ -11,6 +11,7 @@ Statuses that ``public`` would retry pass from ``again`` to ``public`` in disgui
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Final
 
 from vllm_slo.slo.body import MAX_BODY_BYTES
 from vllm_slo.slo.carriers import QUOTE_ROUTE
-from vllm_slo.wire.api_errors import error_text
+from vllm_slo.wire.api_errors import error_body
 from vllm_slo.wire.front_protocol import OWN_PREFIX, RETRIED, TOKEN_HEADER, TRY_NEXT
 
 SCRIPT: Final = Path(__file__).with_name("haproxy.lua")
@@ -43,6 +44,8 @@ IDLE_S: Final = 75
 CONNECT_S: Final = 2
 SPARE_FILES: Final = 1_024
 MAX_CONNECTIONS: Final = 16_384
+MESSAGES: Final = "{ path_beg /v1/messages }"
+"""Condition: the request is of Anthropic's API."""
 _DISGUISE: Final[Mapping[int, int]] = {
     TRY_NEXT: 525,
     500: 590,
@@ -163,28 +166,37 @@ def _public(settings: ProxySettings) -> str:
     if settings.api_keys:
         has_key = f"{{ http_auth_bearer,sha2(256),hex,lower -m str -f {settings.keys_file} }}"
         keys = [
-            _answer(401, "", f"{is_api} {{ path /v1/messages }} !{has_key}"),
-            f"http-request return status 401 content-type application/json "
-            f"string {_quoted(UNAUTHORIZED)} if {is_api} !{has_key}",
+            _answer(401, "Unauthorized", "Unauthorized", f"{is_api} {MESSAGES} !{has_key}"),
+            (
+                "http-request return status 401 content-type application/json "
+                f"string {_quoted(UNAUTHORIZED)} if {is_api} !{MESSAGES} !{has_key}"
+            ),
         ]
     routed = " ".join(ROUTED_PATHS)
     return _section(
         "frontend public",
         f"bind fd@{settings.listener}{tls}",
-        _answer(431, f"the request line is longer than {MAX_LINE_BYTES} bytes, or all "
-                f"headers than {MAX_HEAD_BYTES}",
-                f"{{ url,length gt {MAX_LINE_BYTES} }} or {{ req.hdrs,length gt {MAX_HEAD_BYTES} }}"),
+        *_shape(),
+        _answer(
+            431,
+            "BadRequestError",
+            f"the target is longer than {MAX_LINE_BYTES} bytes, or all headers "
+            f"than {MAX_HEAD_BYTES}",
+            f"{{ url,length gt {MAX_LINE_BYTES} }} or {{ req.hdrs,length gt {MAX_HEAD_BYTES} }}",
+        ),
         "http-request use-service prometheus-exporter if { path /metrics/proxy } { method GET }",
         f"http-request del-header {OWN_PREFIX} -m beg",
         "http-request del-header TE",
         *keys,
-        _answer(413, f"the body is larger than {MAX_BODY_BYTES} bytes",
+        _answer(413, "BadRequestError", f"the body is larger than {MAX_BODY_BYTES} bytes",
                 f"{{ req.hdr(content-length) -m int gt {MAX_BODY_BYTES} }}"),
         "http-request set-header X-Request-Id %[uuid] if !{ req.hdr(x-request-id) -m found }",
         "http-request set-var(txn.request_id) req.hdr(x-request-id)",
-        "http-request set-var(txn.slo_page) bool(true) if "
-        f"{{ path {QUOTE_ROUTE} }} {{ method POST }} or "
-        f"!{{ path_beg /v1/ }} !{{ path {routed} }}",
+        (
+            "http-request set-var(txn.slo_page) bool(true) if "
+            f"{{ path {QUOTE_ROUTE} }} {{ method POST }} or "
+            f"!{{ path_beg /v1/ }} !{{ path {routed} }}"
+        ),
         *_decided(),
         f"http-after-response del-header {OWN_PREFIX} -m beg",
         f"http-after-response set-header {OWN_PREFIX}replica %[var(txn.slo_replica)] "
@@ -198,6 +210,7 @@ def _again(settings: ProxySettings) -> str:
     return _section(
         "frontend again",
         f"bind {_unix(settings.again_socket)}",
+        *_shape(),
         f"http-request set-var(txn.slo_exchange) req.hdr({OWN_PREFIX}exchange)",
         f"http-request del-header {OWN_PREFIX} -m beg",
         *_decided(),
@@ -210,15 +223,25 @@ def _again(settings: ProxySettings) -> str:
     )
 
 
+def _shape() -> list[str]:
+    """Note which API's shape errors are to have."""
+    return [
+        f"http-request set-var(txn.slo_messages) bool(true) if {MESSAGES}",
+        f"http-request set-var(txn.slo_messages) bool(false) if !{MESSAGES}",
+    ]
+
+
 def _decided() -> list[str]:
     """The rules that wait for the body, ask the service and follow its answer."""
     large = f"{{ req.body_len gt {BUFFER_BYTES - 2 * RESERVED_BYTES} }}"
     routed = "!{ var(txn.slo_page) -m found }"
     return [
-        f"http-request wait-for-body time {BODY_S}s if "
-        f"{routed} {{ req.hdr(content-length) -m int gt 0 }} or "
-        f"{routed} {{ req.hdr(transfer-encoding) -m found }}",
-        _answer(411, "a large body needs a Content-Length",
+        (
+            f"http-request wait-for-body time {BODY_S}s if "
+            f"{routed} {{ req.hdr(content-length) -m int gt 0 }} or "
+            f"{routed} {{ req.hdr(transfer-encoding) -m found }}"
+        ),
+        _answer(411, "BadRequestError", "a large body needs a Content-Length",
                 f"{routed} {{ req.hdr(transfer-encoding) -m found }} {large}"),
         f"http-request lua.decide if {routed}",
         "use_backend pages if { var(txn.slo_page) -m found }",
@@ -288,27 +311,32 @@ def _named_by_answer() -> str:
 
 def _redirect() -> str:
     """A redirect of a replica leads to its private address."""
-    body = _quoted(error_text("", 404, "NotFoundError", "this path is not served here"))
+    body = _error(404, "NotFoundError", "this path is not served here")
     return (
-        f"http-response return status 404 content-type application/json string {body} "
+        f"http-response return status 404 content-type application/json lf-string {body} "
         "if { status 300:399 }"
     )
 
 
-def _answer(status: int, text: str, condition: str) -> str:
-    kind = "Unauthorized" if status == 401 else "BadRequestError"
-    path = "/v1/messages" if status == 401 else ""
-    body = error_text(path, status, kind, text or "Unauthorized")
+def _answer(status: int, kind: str, text: str, condition: str) -> str:
     return (
         f"http-request return status {status} content-type application/json "
-        f"string {_quoted(body)} if {condition}"
+        f"lf-string {_error(status, kind, text)} if {condition}"
     )
 
 
 def _own_error(status: int, kind: str, text: str) -> str:
-    retry = " hdr Retry-After 1 hdr retry-after-ms 1000" if status == 503 else ""
-    body = _quoted(error_text("", status, kind, text))
-    return f"http-error status {status} content-type application/json string {body}{retry}"
+    retry = " hdr Retry-After 1 hdr retry-after-ms 1000" if status > 500 else ""
+    body = _error(status, kind, text)
+    return f"http-error status {status} content-type application/json lf-string {body}{retry}"
+
+
+def _error(status: int, kind: str, text: str) -> str:
+    """An error in a shape that is both OpenAI's and Anthropic's, as a word of log-format."""
+    theirs = error_body("/v1/messages", status, kind, text, None)["error"]["type"]
+    either = f"%[var(txn.slo_messages),iif({theirs},{kind})]"
+    error = {"type": either, "message": text, "param": None, "code": status}
+    return _quoted(json.dumps({"type": "error", "error": error}))
 
 
 UNAUTHORIZED: Final = '{"error":"Unauthorized"}'

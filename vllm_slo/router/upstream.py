@@ -189,6 +189,11 @@ class Upstream:
         return self.connected and self.listed and not self._silent and self.is_serving
 
     @property
+    def is_heard(self) -> bool:
+        """Whether its state stream is open and not silent."""
+        return self.connected and not self._silent
+
+    @property
     def is_serving(self) -> bool:
         """Whether the replica takes requests by its last line."""
         return not (self.draining or self.engine_dead)

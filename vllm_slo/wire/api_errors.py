@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 _ANTHROPIC_TYPES: Final = {
@@ -40,8 +39,3 @@ def error_body(path: str, status: int, kind: str, text: str, param: str | None) 
     if "/cohere/" in path:
         return {"message": text}
     return {"error": {"message": text, "type": kind, "param": param, "code": status}}
-
-
-def error_text(path: str, status: int, kind: str, text: str, param: str | None = None) -> str:
-    """`error_body`, written out."""
-    return json.dumps(error_body(path, status, kind, text, param))

@@ -22,7 +22,7 @@ from vllm_slo.wire.api_errors import is_anthropic
 from vllm_slo.wire.front_protocol import RETRIED, TRY_NEXT
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Send
+    from starlette.types import Message, Receive, Send
 
 MAX_HELD_BYTES: Final = 1024 * 1024
 """Of the beginning of a stream; a longer one goes out as it comes."""
@@ -40,12 +40,18 @@ class ForwardedAnswer:
     Args:
         path: of the request; it decides the shape of errors.
         feed: is told of the request by its ticket.
-        send: the server's.
+        receive, send: the server's.
         address: ``host:port`` of this server, which clients of the front do not get to know.
     """
 
     def __init__(
-        self, path: str, forwarded: Forwarded, feed: StateFeed, send: Send, address: str
+        self,
+        path: str,
+        forwarded: Forwarded,
+        feed: StateFeed,
+        receive: Receive,
+        send: Send,
+        address: str,
     ) -> None:
         self._path = path
         self._address = address.lower().encode()
@@ -53,17 +59,28 @@ class ForwardedAnswer:
         self._may_move_on = forwarded["on_unattainable"] == "decline"
         self._feed = feed
         self._feed.came(forwarded["ticket"])
+        self._receive = receive
         self._send = send
+        self._complete = self._left = False
         self._held: list[Message] | None = None
         self._replaced = False
         self._begun = False
         self._last = b""
         self._before_last = b""
 
+    async def receive(self) -> Message:
+        """The client's next message, for the application."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._complete:
+            self._left = True
+        return message
+
     async def send(self, message: Message) -> None:
         """One message of the application."""
         if self._replaced:
             return
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._complete = True
         if message["type"] == "http.response.start":
             await self._start(message)
         elif self._held is not None:
@@ -78,7 +95,7 @@ class ForwardedAnswer:
             last = self._last if b'"usage"' in self._last else self._before_last
             found = _PROMPT_TOKENS.search(last, max(last.rfind(b'"usage"'), 0))
             tokens = int(found[1]) if found else 0
-        self._feed.ended(self._ticket, tokens)
+        self._feed.ended(self._ticket, tokens, client_left=self._left)
 
     async def _start(self, message: Message) -> None:
         headers = {name.lower(): value for name, value in message.get("headers", ())}

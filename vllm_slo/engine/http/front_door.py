@@ -117,9 +117,10 @@ class FrontDoor:
             await self._run(app, inner, receive, send)
             return
         host, port = scope.get("server") or ("", None)
-        answer = ForwardedAnswer(scope["path"], forwarded, self._feed, send, f"{host}:{port}")
+        address = f"{host}:{port}"
+        answer = ForwardedAnswer(scope["path"], forwarded, self._feed, receive, send, address)
         try:
-            await self._run(app, inner, receive, answer.send)
+            await self._run(app, inner, answer.receive, answer.send)
         finally:
             answer.close()
 

@@ -7,7 +7,8 @@ The stream also tells what became of the front's requests, as events in their or
 - ``["began", ticket]``: an answer begins that stands, whatever it says.
 - ``["refused", ticket, retry_after_ms, reason]``: another replica is to be tried.
 - ``["declined", ticket]``: the client gets the refusal.
-- ``["ended", ticket, prompt_tokens]``: it was answered or its client left; 0: not known.
+- ``["ended", ticket, prompt_tokens, client_left]``: it was answered, or its client left before
+  that. 0 prompt tokens: not known.
 """
 
 from __future__ import annotations
@@ -120,10 +121,10 @@ class StateFeed:
         self._tell("refused", ticket, retry_after_ms, reason)
         self.wake()
 
-    def ended(self, ticket: str, prompt_tokens: int) -> None:
+    def ended(self, ticket: str, prompt_tokens: int, *, client_left: bool) -> None:
         """A request was answered, or its client left. ``prompt_tokens``: 0 if not known."""
         self._live.discard(ticket)
-        self._tell("ended", ticket, prompt_tokens)
+        self._tell("ended", ticket, prompt_tokens, client_left)
 
     def _tell(self, *event: Any) -> None:
         for reader in self._readers:
