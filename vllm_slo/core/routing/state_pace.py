@@ -14,7 +14,7 @@ AT_ONCE_S: Final = 0.02
 """Shortest time between two states, seconds: about a step of a model that serves many."""
 EARNED_S: Final = 0.125
 """A state may be told for every so many seconds. What 64 replicas then cost a front is measured in
-``benchmarks/results/routing_decision.md``: less than 5% of a core."""
+``benchmarks/results/routing_decision.md``."""
 BURST: Final = 5.0
 """Most states that are saved up. The value is a choice: the events of one or two requests."""
 SLOW_S: Final = 0.25
