@@ -150,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=2_000)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--note", default="", help="a sentence for the result")
     asked = parser.parse_args()
     rows = [at_rest(count, asked.repeats) for count in REPLICAS]
     shares = []
@@ -166,7 +167,9 @@ def main() -> None:
     rows += scheduler_rows(asked.repeats)
     table = markdown(["what", "median ms", "p99 ms", "target"], rows)
     costs = markdown(["states taken in", "lines/s", "share of a core", "target"], shares)
-    write_result("routing_decision", __doc__, f"{table}\n\n{costs}")
+    load = f"Load average of the machine at the end, this run included: {os.getloadavg()[0]:.1f}."
+    note = f"{load} {asked.note}"
+    write_result("routing_decision", __doc__, f"{table}\n\n{costs}", note=note)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.routing.state_pace import StatePace
+from vllm_slo.core.routing.state_pace import SLOW_S, StatePace
 from vllm_slo.core.routing.state_stream import StateEncoder
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
@@ -40,8 +40,6 @@ LIFE_S: Final = 10.0
 PREFILL_S: Final = 0.5
 """Of its life before its first token."""
 TIERS: Final = (0.03, 0.05, 0.1)
-REFIT_STEPS: Final = 8
-"""Step times are learnt anew after so many steps, as `StepClock` does."""
 MODEL: Final = StepTimeModel(((0.0, 0.0, 0.02), (1.1e-4, 0.0, 0.004)), kv_s=2e-8)
 POINTS: Final = (400, 10, 40, 80, 120, 200, 300, 500)
 TOKEN: Final = "benchmark"
@@ -57,7 +55,7 @@ class MadeUpReplica:
         self._steps = 0
         self._pending: deque[tuple[float, Demand]] = deque()
         self._decoding: deque[tuple[float, float]] = deque()
-        self._model = MODEL
+        self._learnt_s = 0.0
         self.news = 0
         self._next_s = time.monotonic() - LIFE_S
         self.step(time.monotonic())
@@ -79,8 +77,11 @@ class MadeUpReplica:
     def step(self, now_s: float) -> None:
         """Requests come, begin and end."""
         self._steps += 1
-        if self._steps % REFIT_STEPS == 0:
+        if now_s >= self._learnt_s + SLOW_S:
+            self._learnt_s = now_s
             self._model = MODEL.scaled(self._rng.uniform(0.99, 1.01))
+            self._finish_interval_s = LIFE_S / PROMISES * self._rng.uniform(0.9, 1.1)
+            self._lengths = dict.fromkeys(("chat", "code"), (*POINTS, 8 + self._number))
         while self._next_s <= now_s:
             self._arrive(self._next_s)
             self._next_s += self._rng.expovariate(PROMISES / LIFE_S)
@@ -112,13 +113,13 @@ class MadeUpReplica:
             seats=256 - pending - running,
             max_step_tokens=8192,
             max_model_len=8192,
-            finish_interval_s=LIFE_S / PROMISES * self._rng.uniform(0.9, 1.1),
+            finish_interval_s=self._finish_interval_s,
             running=running,
             waiting=pending,
             backlog_tokens=sum(demand.prefill_tokens for _, demand in self._pending),
             tickets={"": frozenset(range(first + 1, self._number + 1))},
             seen={"": self._number},
-            lengths=dict.fromkeys(("chat", "code"), (*POINTS, self._number)),
+            lengths=self._lengths,
         )
 
     async def publish(self, feed: StateFeed) -> None:
@@ -133,7 +134,7 @@ class MadeUpReplica:
                 pace.told(now_s)
                 told = self.news
                 feed.take(self.state(now_s), now_s)
-            next_s += STEP_S
+            next_s = max(next_s + STEP_S, now_s)  # steps that were missed are not made up for
             await asyncio.sleep(max(next_s - time.monotonic(), 0.0))
 
 
@@ -147,7 +148,7 @@ async def whole_states(replica: MadeUpReplica, send: Any) -> None:
         encoder.begin_anew()
         line = encoder.line(replica.state(now_s))
         await send({"type": "http.response.body", "body": line, "more_body": True})
-        next_s += STEP_S
+        next_s = max(next_s + STEP_S, now_s)  # steps that were missed are not made up for
         await asyncio.sleep(max(next_s - time.monotonic(), 0.0))
 
 

@@ -68,9 +68,9 @@ class IncrementalAdmission:
             (d.deadline_s, d.request_id, d.prefill_tokens, d.tpot_s, d.context_tokens)
             for d in committed
         )
-        rows = [(due_s, *rest) for due_s, _, *rest in ranked]
+        columns = list(zip(*ranked, strict=True))
         self._capacity = capacity
-        self._pending = np.array(rows, dtype=np.float64).reshape(-1, 4).T.copy()
+        self._pending = np.array(columns[:1] + columns[2:], dtype=np.float64).reshape(4, -1)
         self._decoding = np.array([*decoding.keys(), *decoding.values()], np.float64).reshape(2, -1)
         self._tpots = {*decoding, *(row[3] for row in ranked)}
         self._context = float(decoding_context)

@@ -3,7 +3,7 @@
 
 News are promises that are made, begun or ended: they are told at once while there are few of them.
 A front takes in the states of many replicas, so the more there is to tell, the longer it is saved
-up: a replica with ten news a second or a thousand sends as many lines.
+up: a replica with ten news a second sends as many lines as one with a thousand.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Final
 
 AT_ONCE_S: Final = 0.02
 """Shortest time between two states, seconds: about a step of a model that serves many."""
-EARNED_S: Final = 0.1
+EARNED_S: Final = 0.125
 """A state may be told for every so many seconds. What 64 replicas then cost a front is measured in
-``benchmarks/results/routing_decision.md``: less than 5% of a core."""
+``benchmarks/results/routing_decision.md``."""
 BURST: Final = 5.0
 """Most states that are saved up. The value is a choice: the events of one or two requests."""
 SLOW_S: Final = 0.25
 """Longest time between two states of an engine that works. What changes with every step (tokens to
-compute, KV that is read, step times) is no news, and told so often."""
+compute, KV that is read) is no news. What is learnt (step times, lengths of answers) is not told
+more often."""
 LONG_STEP_S: Final = 0.1
 """A state is told before a step that takes longer, since none is told while it runs."""
 

@@ -272,7 +272,7 @@ class StateDecoder:
 def _object_of(line: bytes | str) -> dict[str, Any]:
     """Raises ValueError unless the line is an object."""
     try:
-        content = json.loads(line)
+        content = json.loads(line if isinstance(line, str) else line.decode())
     except RecursionError as error:
         raise ValueError(f"not a line of a state stream: {error!r}") from error
     if not isinstance(content, dict):
@@ -303,9 +303,11 @@ def _tickets(
 ) -> dict[str, frozenset[int]]:
     now = dict(before)
     for front, (new, over) in changes.items():
-        now[front] = now.get(front, frozenset()).difference(over).union(new)
-        if not now[front]:
-            del now[front]
+        left = now.pop(front, frozenset())
+        left = left.difference(over) if over else left
+        left = left.union(new) if new else left
+        if left:
+            now[front] = left
     return now
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from vllm.v1.request import Request
 
 from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.routing.state_pace import StatePace
+from vllm_slo.core.routing.state_pace import SLOW_S, StatePace
 from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.types import INFINITY, Demand
 from vllm_slo.engine.compat.scheduler_state import SchedulerState
@@ -50,6 +50,8 @@ class ReplicaReports:
         self._publisher = StatePublisher.from_environment()
         self._pace = StatePace()
         self._told: tuple[object, ...] = ()
+        self._learnt: ReplicaState | None = None
+        self._learnt_s = 0.0
         self._seen: dict[str, int] = {}
 
     def saw(self, ticket: Ticket | None) -> None:
@@ -64,9 +66,23 @@ class ReplicaReports:
     def publish(self) -> None:
         """Publish the state of this moment."""
         if self._publisher is not None:
+            now_s = self._clock.now_s
             self._told = self._news()
-            self._pace.told(self._clock.now_s)
-            self._publisher.publish(_in_grains(self.state()))
+            self._pace.told(now_s)
+            self._publisher.publish(_in_grains(self._with_learnt(self.state(), now_s)))
+
+    def _with_learnt(self, state: ReplicaState, now_s: float) -> ReplicaState:
+        """The state with what is learnt as it was told last, for `SLOW_S` after that."""
+        if self._learnt is None or now_s >= self._learnt_s + SLOW_S:
+            self._learnt, self._learnt_s = state, now_s
+            return state
+        known = self._learnt
+        return replace(
+            state,
+            model=known.model,
+            finish_interval_s=known.finish_interval_s,
+            lengths=known.lengths,
+        )
 
     def publish_with_step(self) -> None:
         """A step was handed to the engine: publish if it is time to."""
