@@ -26,7 +26,7 @@ from vllm_slo.core.routing.state_pace import SLOW_S, StatePace
 from vllm_slo.core.routing.state_stream import StateEncoder
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
-from vllm_slo.router.state_feed import StateFeed
+from vllm_slo.engine.http.state_feed import StateFeed
 from vllm_slo.router.token_guard import TokenGuard
 from vllm_slo.router.upstream import ReplicaSpec, Upstream
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replica: its guard and its feed with a small app, then the process with the tiny model."""
+"""One replica: the process with the tiny model, and what ends with it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,248 +28,13 @@ pytest.importorskip("openai")
 import httpx
 import psutil
 from live_server import SMALL, UNIPROC, environment
-from vllm_slo.router.state_feed import StateFeed
-from vllm_slo.router.token_guard import TokenGuard
 
 from vllm_slo import tiny
 from vllm_slo.core.routing.replica_state import ReplicaState
-from vllm_slo.core.routing.state_pace import BURST, EARNED_S
 from vllm_slo.core.routing.state_stream import StateDecoder, StateLine
-from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.core.types import Demand
 from vllm_slo.engine.serving import lifeline
-from vllm_slo.engine.telemetry.state import StatePublisher
-from vllm_slo.router import replica, state_feed
-from vllm_slo.slo.carriers import FORWARDED
-from vllm_slo.wire.front_protocol import STATE_PATH
-
-MODEL = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
-
-# --- the guard -----------------------------------------------------------------------------------
-
-
-class App:
-    """What is behind the guard: remembers scopes, answers at once."""
-
-    def __init__(self) -> None:
-        self.scopes: list[Any] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.scopes.append(scope)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"served"})
-
-
-def ask(headers: list[tuple[str, str]], path: str = "/v1/models") -> tuple[Any, App]:
-    app = App()
-    guard = TokenGuard(app, "secret", StateFeed())
-
-    async def run() -> Any:
-        transport = httpx.ASGITransport(guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
-            return await client.get(path, headers=headers)
-
-    answer = asyncio.run(run())
-    assert guard.running == 0
-    return answer, app
-
-
-TOKEN = ("x-vllm-slo-token", "secret")
-
-
-@pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/metrics", STATE_PATH])
-@pytest.mark.parametrize(
-    "headers",
-    [[], [("x-vllm-slo-token", "secre")], [("x-vllm-slo-token", "sécret")], [TOKEN, TOKEN]],
-)
-def test_nobody_passes_without_the_token(path: str, headers: list[tuple[str, str]]) -> None:
-    encoded: Any = [(name, value.encode()) for name, value in headers]
-    answer, app = ask(encoded, path)
-    assert answer.status_code == 401
-    assert list(answer.json()["error"]) == ["message", "type", "param", "code"]
-    assert app.scopes == []
-
-
-def test_websockets_are_guarded_too() -> None:
-    async def run() -> list[Any]:
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        scope = {"type": "websocket", "path": "/", "headers": []}
-        nothing: Any = None
-        await TokenGuard(App(), "secret", StateFeed())(scope, nothing, send)
-        return sent
-
-    assert asyncio.run(run()) == [{"type": "websocket.close", "code": 1008}]
-
-
-def test_what_the_front_says_is_in_the_scope_and_not_in_the_headers() -> None:
-    said = [
-        TOKEN,
-        ("x-vllm-slo-age-ms", "12.5"),
-        ("x-vllm-slo-ticket", "7"),
-        ("x-vllm-slo-unattainable", "decline"),
-        ("x-vllm-slo-later", "x"),
-    ]
-    answer, app = ask([*said, ("x-slo-class", "chat")])
-    assert answer.text == "served"
-    assert app.scopes[0][FORWARDED] == {"age_ms": 12.5, "ticket": "7", "on_unattainable": "decline"}
-    names = [name for name, _ in app.scopes[0]["headers"]]
-    assert b"x-slo-class" in names
-    assert not any(name.startswith(b"x-vllm-slo-") for name in names)
-
-
-def test_without_its_headers_there_is_no_front() -> None:
-    _, app = ask([TOKEN])
-    assert FORWARDED not in app.scopes[0]
-    _, app = ask([TOKEN, ("x-vllm-slo-ticket", "7"), ("x-vllm-slo-unattainable", "best_effort")])
-    assert app.scopes[0][FORWARDED] == {
-        "age_ms": 0.0,
-        "ticket": "7",
-        "on_unattainable": "best_effort",
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("age-ms", "-1"), ("age-ms", "nan"), ("age-ms", "inf"), ("age-ms", "x"), ("ticket", "-1"),
-     ("ticket", "1.5"), ("ticket", "9" * 30), ("ticket", "0"), ("ticket", "A:1"), ("ticket", "")],
-)  # fmt: skip
-def test_a_broken_header_of_the_front_is_400(name: str, value: str) -> None:
-    answer, app = ask([TOKEN, (f"x-vllm-slo-{name}", value)])
-    assert answer.status_code == 400
-    assert app.scopes == []
-
-
-def test_the_lifespan_is_the_apps() -> None:
-    seen: list[Any] = []
-
-    async def inner(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope)
-
-    nothing: Any = None
-    asyncio.run(TokenGuard(inner, "secret", StateFeed())({"type": "lifespan"}, nothing, nothing))
-    assert seen == [{"type": "lifespan"}]
-
-
-# --- the feed ------------------------------------------------------------------------------------
-
-
-MANY = ReplicaState(
-    MODEL,
-    committed=tuple(Demand(f"p{n}", 9.0 + n, 50, 0.1, 3) for n in range(50)),
-    tickets={"": frozenset(range(1, 51))},
-)
-
-
-def test_a_feed_says_what_came_what_changed_and_that_it_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        feed, decoder = StateFeed(), StateDecoder()
-        feed.listen(tmp_path / "state")
-        publisher = StatePublisher(str(tmp_path / "state"))
-        lines = feed.lines()
-        first = decoder.read(await anext(lines))
-        assert first == StateLine(None, True, 0.0, False, False, None)
-        begun = time.monotonic()
-        assert decoder.read(await anext(lines)) == first._replace(is_new=False)
-        assert time.monotonic() - begun > 0.2
-
-        monkeypatch.setattr(
-            state_feed, "HEARTBEAT_S", 3_600.0
-        )  # what follows does not wait for one
-        one = replace(MANY, running=3)
-        publisher.publish(one)
-        whole = await anext(lines)
-        line = decoder.read(whole)
-        assert line.state is not None and line.state.running == 3
-        assert len(line.state.committed) == 50
-        assert 0 <= line.age_s < patience(10)
-
-        # Of many only the newest is told, and of it only what changed.
-        for running in range(4, 9):
-            publisher.publish(replace(one, running=running))
-        await asyncio.sleep(0.05)
-        text = await anext(lines)
-        line = decoder.read(text)
-        assert line.state is not None and line.state.running == 8
-        assert len(text) < 100 < len(whole)
-        feed.change(draining=True)
-        assert decoder.read(await anext(lines)).draining
-        feed.change(dead=True)
-        assert decoder.read(await anext(lines)).dead
-        feed.change(closed=True)
-        await anext(lines)
-        with pytest.raises(StopAsyncIteration):
-            await anext(lines)
-        publisher.close()
-        feed.close()
-
-    asyncio.run(asyncio.wait_for(run(), patience(60)))
-
-
-def test_every_stream_begins_whole_and_has_its_own_lines() -> None:
-    async def run() -> None:
-        feed = StateFeed()
-        readers = [(feed.lines(), StateDecoder()) for _ in range(2)]
-        for number, (lines, decoder) in enumerate(readers):
-            feed.take(replace(MANY, running=number), time.monotonic())
-            assert decoder.read(await anext(lines)).state == replace(
-                MANY, running=number, committed=named(MANY.committed)
-            )
-        feed.take(replace(MANY, running=5), time.monotonic())
-        told = [decoder.read(await anext(lines)) for lines, decoder in readers]
-        assert [line.state.running for line in told if line.state is not None] == [5, 5]
-        with pytest.raises(ValueError, match="does not follow"):
-            readers[0][1].read(await anext(readers[1][0]))
-
-    asyncio.run(asyncio.wait_for(run(), patience(60)))
-
-
-def named(committed: tuple[Demand, ...]) -> tuple[Demand, ...]:
-    """Promises with the keys that a new stream gives them."""
-    return tuple(replace(d, request_id=str(n + 1)) for n, d in enumerate(committed))
-
-
-def test_states_do_not_crowd_and_a_drain_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_feed, "HEARTBEAT_S", 3_600.0)
-
-    async def run() -> None:
-        feed = StateFeed()
-        lines, begun_s, told = feed.lines(), time.monotonic(), 0
-        while told < 12:
-            feed.take(replace(MANY, running=told), time.monotonic())
-            await anext(lines)
-            told += 1
-        # The first is no wait, some that were saved up follow at once, and then they are earned.
-        assert time.monotonic() - begun_s > (12 - 1 - BURST) * EARNED_S
-        asked = asyncio.ensure_future(anext(lines))
-        feed.take(replace(MANY, running=99), time.monotonic())
-        await asyncio.sleep(0)
-        begun_s = time.monotonic()
-        feed.change(draining=True)
-        assert b'"draining":true' in await asked
-        assert time.monotonic() - begun_s < EARNED_S / 2
-
-    asyncio.run(asyncio.wait_for(run(), patience(60)))
-
-
-def test_a_feed_survives_nonsense(tmp_path: Path) -> None:
-    async def run() -> None:
-        feed = StateFeed()
-        feed.listen(tmp_path / "state")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-            stranger.sendto(b"nonsense", str(tmp_path / "state"))
-            stranger.sendto(b"1.0\nnonsense", str(tmp_path / "state"))
-        await asyncio.sleep(0.05)
-        assert StateDecoder().read(await anext(feed.lines())).state is None
-        feed.close()
-
-    asyncio.run(run())
-
+from vllm_slo.router import replica
+from vllm_slo.wire.front_protocol import DRAIN_PATH, STATE_PATH, TRY_NEXT
 
 # --- the lifeline --------------------------------------------------------------------------------
 
@@ -423,13 +186,13 @@ class Watcher:
 
 
 @contextmanager
-def starting(folder: Path, *ours: str, uniproc: bool = True) -> Iterator[Live]:
+def starting(folder: Path, *, uniproc: bool = True) -> Iterator[Live]:
     (folder / "slo.yaml").write_text(CONFIG)
     log = folder / "replica.log"
     host = SMALL.index("--host")
     small = [*SMALL[:host], *SMALL[host + 2 :]]
     arguments = [sys.executable, "-m", "vllm_slo.router.replica", "--private-host", "127.0.0.1"]
-    arguments += [*ours, "--", str(tiny.path("target")), *small, "--served-model-name", "tiny"]
+    arguments += ["--", str(tiny.path("target")), *small, "--served-model-name", "tiny"]
     arguments += ["--scheduler-cls", "vllm_slo.Scheduler"]
     arguments += ["--middleware", "vllm_slo.engine.http.SLOMiddleware"]
     arguments += ["--additional-config", '{"slo_config": "slo.yaml"}']
@@ -461,8 +224,8 @@ def starting(folder: Path, *ours: str, uniproc: bool = True) -> Iterator[Live]:
 
 
 @contextmanager
-def running(folder: Path, *ours: str, uniproc: bool = True) -> Iterator[Live]:
-    with starting(folder, *ours, uniproc=uniproc) as live:
+def running(folder: Path, *, uniproc: bool = True) -> Iterator[Live]:
+    with starting(folder, uniproc=uniproc) as live:
         assert live.process.stdout is not None
         line = live.process.stdout.readline()
         live.said.update(json.loads(line))
@@ -492,6 +255,7 @@ def live() -> Iterator[Live]:
 @pytest.fixture
 def watcher(live: Live) -> Watcher:
     watching = Watcher(live)
+    within(10, watching.states, lambda: "no state")
     within(10, lambda: watching.now().running == 0, watching.now)
     return watching
 
@@ -559,7 +323,7 @@ def test_a_hop_is_refused_what_cannot_be_promised(live: Live) -> None:
     several = {"n": 2, "temperature": 1}
     for more in ({}, {"stream": True}, several, {**several, "stream": True}):
         answer = live.ask({**asked, **more}, age_ms=1, ticket=8, unattainable="decline")
-        assert answer.status_code == 429, answer.text
+        assert answer.status_code == TRY_NEXT, answer.text
         assert answer.headers["x-vllm-slo-declined"] == answer.headers["retry-after-ms"]
         assert answer.json()["error"]["type"] == "slo_unattainable"
         assert int(answer.headers["retry-after-ms"]) > 0
@@ -632,7 +396,7 @@ def test_an_engine_that_is_killed_ends_its_replica(live: Live, watcher: Watcher)
     waiting.join(patience(5))
     assert whole[0].status_code == 500
     assert "error" in whole[0].json()
-    assert live.process.wait(patience(10)) == 1
+    live.process.wait(patience(10))
     assert watcher.ended.wait(patience(5))
     assert any(line.dead for line in watcher.lines)
     live.await_end(10)
@@ -641,22 +405,32 @@ def test_an_engine_that_is_killed_ends_its_replica(live: Live, watcher: Watcher)
 
 @pytest.fixture
 def draining(short: Path) -> Iterator[Live]:
-    with running(short, "--drain-s", f"{patience(30):.0f}") as one:
+    with running(short) as one:
         yield one
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_sigterm_lets_what_runs_end(draining: Live) -> None:
+def test_a_drain_lets_what_runs_end(draining: Live) -> None:
     watcher = Watcher(draining)
     with draining.stream({**EASY, **LONG}, age_ms=1, ticket=1) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
-        draining.process.terminate()
+        where = f"{draining.url}{DRAIN_PATH}?seconds={patience(30):.0f}"
+        told: list[Any] = []
+        drain = threading.Thread(
+            target=lambda: told.append(
+                httpx.post(where, headers=draining.headers(), timeout=HANG_S).json()
+            )
+        )
+        drain.start()
         within(10, lambda: any(line.draining for line in watcher.lines), lambda: watcher.lines)
         rest = list(lines)
     assert rest[-2] == "data: [DONE]"
     assert '"promised":true' in "".join(rest)
+    drain.join(patience(20))
+    assert told == [{"running": 0}]
+    draining.process.terminate()
     assert draining.process.wait(patience(20)) == 0
     assert not any(line.dead for line in watcher.lines)
     draining.await_end(10)

@@ -261,12 +261,16 @@ def _asked(request: web.BaseRequest, body: bytes, arrival_s: float) -> Request:
     return Request(request.method, path, headers, body, arrival_s, total)
 
 
-def _server(handler: Any, body_bytes: int) -> web.Server[Any]:
+def _server(handler: Any, body_bytes: int) -> web.Server:
     """An HTTP server with the limits of HAProxy, and room for what `haproxy.lua` adds."""
 
+    make: Any = web.BaseRequest
+
     def request(*parts: Any) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        return web.BaseRequest(*parts, loop, client_max_size=body_bytes + 1)
+        made: web.BaseRequest = make(
+            *parts, asyncio.get_running_loop(), client_max_size=body_bytes + 1
+        )
+        return made
 
     return web.Server(
         handler,

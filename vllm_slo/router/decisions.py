@@ -140,7 +140,7 @@ class Decisions:
     @property
     def bytes_per_token(self) -> float:
         """What answers taught about the length of prompts."""
-        return self._reader.ratio.bytes_per_token
+        return self.reader.ratio.bytes_per_token
 
     def close(self) -> None:
         """End the process that reads large bodies."""

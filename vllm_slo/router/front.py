@@ -106,9 +106,9 @@ class Front:
         self._settings.keys_file.write_text(keys_text(self._settings.api_keys))
         self._config_file.write_text(configuration(self._settings))
         tasks = [asyncio.create_task(self._keep(start)) for start in (self._serve, self._relay)]
-        stopping = asyncio.create_task(self.stop.wait())
+        stopping: asyncio.Task[Any] = asyncio.create_task(self.stop.wait())
         try:
-            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()

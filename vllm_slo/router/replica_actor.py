@@ -22,7 +22,7 @@ from ray import serve
 from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.router.child import Child
 from vllm_slo.router.front_actor import FRONT, KILL_MARGIN_S, REGISTER_EVERY_S
-from vllm_slo.wire.front_protocol import TOKEN_HEADER
+from vllm_slo.wire.front_protocol import DRAIN_PATH, TOKEN_HEADER
 
 logger = logging.getLogger("ray.serve")
 
@@ -121,7 +121,11 @@ class Replica:
         self._leaving = True
         if hasattr(self, "_entry"):
             await self._deregister()
-        await self._child.terminate(self._spec.drain_s + KILL_MARGIN_S / 2)
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(
+                    drain, self._entry["url"], self._entry["token"], self._spec.drain_s
+                )
+        await self._child.terminate(KILL_MARGIN_S / 2)
 
     async def _stay_registered(self) -> None:
         while not self._leaving:
@@ -178,6 +182,18 @@ def require_answer(url: str, token: str, within_s: float = ANSWER_S) -> None:
     request = urllib.request.Request(f"{url}/health", headers={TOKEN_HEADER: token})
     with contextlib.suppress(urllib.error.HTTPError):
         _DIRECT.open(request, timeout=within_s).close()
+
+
+def drain(url: str, token: str, seconds: float) -> None:
+    """Wait until a replica's requests have ended, at most so long; it takes no new ones.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    request = urllib.request.Request(
+        f"{url}{DRAIN_PATH}?seconds={seconds}", headers={TOKEN_HEADER: token}, method="POST"
+    )
+    _DIRECT.open(request, timeout=seconds + ANSWER_S).close()
 
 
 async def _awaited(response: Any) -> Any:

@@ -25,6 +25,12 @@ def engine_is_dead(app: Any) -> bool:
     return bool(getattr(client, "errored", False))
 
 
+def server_is_stopping(app: Any) -> bool:
+    """Whether the application's server ends, and waits for its connections."""
+    server = getattr(getattr(app, "state", None), "server", None)
+    return bool(getattr(server, "should_exit", False))
+
+
 def has_reasoning_parser(vllm_config: Any) -> bool:
     """Whether the server tells the model's thinking from its answer."""
     outputs = getattr(vllm_config, "structured_outputs_config", None)

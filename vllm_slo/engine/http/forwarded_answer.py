@@ -114,6 +114,8 @@ class ForwardedAnswer:
             return
         if message["status"] not in RETRIED:
             self._begin()
+        elif message["status"] != TRY_NEXT:
+            self._feed.wake()  # the engine may have died
         await self._send(message)
 
     def _begin(self) -> None:
@@ -144,6 +146,7 @@ class ForwardedAnswer:
     async def _fail(self, error: Mapping[str, Any]) -> None:
         """Answer with an error of which the stream would have been the only content."""
         self._replaced, self._held = True, None
+        self._feed.wake()
         code = error.get("code")
         status = code if isinstance(code, int) and 500 <= code <= 599 else 500
         kind = str(error.get("type") or "InternalServerError")

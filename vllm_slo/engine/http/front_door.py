@@ -15,13 +15,14 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs
 
 from vllm_slo.core.routing.tickets import Ticket
-from vllm_slo.engine.compat.api_server import engine_is_dead
+from vllm_slo.engine.compat.api_server import engine_is_dead, server_is_stopping
 from vllm_slo.engine.http.forwarded_answer import ForwardedAnswer
-from vllm_slo.engine.http.state_feed import StateFeed
+from vllm_slo.engine.http.state_feed import Server, StateFeed
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
 from vllm_slo.slo.carriers import FORWARDED, Forwarded
 from vllm_slo.slo.model import OnUnattainable
@@ -99,8 +100,9 @@ class FrontDoor:
                 await self._run(app, inner, receive, send)
             return
         if scope["type"] == "http" and scope["path"] == STATE_PATH:
-            application = scope.get("app")
-            await self._feed.stream(receive, send, lambda: engine_is_dead(application))
+            dead = partial(engine_is_dead, scope.get("app"))
+            stopping = partial(server_is_stopping, scope.get("app"))
+            await self._feed.stream(receive, send, Server(dead, stopping))
             return
         if scope["type"] == "http" and scope["path"] == DRAIN_PATH:
             await self._drain(scope, send)

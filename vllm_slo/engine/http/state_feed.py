@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.state_pace import StatePace
@@ -33,6 +33,21 @@ HEARTBEAT_S: Final = 0.25
 """Longest pause between two lines, seconds."""
 STREAM_BITS: Final = 40
 """Streams begin at random numbers of so many bits: lines of two streams are never mistaken."""
+
+
+class Server(NamedTuple):
+    """What a stream tells of the server.
+
+    Attributes:
+        is_dead: whether the engine has failed for good.
+        is_stopping: whether the server waits for its connections to end.
+    """
+
+    is_dead: Callable[[], bool]
+    is_stopping: Callable[[], bool]
+
+
+_RUNNING: Final = Server(lambda: False, lambda: False)
 
 
 class _Reader:
@@ -171,8 +186,8 @@ class StateFeed:
             live=live,
         )
 
-    async def lines(self, is_dead: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-        """Yield a line now, after each change and every `HEARTBEAT_S`."""
+    async def lines(self, server: Server = _RUNNING) -> AsyncGenerator[bytes, None]:
+        """Yield a line now, after each change and every `HEARTBEAT_S`, until the server stops."""
         reader = _Reader()
         self._readers.add(reader)
         live: Collection[str] | None = tuple(self._live)
@@ -181,14 +196,18 @@ class StateFeed:
                 reader.woken.clear()
                 reader.hurried.clear()
                 reader.pace.told(time.monotonic())
-                yield self._line(reader, dead=is_dead(), live=live)
+                is_last = server.is_stopping()
+                dead = server.is_dead() and not self.draining  # an engine that was shut down
+                yield self._line(reader, dead=dead, live=live)
+                if is_last:
+                    return
                 live = None
                 await reader.turn()
         finally:
             self._readers.discard(reader)
 
-    async def stream(self, receive: Receive, send: Send, is_dead: Callable[[], bool]) -> None:
-        """Answer one request for the stream until its client leaves.
+    async def stream(self, receive: Receive, send: Send, server: Server) -> None:
+        """Answer one request for the stream until its client leaves or the server stops.
 
         Raises:
             OSError: the scheduler's socket cannot be bound.
@@ -198,11 +217,12 @@ class StateFeed:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         leaves = asyncio.create_task(_client_leaves(receive))
         try:
-            async with aclosing(self.lines(is_dead)) as lines:
+            async with aclosing(self.lines(server)) as lines:
                 async for line in lines:
                     if leaves.done():
                         return
                     await send({"type": "http.response.body", "body": line, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             leaves.cancel()
 

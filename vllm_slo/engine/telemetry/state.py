@@ -25,15 +25,16 @@ logger = logging.getLogger(__name__)
 SOCKET_VARIABLE = "VLLMSLO_STATE_SOCKET"
 """Environment variable that names the socket; without it nothing is published."""
 
-RETRY_S = 0.05
+RETRY_S = 0.25
+"""Pause before a state is sent again: to a reader that is slow, or to one that comes later."""
 MAX_MESSAGE_BYTES = 1 << 20
 
 
 class StatePublisher:
     """Sends states to the socket at ``path``, and never waits.
 
-    A state is dropped if no process has bound the socket, or if its reader is too slow. In the
-    second case the last state is sent a little later, since an idle engine makes no newer one.
+    A state is dropped if no process has bound the socket, or if its reader is too slow. The last
+    state is sent a little later then, since an idle engine makes no newer one.
     """
 
     def __init__(self, path: str) -> None:
@@ -69,13 +70,11 @@ class StatePublisher:
             self._socket.close()
 
     def _sent(self, message: bytes) -> bool:
-        """Whether a message needs no retry: it was sent, has no reader, or can never be sent."""
+        """Whether a message needs no retry: it was sent, or can never be sent."""
         try:
             self._socket.sendto(message, self._path)
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError, ConnectionRefusedError):
             return False
-        except (FileNotFoundError, ConnectionRefusedError):
-            return True
         except OSError as error:
             if not self._complained:
                 self._complained = True

@@ -257,4 +257,4 @@ class PickerServer:
         if self._pages is not None:
             await self._pages.cleanup()
         self.picker.decisions.close()
-        await self.cluster.close("the picker is stopping")
+        await self.cluster.close()
