@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
     "profile": ("vllm_slo.engine.serving.profile", "measure a model's step times on this machine"),
     "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
+    "front": ("vllm_slo.router.front_command", "one port before servers that run already"),
     "endpoint-picker": (
         "vllm_slo.router.endpoint_picker.command",
         "choose replicas for a Kubernetes gateway (Envoy's external processing)",

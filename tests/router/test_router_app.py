@@ -206,7 +206,7 @@ def test_one_server_and_many_are_told_the_same(tmp_path: Path) -> None:
     ]
     one = engine_serve.command_line(*parser.parse_known_args(line))
     many = AppArgs.checked(router_serve.app_args(*parser.parse_known_args(line)))
-    assert one == ["vllm", "serve", *replica_spec(many).command("h")[8:]]
+    assert one == ["vllm", "serve", *replica_spec(many).command("h")[6:]]
     assert str(tiny.path("target")) in one
     names = serve_arguments("tiny", ["--served_model_name=x"], {})
     assert "tiny" not in names[1:]
@@ -302,9 +302,9 @@ def test_the_command_line_of_a_replica_and_its_environment(monkeypatch: pytest.M
     )
     spec = replica.init_args[0]
     words = spec.command("10.0.0.1")
-    assert words[:8] == [
+    assert words[:6] == [
         *(sys.executable, "-m", "vllm_slo.router.replica"),
-        *("--private-host", "10.0.0.1", "--drain-s", "30.0", "--"),
+        *("--private-host", "10.0.0.1", "--"),
     ]
     env = spec.environment(node_cores=8)
     assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_OMP_THREADS_BIND"]) == ("4", "nobind")

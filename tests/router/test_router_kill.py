@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import httpx
+import psutil
 import pytest
 from patience import patience
 
@@ -24,6 +26,7 @@ WHOLE_AGAIN_S = patience(30.0)
 PROMPT_S = patience(10.0)
 STREAM_TOKENS = round(patience(60))
 """Streams go on for some seconds: a part is killed in their midst."""
+ASKED = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 RETRIES = round(patience(6))
 
 
@@ -49,7 +52,8 @@ def test_a_replica_is_killed(live: LiveReplicas, part: str) -> None:
     assert {(one.tokens, one.whole) for one in seen.waiting} == {(3, True)}
     failed = [one for one in seen.streaming if one.error is not None]
     assert 1 <= len(failed) < 20
-    assert all("APIError" in str(one.error) for one in failed)
+    broken = "APIError" if part == "engine" else "RemoteProtocolError"
+    assert all(broken in str(one.error) for one in failed)
     assert {one.tokens for one in seen.streaming if one.error is None} == {STREAM_TOKENS}
     # A killed actor's child ends with the actor, so its streams end at once, too.
     assert max(one.ended_s for one in failed) - seen.killed_s < PROMPT_S
@@ -67,6 +71,38 @@ def test_the_front_is_killed(live: LiveReplicas) -> None:
     assert [one.error for one in seen.waiting] == [None] * 20
     assert all(one.error is not None for one in seen.streaming)
     assert max(one.ended_s for one in seen.streaming) - seen.killed_s < PROMPT_S
+    await_whole(live, before, 2, WHOLE_AGAIN_S)
+
+
+def process_of_front(live: LiveReplicas, word: str) -> psutil.Process:
+    """The decision service, or HAProxy."""
+    (front,) = live.children("Front")
+    found = [one for one in front.children() if word in " ".join(one.cmdline())]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_decision_service_is_killed(live: LiveReplicas) -> None:
+    """HAProxy goes on alone: nothing is refused, and no stream breaks."""
+    before = await_whole(live, set(), 0, WHOLE_AGAIN_S)
+    service = process_of_front(live, "decision_service")
+    seen = asyncio.run(volley(live, lambda: sigkill(service), stream_tokens=STREAM_TOKENS))
+    assert [one.error for one in (*seen.waiting, *seen.streaming)] == [None] * 40
+    assert {(one.tokens, one.whole) for one in seen.waiting} == {(3, True)}
+    after = [httpx.post(f"{live.url}/v1/completions", json=ASKED) for _ in range(10)]
+    assert [one.status_code for one in after] == [200] * 10
+    await_whole(live, before, 2, WHOLE_AGAIN_S)
+
+
+def test_haproxy_is_killed(live: LiveReplicas) -> None:
+    """The connections break, and a client that retries loses nothing."""
+    before = await_whole(live, set(), 0, WHOLE_AGAIN_S)
+    proxy = process_of_front(live, "haproxy.cfg")
+    seen = asyncio.run(
+        volley(live, lambda: sigkill(proxy), retries=RETRIES, stream_tokens=STREAM_TOKENS)
+    )
+    assert [one.error for one in seen.waiting] == [None] * 20
+    assert all(one.error is not None for one in seen.streaming)
     await_whole(live, before, 2, WHOLE_AGAIN_S)
 
 

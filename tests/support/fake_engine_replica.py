@@ -3,7 +3,7 @@
 
 A prompt that contains ``wait`` gets no token for `WAIT_S`; every token takes `TOKEN_S`. When the
 engine dies, the state stream says so, running requests end with vLLM's in-band error, those that
-have not started among them, and the process leaves with status 1.
+have not started with status 500, and the process leaves with status 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class EngineReplica(FakeReplica):
         response = web.StreamResponse(headers=headers)
         slept = asyncio.sleep(WAIT_S if "wait" in asked["prompt"] else 0.0)
         await self.unless_dead(slept)
+        if self.dead.is_set():
+            return self.error(500, "InternalServerError", f"the engine of {self.name} is dead")
         await response.prepare(request)
+        self.begin(record)
         for number in range(count):
             if self.dead.is_set():
                 await response.write(_error_event(self.name) + b"data: [DONE]\n\n")
@@ -77,7 +80,7 @@ class EngineReplica(FakeReplica):
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--private-host", required=True)
-    parser.add_argument("--drain-s", type=float, required=True)
+    parser.add_argument("--drain-s", type=float, default=30.0)
     given, rest = parser.parse_known_args()
     if "--no-such-flag" in rest:
         sys.stderr.write("usage: vllm serve\nvllm serve: error: unrecognized arguments\n")

@@ -36,7 +36,7 @@ from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.wire.api_errors import error_body
-from vllm_slo.wire.front_protocol import RETRIED, TRY_NEXT
+from vllm_slo.wire.front_protocol import DRAIN_PATH, RETRIED, STATE_PATH, TRY_NEXT
 
 HEARTBEAT_S = 0.25
 MESSAGES = "/v1/messages"
@@ -410,21 +410,19 @@ class FakeReplica:
         path = request.path
         if path.endswith("/"):  # as vLLM's own router answers it
             raise web.HTTPTemporaryRedirect(f"http://{request.host}{path.rstrip('/')}")
-        if path == "/vllm-slo/state":
+        if path == STATE_PATH:
             return await self.state_stream(request)
+        if path == DRAIN_PATH:
+            self.draining.set()
+            while self.running:
+                await asyncio.sleep(0.02)
+            return web.json_response({"running": 0})
         if path in GENERATION and request.method == "POST":
             return await self.generate(request)
         if path == "/v1/slo/quote" and request.method == "POST":
             return await self.quote(request)
-        if path == "/fake/seen":
-            return web.json_response(self.seen)
-        if path == "/fake/knobs":
-            self.knobs = replace(self.knobs, **await request.json())
-            return web.json_response(asdict(self.knobs))
-        if path == "/fake/reset":
-            self.knobs = self.first_knobs
-            self.seen.clear()
-            return web.json_response({})
+        if path.startswith("/fake/"):
+            return await self.told(request, path)
         if path == "/metrics":
             self.seen.append({"path": path, "ticket": None, "ended": "answered"})
             return web.Response(text=f'fake_replica{{name="{self.name}"}} 1\n')
@@ -435,6 +433,17 @@ class FakeReplica:
             return await self.plain(request)
         self.seen.append({"path": request.path_qs, "ticket": None, "ended": "answered"})
         return self.error(404, "NotFoundError", path)
+
+    async def told(self, request: web.Request, path: str) -> web.Response:
+        """What it was asked, or new knobs."""
+        if path == "/fake/seen":
+            return web.json_response(self.seen)
+        if path == "/fake/knobs":
+            self.knobs = replace(self.knobs, **await request.json())
+            return web.json_response(asdict(self.knobs))
+        self.knobs = self.first_knobs
+        self.seen.clear()
+        return web.json_response({})
 
     async def quote(self, request: web.Request) -> web.StreamResponse:
         """What `Knobs.quote` says, with the name of this replica as its class."""

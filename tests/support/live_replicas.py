@@ -100,7 +100,8 @@ class LiveReplicas:
     def replicas(self) -> list[dict[str, Any]]:
         """What the front says of its replicas; nothing while it does not answer."""
         with suppress(OSError, httpx.HTTPError):
-            return list(httpx.get(f"{self.url}/replicas", timeout=patience(5)).json())
+            answer = httpx.get(f"{self.url}/replicas", timeout=patience(5))
+            return list(answer.json()) if answer.status_code == 200 else []
         return []
 
     def ready(self) -> set[str]:

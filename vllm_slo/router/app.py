@@ -19,14 +19,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from vllm_slo.config.command_line import Flags
-from vllm_slo.router.arguments import (
-    API_KEY_ENV,
-    AppArgs,
-    Resources,
-    api_key_digest,
-    api_keys_in,
-    resources,
-)
+from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest, api_keys_in
+from vllm_slo.router.arguments import AppArgs, Resources, resources
 from vllm_slo.router.front_actor import FRONT, KILL_MARGIN_S, Front, FrontSpec
 from vllm_slo.router.replica_actor import REPLICA, Replica, ReplicaSpec
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Mapping
@@ -18,9 +17,9 @@ from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, tree_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.errors import ConfigError
+from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest
 from vllm_slo.wire.draft_socket import check_address, single_addresses
 
-API_KEY_ENV: Final = "VLLM_API_KEY"
 HEAD_NODE: Final = "node:__internal_head__"
 """A resource that Ray gives to the head node and to no other."""
 
@@ -321,18 +320,6 @@ def _whole_path(model: str) -> str:
     """The absolute path of a model's folder on this machine; else its name."""
     here = model not in BUILT_IN_DRAFTS and Path(model).is_dir()
     return str(Path(model).resolve()) if here else model
-
-
-def api_keys_in(environment: Mapping[str, str], variable: str) -> list[str]:
-    """API keys in a variable; vLLM's variable holds one, any other may hold several."""
-    value = environment.get(variable, "")
-    keys = [value] if variable == API_KEY_ENV else value.split(",")
-    return [key for key in keys if key]
-
-
-def api_key_digest(key: str) -> str:
-    """The digest of an API key; the front does not get the key itself."""
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _refuse(flags: Flags) -> None:

@@ -26,8 +26,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,6 +65,7 @@ class Front:
         haproxy: the program.
         listener: the public socket, which listens.
         report: called with each message for the parent.
+        certificate: PEM file, for TLS.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Front:
         listener: socket.socket,
         folder: Path,
         report: Callable[[Mapping[str, Any]], None],
+        certificate: Path | None = None,
     ) -> None:
         self.stop = asyncio.Event()
         self._drain_s = config.slo.routing.drain_s
@@ -83,7 +85,7 @@ class Front:
         self._listener = listener
         self._report = report
         self._settings = ProxySettings(
-            folder, listener.fileno(), config.api_keys, connections_allowed()
+            folder, listener.fileno(), config.api_keys, connections_allowed(), certificate
         )
         self._replicas: Mapping[str, Any] = {"replicas": []}
         self._generation = 0
@@ -232,23 +234,54 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(config_json: str, haproxy: str | None, host: str, port: int) -> None:
-    """Run a front whose replicas come from stdin.
+@asynccontextmanager
+async def front_at(
+    config_json: str,
+    haproxy: str | None,
+    host: str,
+    port: int,
+    report: Callable[[Mapping[str, Any]], None],
+    certificate: str | None = None,
+) -> AsyncIterator[Front]:
+    """A front that listens at an address; its folder is removed at the end.
 
     Raises:
-        ConfigError, OSError, OverflowError, FrontFailedError: it cannot start.
+        ConfigError, OSError, OverflowError: it cannot start.
     """
     config = FrontConfig.from_json(config_json)
     program = find_haproxy(haproxy)
+    pem = None if certificate is None else Path(certificate).resolve()
+    if pem is not None and not pem.is_file():
+        raise ConfigError(f"--tls-cert {certificate}: no such file; name a PEM file")
     listener = _listen(host, port)
     folder = Path(tempfile.mkdtemp(prefix="vllm-slo-front-"))
     try:
-        front = Front(config, config_json, program, listener, folder, report_line)
+        yield Front(config, config_json, program, listener, folder, report, pem)
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def listening_errors(host: str, port: int) -> Iterator[None]:
+    """Say of errors of the socket what to do.
+
+    Raises:
+        ConfigError: inside was an OSError or OverflowError.
+    """
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        text = f"cannot listen on {host or '*'}:{port}: {reason}; choose another --port"
+        raise ConfigError(text) from error
+
+
+async def _serve(config_json: str, haproxy: str | None, host: str, port: int) -> None:
+    async with front_at(config_json, haproxy, host, port, report_line) as front:
         heed_signals(front.stop)
         read_stdin(front.take, front.stop)
         await front.run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -263,16 +296,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
     )
     try:
-        run(serve(given.config, given.haproxy, given.host, given.port))
-    except (ConfigError, FrontFailedError) as error:
+        with listening_errors(given.host, given.port):
+            run(_serve(given.config, given.haproxy, given.host, given.port))
+    except VllmSLOError as error:
         sys.stderr.write(f"vllm-slo: error: {' '.join(str(error).split())}\n")
-        return 2
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        where = f"{given.host or '*'}:{given.port}"
-        sys.stderr.write(
-            f"vllm-slo: error: cannot listen on {where}: {reason}; choose another --port\n"
-        )
         return 2
     return 0
 

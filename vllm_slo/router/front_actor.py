@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.errors import ConfigError
-from vllm_slo.router.arguments import API_KEY_ENV, api_key_digest, api_keys_in
+from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest, api_keys_in
 from vllm_slo.router.child import Child
 
 if TYPE_CHECKING:

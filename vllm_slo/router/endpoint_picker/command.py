@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.errors import ConfigError
-from vllm_slo.router.replica_list import source_of
-from vllm_slo.wire.draft_socket import read_token
+from vllm_slo.router.replica_flags import add_arguments as add_replica_flags
+from vllm_slo.router.replica_flags import source_of_arguments
 
 if TYPE_CHECKING:
     from vllm_slo.router.endpoint_picker.server import PickerServer
@@ -28,25 +28,7 @@ MODULES = ("aiohttp", "cryptography", "envoy", "grpc", "grpc_health")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    replicas = parser.add_argument_group("replicas")
-    replicas.add_argument(
-        "--replica",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="http://IP:PORT of a server that runs with vllm-slo; give it several times",
-    )
-    replicas.add_argument(
-        "--replicas-from",
-        metavar="SOURCE",
-        help="instead: a file with a YAML list of replicas, or DNS:name:port, one replica at each "
-        "address of the name; both are read again when they change",
-    )
-    replicas.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="holds the token that opens the replicas' state streams",
-    )
+    add_replica_flags(parser)
     parser.add_argument("--slo-config", metavar="FILE", help="the replicas' SLO configuration")
     parser.add_argument("--host", default="", help="address to listen on; default: all")
     parser.add_argument("--port", type=_port, default=9002, help="port for gateways (9002)")
@@ -102,8 +84,7 @@ def _server(args: argparse.Namespace) -> PickerServer:
     if bool(args.tls_cert) != bool(args.tls_key) or (args.plaintext and args.tls_cert):
         raise ConfigError("give --tls-cert and --tls-key together, or --plaintext, or none of them")
     config = SLOConfig.load(args.slo_config)
-    token = None if args.token_file is None else read_token(args.token_file)
-    source = source_of(args.replica, args.replicas_from, token)
+    source = source_of_arguments(args)
     try:
         from vllm_slo.router.endpoint_picker.server import PickerServer, Ports
         from vllm_slo.router.endpoint_picker.tls import Certificate
