@@ -40,6 +40,7 @@ class ReplicaState:
         running: requests in the engine's batch, with and without a promise.
         waiting: requests that wait for it.
         backlog_tokens: prompt tokens that all of them still have to compute.
+        kv_usage: share of all KV blocks that requests hold now, with a promise and without.
         tickets: of the live requests that this state accounts for; see
             ``core.routing.virtual_replica``.
         seen: the highest ticket that this replica has ever seen.
@@ -62,6 +63,7 @@ class ReplicaState:
     running: int = 0
     waiting: int = 0
     backlog_tokens: int = 0
+    kv_usage: float = 0.0
     tickets: tuple[int, ...] = ()
     seen: int = 0
     lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -91,6 +91,7 @@ class ReplicaReports:
             backlog_tokens=sum(
                 max(r.num_prompt_tokens - r.num_computed_tokens, 0) for r in requests
             ),
+            kv_usage=1.0 - blocks.free / blocks.total if blocks.total else 0.0,
             tickets=tuple(sorted(tickets)[:MAX_TICKETS]),
             seen=self.highest_ticket,
             lengths=workload.lengths.all_points(),
