@@ -364,7 +364,7 @@ def test_a_round_goes_first_where_its_prefix_is() -> None:
     assert len({one.replica for one in results[1].rounds}) == 1
 
 
-@pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "power_of_two"])
+@pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "power_of_two", "scorers"])
 def test_other_ways_of_routing_ask_nobody(routing: RoutingPolicy) -> None:
     conditions = Conditions(replicas=3, routing=routing)
     simulation = Simulation(burst(9, gap_s=0.01), OURS, HARDWARE, conditions, None)

@@ -20,6 +20,10 @@ from vllm_slo.core.types import INFINITY, Backup, RoutingPolicy
 Rank = Callable[[RoutedRequest, Sequence[VirtualReplica], int, Random], list[VirtualReplica]]
 """(request, replicas, turn, randomness) -> replicas in the order in which they are to be tried."""
 
+SCORER_WEIGHTS: Final = (2.0, 2.0, 3.0)
+"""Weights of queue, KV cache and prefix in `scorers`: those of ``default-plugins.yaml`` in
+llm-d-router's chart (config/charts/routerlib/templates/_config.yaml)."""
+
 
 def round_robin(
     request: RoutedRequest, replicas: Sequence[VirtualReplica], turn: int, rng: Random
@@ -59,11 +63,42 @@ def power_of_two(
     return [replicas[best], *(r for place, r in enumerate(replicas) if place != best)]
 
 
+def scorers(
+    request: RoutedRequest, replicas: Sequence[VirtualReplica], turn: int, rng: Random
+) -> list[VirtualReplica]:
+    """llm-d's default mix of scores, highest first; equals in random order.
+
+    Queue: (longest - own) / (longest - shortest) of the numbers of waiting requests, 1 if all are
+    equal. KV cache: its free share. Prefix: the share of the prompt that is cached. Each is between
+    0 and 1 and weighs as in `SCORER_WEIGHTS`. As in llm-d, load is what replicas said last: what
+    was sent since does not count. A replica that has not spoken is scored for its prefix alone.
+
+    Source: llm-d-router, `queue-scorer`, `kv-cache-utilization-scorer`, `prefix-cache-scorer`.
+    """
+    queue_weight, kv_weight, prefix_weight = SCORER_WEIGHTS
+    waiting = [replica.state.waiting for replica in replicas if replica.state is not None]
+    longest, spread = max(waiting, default=0), max(waiting, default=0) - min(waiting, default=0)
+
+    def score(replica: VirtualReplica) -> float:
+        cached = request.cached_tokens.get(replica.name, 0) / max(request.prompt_tokens, 1)
+        points = prefix_weight * min(cached, 1.0)
+        state = replica.state
+        if state is None:
+            return points
+        queue = (longest - state.waiting) / spread if spread else 1.0
+        return points + queue_weight * queue + kv_weight * (1.0 - state.kv_usage)
+
+    ranked = rng.sample(replicas, len(replicas))
+    ranked.sort(key=score, reverse=True)
+    return ranked
+
+
 RANKS: Final[Mapping[RoutingPolicy, Rank]] = {
     "slo": prefix_first,
     "round_robin": round_robin,
     "least_loaded": least_loaded,
     "power_of_two": power_of_two,
+    "scorers": scorers,
 }
 
 
