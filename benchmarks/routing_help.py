@@ -3,8 +3,8 @@
 
 Every policy gets the same jobs, and the replicas are the same engine (vllm-slo): only where a
 request goes differs. Load 1.0 is what lone replicas carry at 90%, to which the jobs are dealt in
-turn, at full speed; it is found on seeds that the table does not use. Slow replicas count by their
-speed. The worlds are in ``routing_worlds.py``.
+turn, at full speed (``--capacities``; its seeds are not those of the table). Slow replicas count by
+their speed. The worlds are in ``routing_worlds.py``.
 """
 
 from __future__ import annotations
@@ -182,11 +182,12 @@ def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="shows that it runs; writes nothing")
+    parser.add_argument("--capacities", action="store_true", help="only searches load 1.0")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--worlds", default=",".join(WORLDS))
     parser.add_argument("--replicas", default="4", help="e.g. 2,4,8")
     parser.add_argument("--loads", default=",".join(f"{load:g}" for load in LOADS))
-    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--name", default="routing_help", help="of the result")
     args = parser.parse_args()
     names = args.worlds.split(",")
@@ -197,12 +198,16 @@ def main() -> None:
         names, sizes, loads, seeds = ["mixed classes"], [2], [0.9], range(2)
     began_s = time.monotonic()
     with Workers(args.processes) as workers:
-        rates = dict(
-            zip(names, run_tasks(capacity, [(name,) for name in names], workers), strict=True)
-        )
+        if args.capacities:
+            searched = run_tasks(capacity, [(name,) for name in names], workers)
+            rows = [[n, f"{rate:.3g}"] for n, rate in zip(names, searched, strict=True)]
+            sys.stdout.write(markdown(["world", "jobs/s"], rows) + "\n")
+            return
         keys = [(n, size, load, p) for n in names for size in sizes for load in loads
                 for p in POLICIES]  # fmt: skip
-        tasks = [(n, p, rates[n] * load, size, seed) for n, size, load, p in keys for seed in seeds]
+        tasks = [
+            (n, p, WORLDS[n].rate * load, size, seed) for n, size, load, p in keys for seed in seeds
+        ]
         runs = iter(run_tasks(window, tasks, workers))
     found = {key: [next(runs) for _ in seeds] for key in keys}
     head = ["world", "replicas", "load", "policy", "attained, %", "tight class, %",
@@ -212,7 +217,7 @@ def main() -> None:
     if args.quick:
         sys.stdout.write(table + "\n")
         return
-    limits = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
+    limits = ", ".join(f"{name} {WORLDS[name].rate:.3g}" for name in names)
     note = (
         f"Intervals: 95%, over {len(seeds)} seeds; differences are paired by seed, bold where the "
         f"interval excludes 0. Jobs/s of load 1.0 for each replica: {limits}. Hardware: "

@@ -49,12 +49,15 @@ class World:
         arrivals: as `arrivals.draw` takes them.
         slowness: number of a replica -> how it is slower.
         jobs: for each replica and window.
+        rate: load 1.0, jobs/s of a replica at full speed; `routing_help.capacity` finds
+            it.
     """
 
     kinds: Sequence[Kind]
     arrivals: str = "poisson"
     slowness: Mapping[int, Slowness] = field(default_factory=dict)
-    jobs: int = 200
+    jobs: int = 100
+    rate: float = 1.0
 
     def speed(self, replicas: int) -> float:
         """Mean speed of the replicas at the end of a window; 1: as the hardware."""
@@ -103,6 +106,7 @@ WORLDS: Mapping[str, World] = {
             Kind("loose", 0.07, Lengths(5000, 800, 6800), ANSWER, ttft=4.0, tpot_s=0.1),
             Kind("plain", 0.08, Lengths(5000, 800, 6800), ANSWER),
         ),
+        rate=18.0,
     ),
     "bursts": World(
         (
@@ -111,16 +115,18 @@ WORLDS: Mapping[str, World] = {
             Kind("plain", 0.15, CODE, ANSWER),
         ),
         arrivals="azure-code",
+        rate=10.4,
     ),
-    "one at half speed": World(CHAT, slowness={0: Slowness(2.0)}),
-    "one becomes slow": World(CHAT, slowness={0: Slowness(2.5, after_s=3.0)}),
+    "one at half speed": World(CHAT, slowness={0: Slowness(2.0)}, rate=26.7),
+    "one becomes slow": World(CHAT, slowness={0: Slowness(2.5, after_s=1.0)}, rate=26.7),
     "sessions": World(
         (
             Kind("tight", 0.5, Lengths(700, 300, 1600), ANSWER, 4.0, 0.05, 4, 3.0),
             Kind("loose", 0.35, Lengths(1200, 500, 2600), ANSWER, 6.0, 0.1, 4, 3.0),
             Kind("plain", 0.15, Lengths(700, 300, 1600), ANSWER, rounds=4, wait_s=3.0),
         ),
-        jobs=40,
+        jobs=30,
+        rate=1.26,
     ),
     "mixed classes": World(
         (
@@ -128,6 +134,7 @@ WORLDS: Mapping[str, World] = {
             Kind("loose", 0.5, Lengths(1200, 500, 2600), Lengths(80, 50, 250), 15.0, 0.15),
             Kind("plain", 0.2, Lengths(1500, 600, 3000), Lengths(120, 60, 300)),
         ),
+        rate=12.2,
     ),
 }
 """Name -> world. Prompts and answers are chosen, except for ``bursts``, which has the prompts of
