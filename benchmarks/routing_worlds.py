@@ -49,8 +49,7 @@ class World:
         arrivals: as `arrivals.draw` takes them.
         slowness: number of a replica -> how it is slower.
         jobs: for each replica and window.
-        rate: load 1.0, jobs/s of a replica at full speed; `routing_help.capacity` finds
-            it.
+        rate: load 1.0, jobs/s of a replica at full speed; found by `routing_help.capacity`.
     """
 
     kinds: Sequence[Kind]
