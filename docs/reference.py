@@ -35,7 +35,7 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http import routes as http_routes
 from vllm_slo.engine.telemetry import metrics, speculation_metrics
 from vllm_slo.engine.telemetry.series import SeriesMaker
-from vllm_slo.router import front_metrics, front_page, front_server
+from vllm_slo.router import front_metrics, front_page, front_rules
 from vllm_slo.slo import carriers
 from vllm_slo.slo import model as slo
 from vllm_slo.slo.carriers import SERVICE_TIERS
@@ -609,8 +609,8 @@ def routes() -> list[list[str]]:
 def at_the_front() -> list[list[str]]:
     """(paths, what the front does with them)."""
     routed = ", ".join(map(code, sorted(carriers.ROUTES)))
-    proxied = ", ".join(map(code, sorted(front_server.PROXIED)))
-    refused = ", ".join(map(code, sorted(front_server.ONE_REPLICA_ONLY)))
+    proxied = ", ".join(map(code, sorted(front_rules.PROXIED)))
+    refused = ", ".join(map(code, sorted(front_rules.ONE_REPLICA_ONLY)))
     return [
         [routed, "to the replica that can keep the promise"],
         [code(carriers.QUOTE_ROUTE), "replicas are asked in turn; the first yes is the answer"],

@@ -28,7 +28,7 @@ import vllm_slo
 from vllm_slo import cli, errors
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http.routes import ROUTES
-from vllm_slo.router import front_server
+from vllm_slo.router import front_rules
 from vllm_slo.slo import carriers
 from vllm_slo.slo import fields as slo_fields
 from vllm_slo.slo.carriers import resolve_slo
@@ -497,7 +497,7 @@ def test_every_route_is_in_the_reference(http_page: str) -> None:
         (row,) = re.findall(rf"^\| `{re.escape(path)}` \| (.+) \|$", http_page, re.M)
         assert row.startswith(reference().KINDS[info.kind])
         assert info.note in row
-    assert all(f"`{path}`" in http_page for path in carriers.ROUTES | front_server.PROXIED)
+    assert all(f"`{path}`" in http_page for path in carriers.ROUTES | front_rules.PROXIED)
 
 
 @pytest.mark.engine

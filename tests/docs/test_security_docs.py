@@ -18,7 +18,7 @@ from front_stack import Fake, FrontProcess, http, processes, states_arrive
 from patience import patience
 
 from vllm_slo.engine.http.routes import ROUTES
-from vllm_slo.router import front_page, front_server
+from vllm_slo.router import front_page, front_rules, haproxy_config
 from vllm_slo.router.front_page import PATHS
 from vllm_slo.slo.carriers import QUOTE_ROUTE
 
@@ -91,7 +91,7 @@ def keyed() -> Iterator[FrontProcess]:
 
 def own_pages() -> set[str]:
     """Every path that the code of the front compares with, but for those below /v1."""
-    files = (front_page.__file__, front_server.__file__)
+    files = (front_page.__file__, front_rules.__file__, haproxy_config.__file__)
     source = "".join(Path(file).read_text(encoding="utf-8") for file in files)
     named = set(re.findall(r'"(/[\w/-]+)"', source)) | {*PATHS}
     whole = {f"{path}NAME" if path.endswith("/") else path for path in named}

@@ -26,7 +26,7 @@ from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst
 from vllm_slo.sim.cluster import Run, Simulation, simulate
-from vllm_slo.sim.conditions import Conditions
+from vllm_slo.sim.conditions import Conditions, Slowness
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
@@ -225,6 +225,36 @@ def test_noise_follows_its_seed_and_the_engine() -> None:
     assert drawn(1, 0) != drawn(1, 1)
 
 
+def test_a_slow_engine_has_its_own_step_times_and_one_that_becomes_slow_has_not() -> None:
+    shape = BatchShape(50, 0, 0, 1, 0)
+    step_s = HARDWARE.step_time.predict_shape_s(shape)
+    conditions = Conditions(
+        replicas=3, slowness={1: Slowness(2.0), 2: Slowness(3.0, after_s=2.5 * step_s)}
+    )
+    times = {n: conditions.true_step_time(HARDWARE, n) for n in range(3)}
+    believed = {n: conditions.believed(HARDWARE, n).predict_shape_s(shape) for n in range(3)}
+    assert [times[n](shape) for n in range(3)] == pytest.approx([step_s, 2 * step_s, step_s])
+    assert [believed[n] for n in range(3)] == pytest.approx([step_s, 2 * step_s, step_s])
+    assert [conditions.is_known(n) for n in range(3)] == [True, True, False]
+    assert [times[2](shape) for _ in range(3)] == pytest.approx([step_s, step_s, 3 * step_s])
+    # A second run begins anew.
+    assert conditions.true_step_time(HARDWARE, 2)(shape) == pytest.approx(step_s)
+
+
+def test_a_run_feels_a_slow_replica() -> None:
+    jobs = [job(n, 0.0, one_round(100, 20)) for n in range(2)]
+    conditions = Conditions(replicas=2, slowness={1: Slowness(2.0)}, overhead="none")
+    fast, slow = simulate(jobs, OURS, HARDWARE, conditions).results
+    assert [result.rounds[0].replica for result in (fast, slow)] == [0, 1]
+    assert ttft_s(slow) == pytest.approx(2 * ttft_s(fast))
+
+
+@pytest.mark.parametrize(("factor", "after_s"), [(0.0, 0.0), (math.inf, 0.0), (2.0, -1.0)])
+def test_a_slowness_out_of_range_is_refused(factor: float, after_s: float) -> None:
+    with pytest.raises(SimulationError):
+        Slowness(factor, after_s)
+
+
 def test_a_run_feels_bias_and_noise() -> None:
     base = simulate(burst(1, answer=200), FCFS, HARDWARE, Conditions(overhead="none")).end_s
     slow = simulate(burst(1, answer=200), FCFS, HARDWARE, Conditions(overhead="none", bias=1.5))
@@ -364,7 +394,7 @@ def test_a_round_goes_first_where_its_prefix_is() -> None:
     assert len({one.replica for one in results[1].rounds}) == 1
 
 
-@pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "power_of_two"])
+@pytest.mark.parametrize("routing", ["round_robin", "least_loaded", "power_of_two", "scorers"])
 def test_other_ways_of_routing_ask_nobody(routing: RoutingPolicy) -> None:
     conditions = Conditions(replicas=3, routing=routing)
     simulation = Simulation(burst(9, gap_s=0.01), OURS, HARDWARE, conditions, None)

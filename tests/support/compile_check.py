@@ -15,8 +15,6 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from vllm_slo.router.front_server import ADMISSION
-
 from vllm_slo import SLO, tiny
 from vllm_slo.core.jit import JITTED, compile_package
 from vllm_slo.core.routing.policy import route
@@ -26,6 +24,7 @@ from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.engine.scheduler import Scheduler
+from vllm_slo.router.decision_service import ADMISSION
 from vllm_slo.sim.harness import EngineShape, VirtualEngine
 from vllm_slo.slo.verdicts import unpack_quote
 

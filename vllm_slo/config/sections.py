@@ -185,9 +185,9 @@ class RoutingConfig(Section):
 
     policy: RoutingPolicy = Field(
         default="slo",
-        description="slo asks replica after replica for a promise; round_robin, least_loaded and "
-        "power_of_two send requests without asking. Scope: front. Without asking more objectives "
-        "are missed.",
+        description="slo asks replica after replica for a promise; round_robin, least_loaded, "
+        "power_of_two and scorers (llm-d's mix of queue, KV cache and prefix) send requests "
+        "without asking. Scope: front. Without asking more objectives are missed.",
     )
     max_hops: int = Field(
         default=8,

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 INFINITY = math.inf
 
-RoutingPolicy: TypeAlias = Literal["slo", "round_robin", "least_loaded", "power_of_two"]
+RoutingPolicy: TypeAlias = Literal["slo", "round_robin", "least_loaded", "power_of_two", "scorers"]
 BestEffortOrder: TypeAlias = Literal["fcfs", "laps_sd", "las", "lp_sjf"]
 """The order in which best effort is served; see `core.ordering.least_perceived_service`."""
 DraftShares: TypeAlias = Literal["throughput", "tenants"]

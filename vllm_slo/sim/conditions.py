@@ -10,12 +10,35 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from vllm_slo.core.step_time.model import BatchShape
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 
 Overhead = Literal["modelled", "measured", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """An engine that is slower than the hardware says.
+
+    Attributes:
+        factor: on the time of every step, above 0.
+        after_s: seconds that its steps take before it becomes slow, unknown to its scheduler. 0: it
+            always was, and its scheduler has its own step-time model.
+
+    Raises:
+        SimulationError: a field is out of range.
+    """
+
+    factor: float
+    after_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.factor < math.inf:
+            raise SimulationError(f"slowness: must be a positive factor, not {self.factor}")
+        if not 0.0 <= self.after_s < math.inf:
+            raise SimulationError(f"slowness: after_s: must be seconds >= 0, not {self.after_s}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +49,7 @@ class Conditions:
         replicas: engines (or groups of them) that share the load.
         bias: true step time over the believed one.
         noise: relative standard deviation of a step's true time (lognormal, mean 1).
+        slowness: number of an engine -> how it is slower than the others.
         seed: of the noise, and of which drafts are accepted.
         exact: vLLM's whole scheduler object instead of the light scheduler.
         system_tokens: tokens with which every job's first prompt begins, the same for all jobs.
@@ -43,6 +67,7 @@ class Conditions:
     replicas: int = 1
     bias: float = 1.0
     noise: float = 0.0
+    slowness: Mapping[int, Slowness] = field(default_factory=dict)
     seed: int = 0
     exact: bool = False
     system_tokens: int = 0
@@ -77,25 +102,53 @@ class Conditions:
                     f"acceptance of {name!r}: must be between 0 and 1, not {share}"
                 )
 
+    def believed(self, hardware: Hardware, engine: int) -> StepTimeModel:
+        """The step times that the scheduler of ``engine`` starts with."""
+        slowness = self.slowness.get(engine)
+        if slowness is None or slowness.after_s > 0.0:
+            return hardware.step_time
+        return hardware.step_time.scaled(slowness.factor)
+
     def true_step_time(self, hardware: Hardware, engine: int) -> Callable[[BatchShape], float]:
         """The true time of a step of ``engine``; policies see the model without bias and noise."""
-        predict = hardware.step_time.predict_shape_s
+        predict = self.believed(hardware, engine).predict_shape_s
         if self.noise == 0.0:
-            return lambda shape: self.bias * predict(shape)
-        rng = np.random.default_rng([self.seed, engine])
-        sigma = math.sqrt(math.log1p(self.noise**2))
 
-        def noisy(shape: BatchShape) -> float:
-            return self.bias * predict(shape) * math.exp(rng.normal(-0.5 * sigma**2, sigma))
+            def taken(shape: BatchShape) -> float:
+                return self.bias * predict(shape)
 
-        return noisy
+        else:
+            rng = np.random.default_rng([self.seed, engine])
+            sigma = math.sqrt(math.log1p(self.noise**2))
 
-    @property
-    def known(self) -> bool:
-        """Whether the believed step times are the true ones."""
-        return self.bias == 1.0 and self.noise == 0.0
+            def taken(shape: BatchShape) -> float:
+                return self.bias * predict(shape) * math.exp(rng.normal(-0.5 * sigma**2, sigma))
+
+        slowness = self.slowness.get(engine)
+        return taken if slowness is None or not slowness.after_s else _later(taken, slowness)
+
+    def is_known(self, engine: int) -> bool:
+        """Whether the step times that ``engine`` starts with are the true ones."""
+        slowness = self.slowness.get(engine)
+        exact = self.bias == 1.0 and self.noise == 0.0
+        return exact and (slowness is None or slowness.after_s == 0.0)
 
     @property
     def margin(self) -> float:
         """Safety factor of a baseline that predicts step times; vllm-slo learns its own."""
         return self.bias * (1.0 + self.noise)
+
+
+def _later(
+    taken: Callable[[BatchShape], float], slowness: Slowness
+) -> Callable[[BatchShape], float]:
+    """Step times that are longer when the steps so far have taken ``after_s``."""
+    spent_s = 0.0
+
+    def slowing(shape: BatchShape) -> float:
+        nonlocal spent_s
+        step_s = taken(shape) * (slowness.factor if spent_s >= slowness.after_s else 1.0)
+        spent_s += step_s
+        return step_s
+
+    return slowing

@@ -15,6 +15,7 @@ from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.sim.harness import VirtualEngine
+from vllm_slo.slo.verdicts import Declined, unpack
 
 pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
@@ -75,11 +76,26 @@ def test_it_gives_way_to_one_that_is_worth_more(config_folder: Path) -> None:
     assert promised(engine, "long a") == [False, True]
 
 
-@pytest.mark.parametrize("how", ["declines", "told to a front", "computed"])
+@pytest.mark.parametrize("declines", [False, True])
+def test_a_promise_to_a_front_moves_and_is_declined_where_it_is_to_be(
+    config_folder: Path, declines: bool
+) -> None:
+    """The front that is answered 429 asks the next replica."""
+    engine = busy(config_folder, **({"on_unattainable": "decline"} if declines else {}))
+    engine.scheduler.parts.tracker.get("long").ticket = Ticket("", 7)
+    for name in ("a", "b"):
+        engine.add(name, 4, 2, SLO(ttft_ms=4000, tpot_ms=1000))
+    assert promised(engine, "a b") == [True, True]
+    assert moved(engine) == 1
+    long = engine.outcomes["long"]
+    assert len(long.token_ids) == (0 if declines else 2)
+    if declines:
+        assert isinstance(unpack(long.stop_reason), Declined)
+
+
+@pytest.mark.parametrize("how", ["declines", "computed"])
 def test_what_somebody_relies_on_is_not_moved(config_folder: Path, how: str) -> None:
     engine = busy(config_folder, **({"on_unattainable": "decline"} if how == "declines" else {}))
-    if how == "told to a front":
-        engine.scheduler.parts.tracker.get("long").ticket = Ticket("", 7)
     if how == "computed":
         engine.step()
         assert engine.scheduler.parts.tracker.get("long").request.num_computed_tokens

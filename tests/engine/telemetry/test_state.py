@@ -165,6 +165,10 @@ def test_a_promise_from_its_arrival_to_its_end(engine: Any) -> None:
     assert (begun.running, begun.waiting, begun.backlog_tokens) == (1, 0, 3000 - 2048)
     assert begun.free_blocks == begun.total_blocks - begun.committed[0].blocks
     assert begun.seats == waiting.seats - 1
+    # It holds blocks of 16 tokens; the promise has spoken for its answer as well.
+    held = -(-2048 // 16)
+    assert waiting.kv_usage == 0.0
+    assert begun.kv_usage == pytest.approx(held / begun.total_blocks)
     while not one.outcomes["a"].token_times_s:
         one.step()
     decoding = parts_of(one).reports.state()
@@ -197,6 +201,7 @@ def test_what_has_no_promise_is_counted_and_not_committed(engine: Any) -> None:
     said = parts_of(one).reports.state()
     assert (said.running + said.waiting, said.committed, said.decoding) == (3, (), {})
     assert said.free_blocks == said.total_blocks
+    assert said.kv_usage > 0.0
     assert (said.tickets, said.seen) == (mine(1, 2), {"": 2})
 
 

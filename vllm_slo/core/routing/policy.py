@@ -20,6 +20,10 @@ from vllm_slo.core.types import INFINITY, Backup, RoutingPolicy
 Rank = Callable[[RoutedRequest, Sequence[VirtualReplica], int, Random], list[VirtualReplica]]
 """(request, replicas, turn, randomness) -> replicas in the order in which they are to be tried."""
 
+SCORER_WEIGHTS: Final = (2.0, 2.0, 3.0)
+"""Weights of queue, KV cache and prefix in `scorers`: those of ``default-plugins.yaml`` in
+llm-d-router's chart (config/charts/routerlib/templates/_config.yaml)."""
+
 
 def round_robin(
     request: RoutedRequest, replicas: Sequence[VirtualReplica], turn: int, rng: Random
@@ -50,6 +54,26 @@ def least_loaded(
     return ranked
 
 
+def shortest_wait(
+    request: RoutedRequest, replicas: Sequence[VirtualReplica], turn: int, rng: Random
+) -> list[VirtualReplica]:
+    """As `least_loaded`, but in seconds by each replica's own step-time model, so that the same
+    backlog counts twice on a replica of half the speed. By tokens while one has not spoken.
+    """
+    ranked = round_robin(request, replicas, turn, rng)
+
+    def wait_s(replica: VirtualReplica) -> float:
+        state, tokens = replica.state, replica.load_tokens
+        assert state is not None
+        token_s = state.model.predict_s(state.max_step_tokens) / state.max_step_tokens
+        return token_s * (tokens - request.cached_tokens.get(replica.name, 0))
+
+    if any(replica.state is None for replica in ranked):
+        return least_loaded(request, replicas, turn, rng)
+    ranked.sort(key=wait_s)
+    return ranked
+
+
 def power_of_two(
     request: RoutedRequest, replicas: Sequence[VirtualReplica], turn: int, rng: Random
 ) -> list[VirtualReplica]:
@@ -59,11 +83,42 @@ def power_of_two(
     return [replicas[best], *(r for place, r in enumerate(replicas) if place != best)]
 
 
+def scorers(
+    request: RoutedRequest, replicas: Sequence[VirtualReplica], turn: int, rng: Random
+) -> list[VirtualReplica]:
+    """llm-d's default mix of scores, highest first; equals in random order.
+
+    Queue: (longest - own) / (longest - shortest) of the numbers of waiting requests, 1 if all are
+    equal. KV cache: its free share. Prefix: the share of the prompt that is cached. Each is between
+    0 and 1 and weighs as in `SCORER_WEIGHTS`. As in llm-d, load is what replicas said last: what
+    was sent since does not count. A replica that has not spoken is scored for its prefix alone.
+
+    Source: llm-d-router, `queue-scorer`, `kv-cache-utilization-scorer`, `prefix-cache-scorer`.
+    """
+    queue_weight, kv_weight, prefix_weight = SCORER_WEIGHTS
+    waiting = [replica.state.waiting for replica in replicas if replica.state is not None]
+    longest, spread = max(waiting, default=0), max(waiting, default=0) - min(waiting, default=0)
+
+    def score(replica: VirtualReplica) -> float:
+        cached = request.cached_tokens.get(replica.name, 0) / max(request.prompt_tokens, 1)
+        points = prefix_weight * min(cached, 1.0)
+        state = replica.state
+        if state is None:
+            return points
+        queue = (longest - state.waiting) / spread if spread else 1.0
+        return points + queue_weight * queue + kv_weight * (1.0 - state.kv_usage)
+
+    ranked = rng.sample(replicas, len(replicas))
+    ranked.sort(key=score, reverse=True)
+    return ranked
+
+
 RANKS: Final[Mapping[RoutingPolicy, Rank]] = {
     "slo": prefix_first,
     "round_robin": round_robin,
     "least_loaded": least_loaded,
     "power_of_two": power_of_two,
+    "scorers": scorers,
 }
 
 
@@ -115,7 +170,7 @@ def route(
     asks = policy == "slo" and request.wants_promise
     if not asks:
         # No promise is asked for: the shortest queue that has the prompt cached serves best.
-        rank = least_loaded if policy == "slo" else RANKS[policy]
+        rank = shortest_wait if policy == "slo" else RANKS[policy]
         ranked = rank(request, replicas, turn, rng)
         return Route(ranked[0].name, left=tuple(replica.name for replica in ranked[1:]))
     ranked = RANKS[policy](request, replicas, turn, rng)
@@ -132,5 +187,5 @@ def route(
     retry_after_s = retry_after_s if math.isfinite(retry_after_s) else 1.0
     if backup == "decline" or (backup == "as_asked" and request.declines):
         return Route(None, False, hops, "decline", reason, retry_after_s)
-    target = least_loaded(request, replicas, turn, rng)[0].name
+    target = shortest_wait(request, replicas, turn, rng)[0].name
     return Route(target, False, hops, "best_effort", reason, retry_after_s)

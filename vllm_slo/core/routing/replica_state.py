@@ -42,6 +42,7 @@ class ReplicaState:
         running: requests in the engine's batch, with and without a promise.
         waiting: requests that wait for it.
         backlog_tokens: prompt tokens that all of them still have to compute.
+        kv_usage: share of all KV blocks that requests hold now, with a promise and without.
         tickets: front -> numbers of its live requests that this state accounts for, never empty;
             see ``core.routing.tickets``.
         seen: front -> the highest number that this replica has ever seen of it.
@@ -65,6 +66,7 @@ class ReplicaState:
     running: int = 0
     waiting: int = 0
     backlog_tokens: int = 0
+    kv_usage: float = 0.0
     tickets: Mapping[str, frozenset[int]] = field(default_factory=dict)
     seen: Mapping[str, int] = field(default_factory=dict)
     lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

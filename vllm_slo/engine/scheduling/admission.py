@@ -149,16 +149,17 @@ class AdmissionController:
         return Ruling({name: due_s[name] for name in admitted}, refused, plan.retry_after_s, moved)
 
     def _movable(self, asking: int) -> dict[str, SLORequest]:
-        """Promises that may still be given to others: those that nobody was told of and of which
-        nothing is computed, but for late ones. As many as the program considers beside those that
-        ask, the latest deadlines first."""
+        """Promises that may still be given to others: those that no client was told of and of which
+        nothing is computed, but for late ones. A request that is to be declined keeps its promise,
+        unless a front sent it: a front that is answered 429 asks the next replica. As many as the
+        program considers beside those that ask, the latest deadlines first."""
         found = [
             t
             for t in self._tracker.promised_before_first_token()
             if t.deadline_s < INFINITY
             and t.late is None
-            and not (t.ticket or t.request.num_computed_tokens)
-            and t.slo.on_unattainable != "decline"
+            and t.request.num_computed_tokens == 0
+            and (t.ticket or t.slo.on_unattainable != "decline")
         ]
         found.sort(key=lambda t: t.deadline_s, reverse=True)
         return {t.request.request_id: t for t in found[: self._max_new - asking]}

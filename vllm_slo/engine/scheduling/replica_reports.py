@@ -133,6 +133,7 @@ class ReplicaReports:
             backlog_tokens=sum(
                 max(r.num_prompt_tokens - r.num_computed_tokens, 0) for r in requests
             ),
+            kv_usage=1.0 - blocks.free / blocks.total if blocks.total else 0.0,
             tickets=_oldest({t.ticket for t in self._tracker if t.ticket}),
             seen=dict(self._seen),
             lengths=workload.lengths.all_points(),

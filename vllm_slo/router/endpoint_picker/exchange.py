@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from vllm_slo.router.decisions import Decision, Decisions, Refusal
 from vllm_slo.router.endpoint_picker import messages
-from vllm_slo.router.front_limits import MAX_HELD_BYTES
 from vllm_slo.router.request_reader import Request, prompt_tokens_in
 from vllm_slo.router.upstream import ReplicaSpec
 from vllm_slo.slo.body import MAX_BODY_BYTES
@@ -20,6 +19,8 @@ from vllm_slo.wire.front_protocol import OWN_PREFIX
 
 logger = logging.getLogger("vllm_slo.endpoint_picker")
 
+MAX_HELD_BYTES: Final = 512 * 1024 * 1024
+"""Most bytes of bodies in memory; of further ones the beginning alone decides."""
 TAIL_BYTES: Final = 4_096
 """Bytes from the end of an answer in which its token counts are looked for."""
 _NO_BODY: Final = frozenset({messages.NONE, messages.STREAMED})
