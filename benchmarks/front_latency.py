@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the front adds: the same requests to a replica's own port and through the front, in turn.
 
-One real replica (built-in model on CPU) behind the front, two processes as `vllm-slo serve
---replicas` starts them. A request is a streamed completion of 32 tokens with an objective; client,
+One real replica (built-in model on CPU) behind the front, as `vllm-slo serve --replicas` starts them. A request is a streamed completion of 32 tokens with an objective; client,
 front and engine share the machine. Direct and routed requests alternate; medians of all.
 """
 
@@ -77,7 +76,7 @@ async def ways() -> AsyncIterator[tuple[Way, Way]]:
     environment = {**os.environ, **ENVIRONMENT}
     replica = Child(
         [sys.executable, "-m", "vllm_slo.router.replica", "--private-host", "127.0.0.1",
-         "--drain-s", "1", "--", *serve_arguments(TINY, ENGINE, {})],
+         "--", *serve_arguments(TINY, ENGINE, {})],
         environment,
     )  # fmt: skip
     port = free_port()
