@@ -53,8 +53,8 @@ asyncio.run(main())
 GONE_S = patience(10.0)
 
 
-def python(code: str, **options: float) -> Child:
-    return Child([sys.executable, "-c", code], os.environ, **options)
+def python(code: str, patience_s: float = 3.0) -> Child:
+    return Child([sys.executable, "-c", code], os.environ, patience_s=patience_s)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
-pytest.importorskip("envoy.service", reason="pip install 'vllm-slo[gateway]'")
+pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
 
 from front_stack import LOADED, Fake, processes
 from gateway_client import (

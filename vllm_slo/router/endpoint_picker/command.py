@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_slo.endpoint_picker")
 
-MODULES = ("aiohttp", "cryptography", "envoy", "grpc", "grpc_health")
+MODULES = ("aiohttp", "cryptography", "google", "grpc", "grpc_health")
 """What the extra ``gateway`` brings."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm_slo.router.decisions import Decision, Decisions, Refusal
-from vllm_slo.router.endpoint_picker import messages
+from vllm_slo.router.endpoint_picker import ext_proc, messages
 from vllm_slo.router.request_reader import Request, prompt_tokens_in
 from vllm_slo.router.upstream import ReplicaSpec
 from vllm_slo.slo.body import MAX_BODY_BYTES
@@ -23,8 +23,8 @@ MAX_HELD_BYTES: Final = 512 * 1024 * 1024
 """Most bytes of bodies in memory; of further ones the beginning alone decides."""
 TAIL_BYTES: Final = 4_096
 """Bytes from the end of an answer in which its token counts are looked for."""
-_NO_BODY: Final = frozenset({messages.NONE, messages.STREAMED})
-_WHOLE_BODY: Final = frozenset({messages.BUFFERED, messages.BUFFERED_PARTIAL})
+_NO_BODY: Final = frozenset({ext_proc.NONE, ext_proc.STREAMED})
+_WHOLE_BODY: Final = frozenset({ext_proc.BUFFERED, ext_proc.BUFFERED_PARTIAL})
 
 
 @dataclass(slots=True)
@@ -71,8 +71,8 @@ class Exchange:
         self._method = self._path = ""
         self._among: Collection[str] | None = None
         # A gateway that does not state its modes has those that the protocol demands.
-        self._request_mode: int = messages.FULL_DUPLEX
-        self._response_mode: int = messages.FULL_DUPLEX
+        self._request_mode: int = ext_proc.FULL_DUPLEX_STREAMED
+        self._response_mode: int = ext_proc.FULL_DUPLEX_STREAMED
         self._parts: list[Any] = []
         self._held = 0
         self._decision: Decision | None = None
@@ -120,7 +120,7 @@ class Exchange:
             self._response_mode = message.protocol_config.response_body_mode
         has_body = not message.request_headers.end_of_stream
         if has_body and self._request(b"").needs_body:
-            if self._request_mode == messages.FULL_DUPLEX:
+            if self._request_mode == ext_proc.FULL_DUPLEX_STREAMED:
                 return []
             if self._request_mode in _WHOLE_BODY:
                 return [messages.unchanged("request_headers", self._own_headers)]
@@ -193,7 +193,7 @@ class Exchange:
             elif messages.value_of(headers, b":status").startswith("5"):
                 decisions.failed(exchange)
             ended = message.response_headers.end_of_stream
-            if ended or self._response_mode == messages.NONE:
+            if ended or self._response_mode == ext_proc.NONE:
                 decisions.began(exchange)
                 self._has_ended = True
         return [messages.unchanged("response_headers", own)]
@@ -207,7 +207,7 @@ class Exchange:
 
     def _on(self, kind: str, mode: int, part: Any) -> Any:
         """The answer that lets a part of a body go on."""
-        is_duplex = mode == messages.FULL_DUPLEX
+        is_duplex = mode == ext_proc.FULL_DUPLEX_STREAMED
         return messages.sent_back(kind, part) if is_duplex else messages.unchanged(kind)
 
 

@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
+from google.protobuf.struct_pb2 import Struct
+
+from vllm_slo.router.decisions import Refusal
+from vllm_slo.router.endpoint_picker.ext_proc import (
+    OVERWRITE_IF_EXISTS_OR_ADD,
     BodyMutation,
     BodyResponse,
     CommonResponse,
     HeaderMutation,
     HeadersResponse,
-    HttpBody,
-    HttpHeaders,
+    HeaderValue,
+    HeaderValueOption,
     ImmediateResponse,
-    ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
     TrailersResponse,
 )
-from google.protobuf.struct_pb2 import Struct
-
-from vllm_slo.router.decisions import Refusal
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SERVED: Final = "x-gateway-destination-endpoint-served"
@@ -37,22 +35,13 @@ BALANCER: Final = "envoy.lb"
 """Namespace of the metadata that names endpoints."""
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 
-NONE: Final = ProcessingMode.NONE
-BUFFERED: Final = ProcessingMode.BUFFERED
-BUFFERED_PARTIAL: Final = ProcessingMode.BUFFERED_PARTIAL
-STREAMED: Final = ProcessingMode.STREAMED
-FULL_DUPLEX: Final = ProcessingMode.FULL_DUPLEX_STREAMED
-"""How a gateway sends a body: not at all, whole, its beginning, in parts after the headers have
-gone on, or in parts that only go on when they are sent back."""
-
 BODIES: Final = frozenset({"request_body", "response_body"})
-OVERWRITE: Final = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 # --- from the gateway ----------------------------------------------------------------------------
 
 
-def headers_of(message: HttpHeaders) -> list[tuple[bytes, bytes]]:
+def headers_of(message: Any) -> list[tuple[bytes, bytes]]:
     """Pairs of name and value; names in lower case, pseudo-headers included."""
     return [
         (header.key.lower().encode(), header.raw_value or header.value.encode())
@@ -65,7 +54,7 @@ def value_of(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     return next((value for key, value in headers if key == name), b"").decode("latin-1")
 
 
-def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
+def subset_of(message: Any) -> frozenset[str] | None:
     """The endpoints among which the gateway lets choose, ``IP:PORT`` or ``IP``; None: all."""
     given = _metadata(message, SUBSET_NAMESPACE).get(SUBSET)
     if given is None:
@@ -75,13 +64,13 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
     return frozenset(text.strip() for text in texts if text.strip())
 
 
-def served_by(message: ProcessingRequest) -> str | None:
+def served_by(message: Any) -> str | None:
     """The endpoint that the gateway says has answered."""
     served = _metadata(message, BALANCER).get(SERVED)
     return served if isinstance(served, str) and served else None
 
 
-def _metadata(message: ProcessingRequest, namespace: str) -> Mapping[str, Any]:
+def _metadata(message: Any, namespace: str) -> Mapping[str, Any]:
     """One namespace of a message's metadata."""
     known = message.metadata_context.filter_metadata
     if namespace not in known:
@@ -101,7 +90,7 @@ def _plain(value: Any) -> Any:
 
 def destined(
     kind: str, endpoints: Sequence[str], headers: Mapping[str, str], removed: Iterable[str]
-) -> ProcessingResponse:
+) -> Any:
     """The answer that says where a request goes.
 
     Args:
@@ -119,21 +108,21 @@ def destined(
     return answer
 
 
-def unchanged(kind: str, removed: Iterable[str] = ()) -> ProcessingResponse:
+def unchanged(kind: str, removed: Iterable[str] = ()) -> Any:
     """The answer that lets a message of this kind go on, without the ``removed`` headers."""
     if kind in ("request_trailers", "response_trailers"):
         return ProcessingResponse(**{kind: TrailersResponse()})
     return _answer(kind, CommonResponse(header_mutation=_mutation({}, removed)))
 
 
-def sent_back(kind: str, part: HttpBody) -> ProcessingResponse:
+def sent_back(kind: str, part: Any) -> Any:
     """The answer that sends a part of a body on, in the mode in which parts only go on so."""
     streamed = StreamedBodyResponse(body=part.body, end_of_stream=part.end_of_stream)
     mutation = BodyMutation(streamed_response=streamed)
     return _answer(kind, CommonResponse(body_mutation=mutation))
 
 
-def refused(refusal: Refusal) -> ProcessingResponse:
+def refused(refusal: Refusal) -> Any:
     """The answer that the client gets in place of a replica's."""
     immediate = ImmediateResponse(
         headers=_mutation(refusal.headers, ()), body=refusal.body, details="vllm_slo"
@@ -142,16 +131,16 @@ def refused(refusal: Refusal) -> ProcessingResponse:
     return ProcessingResponse(immediate_response=immediate)
 
 
-def _answer(kind: str, common: CommonResponse) -> ProcessingResponse:
+def _answer(kind: str, common: Any) -> Any:
     inner = BodyResponse if kind in BODIES else HeadersResponse
     return ProcessingResponse(**{kind: inner(response=common)})
 
 
-def _mutation(headers: Mapping[str, str], removed: Iterable[str]) -> HeaderMutation:
+def _mutation(headers: Mapping[str, str], removed: Iterable[str]) -> Any:
     options = [
         HeaderValueOption(
             header=HeaderValue(key=name.lower(), raw_value=value.encode("latin-1")),
-            append_action=OVERWRITE,
+            append_action=OVERWRITE_IF_EXISTS_OR_ADD,
         )
         for name, value in headers.items()
     ]

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import grpc
 from aiohttp import web
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -24,6 +23,7 @@ from vllm_slo.core.jit import compile_package
 from vllm_slo.errors import ConfigError
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.decisions import Decisions
+from vllm_slo.router.endpoint_picker import ext_proc
 from vllm_slo.router.endpoint_picker.exchange import Exchange, Picker, host_of
 from vllm_slo.router.endpoint_picker.tls import Certificate
 from vllm_slo.router.front_metrics import FrontMetrics
@@ -38,8 +38,7 @@ TICK_S: Final = 0.1
 FIRST_STATES_S: Final = 5.0
 """Longest time in which the picker waits for the first state of a replica before it says that it is
 ready, seconds. Without any state it refuses all requests."""
-SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
-READINESS: Final = ("", SERVICE, "readiness", "inference-extension")
+READINESS: Final = ("", ext_proc.SERVICE, "readiness", "inference-extension")
 """Health services that tell whether the picker takes requests, by the protocol and by the names
 that gateways' manifests ask for."""
 LIVENESS: Final = "liveness"
@@ -94,13 +93,22 @@ class IpsOnly:
         return specs
 
 
-class Service(ext_proc.ExternalProcessorServicer):
+class Service:
     """External processing: one stream for each request of a client."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
 
-    async def Process(self, request_iterator: Any, context: Any) -> None:  # noqa: N802
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server is given."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self.process,
+            request_deserializer=ext_proc.ProcessingRequest.FromString,
+            response_serializer=ext_proc.ProcessingResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(ext_proc.SERVICE, {ext_proc.METHOD: process})
+
+    async def process(self, request_iterator: Any, context: Any) -> None:
         """Answer the messages of one request until the gateway closes the stream."""
         exchange = Exchange(self._picker)
         try:
@@ -172,7 +180,7 @@ class PickerServer:
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._set_ready(health_pb2.HealthCheckResponse.NOT_SERVING)
         server = grpc.aio.server(options=OPTIONS)
-        ext_proc.add_ExternalProcessorServicer_to_server(Service(self.picker), server)
+        server.add_generic_rpc_handlers((Service(self.picker).handler(),))
         await self._listen(server, "picker", ports.picker, self._certificate)
         if ports.health is not None:
             await self._listen(grpc.aio.server(options=OPTIONS), "health", ports.health, None)
