@@ -39,7 +39,6 @@ from vllm_slo.slo.verdicts import Declined
 from vllm_slo.wire.api_errors import error_body
 from vllm_slo.wire.front_protocol import (
     AGE_HEADER,
-    RETRIED,
     TICKET_HEADER,
     TOKEN_HEADER,
     UNATTAINABLE_HEADER,
@@ -318,10 +317,10 @@ class Decisions:
 
     def _is_last(self, state: _Exchange) -> bool:
         """Whether a failure of this try is the client's, though other replicas are there."""
-        declines = state.routed is not None and state.routed.declines
-        # The data plane cannot tell such a refusal from a failure.
-        looks_failed = declines and self._decline_status in RETRIED
-        return looks_failed or state.placement.failures >= self.cluster.routing.retries
+        # A refusal that stands may have the status of a failure, and the data plane cannot tell them
+        # apart.
+        may_be_declined = state.routed is not None and state.routed.declines
+        return may_be_declined or state.placement.failures >= self.cluster.routing.retries
 
     def _wish(self, choice: Choice) -> str | None:
         """What the replica does if it cannot promise; None: as the request asks."""

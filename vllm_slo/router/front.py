@@ -188,6 +188,9 @@ class Front:
         """No new connections; then the running requests; then the processes."""
         self.stop.set()
         self._listener.close()
+        if self._service is not None and self._service.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._service.pid, signal.SIGTERM)  # it says at once that it stops
         if self._proxy is not None and self._proxy.returncode is None:
             await _close_public(self._settings.admin_socket)
         if self._service is not None and self._service.returncode is None:

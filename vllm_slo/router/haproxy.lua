@@ -9,6 +9,8 @@
 local SERVICE = os.getenv("VLLMSLO_DECISIONS")
 local GENERATION = os.getenv("VLLMSLO_GENERATION")
 local PATIENCE_S = 2
+local START_TRIES = 50
+local START_PAUSE_MS = 100
 local OWN = "x-vllm-slo-"
 local NOT_SENT = {
   ["connection"] = true, ["content-length"] = true, ["expect"] = true,
@@ -53,10 +55,23 @@ local function parsed(answer)
   return status, headers, answer:sub(finish)
 end
 
+-- A connection to the service. While it is gone and HAProxy knows no server either, as when both
+-- start, the request waits.
+local function connected()
+  for _ = 1, START_TRIES do
+    local socket = core.tcp()
+    socket:settimeout(PATIENCE_S)
+    if socket:connect(SERVICE) then return socket end
+    socket:close()
+    if core.backends["alone"]:get_srv_act() > 0 then return nil end
+    core.msleep(START_PAUSE_MS)
+  end
+  return nil
+end
+
 local function ask(txn)
-  local socket = core.tcp()
-  socket:settimeout(PATIENCE_S)
-  if not socket:connect(SERVICE) then return nil end
+  local socket = connected()
+  if not socket then return nil end
   local answer = nil
   if socket:send(question(txn, txn.sf:req_body() or "")) then
     answer = socket:receive("*a")
@@ -88,6 +103,7 @@ core.register_action("decide", { "http-req" }, function(txn)
     for _, header in ipairs(set) do
       txn.http:req_set_header(header[1], header[2])
     end
+    txn.http:req_set_header(OWN .. "tries", tostring(txn:get_var("txn.slo_tries") or 0))
     txn:set_var("txn.slo_slot", slot)
     return
   end

@@ -41,6 +41,8 @@ HEAD_S: Final = 30
 BODY_S: Final = 60
 """Time for the head of a request, and for its body as far as the buffer holds it, seconds."""
 IDLE_S: Final = 75
+MAX_TRIES: Final = 100
+"""Most tries of one request, whatever the decision service says: each takes two open files."""
 CONNECT_S: Final = 2
 SPARE_FILES: Final = 1_024
 MAX_CONNECTIONS: Final = 16_384
@@ -212,6 +214,13 @@ def _again(settings: ProxySettings) -> str:
         f"bind {_unix(settings.again_socket)}",
         *_shape(),
         f"http-request set-var(txn.slo_exchange) req.hdr({OWN_PREFIX}exchange)",
+        f"http-request set-var(txn.slo_tries) req.hdr({OWN_PREFIX}tries),add(1)",
+        _answer(
+            502,
+            "BadGatewayError",
+            f"{MAX_TRIES} tries have failed; try again",
+            f"{{ var(txn.slo_tries) -m int gt {MAX_TRIES} }}",
+        ),
         f"http-request del-header {OWN_PREFIX} -m beg",
         *_decided(),
         f"http-after-response set-header {OWN_PREFIX}replica %[var(txn.slo_replica)] "
