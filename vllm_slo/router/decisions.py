@@ -317,8 +317,7 @@ class Decisions:
 
     def _is_last(self, state: _Exchange) -> bool:
         """Whether a failure of this try is the client's, though other replicas are there."""
-        # A refusal that stands may have the status of a failure, and the data plane cannot tell them
-        # apart.
+        # A refusal that stands may have the status of a failure; the data plane sees no difference.
         may_be_declined = state.routed is not None and state.routed.declines
         return may_be_declined or state.placement.failures >= self.cluster.routing.retries
 

@@ -155,6 +155,7 @@ class Front:
         self._report = {}
         self._sent = None
         await self._child.start()
+        self._write_entries()  # those from before, so that it knows them when it listens
         message = await self._child.read()
         if message is None:
             return False
@@ -195,7 +196,11 @@ class Front:
                 await self.deregister(name)
 
     def _send_entries(self) -> None:
+        if self._report:
+            self._write_entries()
+
+    def _write_entries(self) -> None:
         entries = [self._entries[name] for name in sorted(self._entries)]
-        if entries != self._sent and self._report:
+        if entries != self._sent:
             self._child.write({"replicas": entries})
             self._sent = entries

@@ -8,7 +8,7 @@
 
 local SERVICE = os.getenv("VLLMSLO_DECISIONS")
 local GENERATION = os.getenv("VLLMSLO_GENERATION")
-local PATIENCE_S = 2
+local PATIENCE_S = 5
 local START_TRIES = 50
 local START_PAUSE_MS = 100
 local OWN = "x-vllm-slo-"
