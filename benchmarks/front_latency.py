@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the front adds: the same requests to a replica's own port and through the front, in turn.
 
-One real replica (built-in model on CPU) behind the front, as `vllm-slo serve --replicas` starts them. A request is a streamed completion of 32 tokens with an objective; client,
-front and engine share the machine. Direct and routed requests alternate; medians of all.
+One real replica (built-in model on CPU) behind the front, as `vllm-slo serve --replicas` starts
+them. A request is a streamed completion of 32 tokens with an objective; client, front and engine
+share the machine. Direct and routed requests alternate; medians of all.
 """
 
 from __future__ import annotations
