@@ -43,7 +43,7 @@ MOST_SKIPS = 12
 PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in ("serve", "demo", "profile")))
 PARSED += tuple(
     f"vllm-slo {name}"
-    for name in ("bench", "draft-server", "endpoint-picker", "plan", "quote", "simulate")
+    for name in ("bench", "draft-server", "endpoint-picker", "front", "plan", "quote", "simulate")
 )
 """Commands whose arguments are checked, by the parsers that read them."""
 QUICK = {
