@@ -28,7 +28,8 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.engine.http.front_door import FrontDoor
 from vllm_slo.engine.http.state_feed import StateFeed
-from vllm_slo.router.upstream import ReplicaSpec, Upstream
+from vllm_slo.router.replica_spec import ReplicaSpec
+from vllm_slo.router.upstream import Upstream
 
 How = Literal["changes", "whole"]
 """What a line holds and when one is sent: what changed, as the replicas do, or the whole state with

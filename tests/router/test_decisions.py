@@ -19,8 +19,9 @@ from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.decisions import Decision, Decisions, Refusal
 from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.prompts import CHUNK_BYTES
+from vllm_slo.router.replica_spec import ReplicaSpec
 from vllm_slo.router.request_reader import Request
-from vllm_slo.router.upstream import ReplicaSpec, Upstream
+from vllm_slo.router.upstream import Upstream
 
 COMPLETIONS = "/v1/completions"
 LOADED = {"committed": [[1.0, 1_000_000]], "backlog_tokens": 100_000}

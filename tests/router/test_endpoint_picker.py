@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
-pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
 
 from front_stack import LOADED, Fake, processes
 from gateway_client import (
@@ -35,7 +34,7 @@ from gateway_client import (
 )
 
 from vllm_slo.router.endpoint_picker import exchange
-from vllm_slo.router.upstream import ReplicaSpec
+from vllm_slo.router.replica_spec import ReplicaSpec
 
 
 @pytest.fixture(scope="module")

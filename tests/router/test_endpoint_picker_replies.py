@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
-pytest.importorskip("grpc_health", reason="pip install 'vllm-slo[gateway]'")
 
 import grpc
 from front_stack import LOADED, Fake, http, processes

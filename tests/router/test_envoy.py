@@ -21,7 +21,7 @@ from gateway_client import Replicas, outstanding, picker, until
 
 from vllm_slo.router.endpoint_picker.server import PickerServer
 from vllm_slo.router.endpoint_picker.tls import Certificate
-from vllm_slo.router.upstream import ReplicaSpec
+from vllm_slo.router.replica_spec import ReplicaSpec
 
 PROGRAM = binary() or ""
 pytestmark = [

@@ -189,3 +189,32 @@ def test_a_mistake_is_one_line(
     assert run.returncode == 2
     (line,) = [one for one in run.stderr.splitlines() if one.startswith("vllm-slo: error: ")]
     assert told in line
+
+
+_WITHOUT = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == {name!r} else found(name, *more)
+sys.modules[{name!r}] = None
+from vllm_slo.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("command", "extra"), [("front", "front"), ("endpoint-picker", "gateway")])
+def test_a_missing_library_is_one_line(
+    command: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    code, replica = _WITHOUT.format(name="aiohttp"), "http://127.0.0.1:1"
+    run = subprocess.run(
+        [sys.executable, "-c", code, command, "--replica", replica],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=patience(60),
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("vllm-slo: error: ")
+    assert f"vllm-slo[{extra}]" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -22,7 +22,7 @@ from vllm_slo.router.replica_list import (
     specs_of_file,
     watch,
 )
-from vllm_slo.router.upstream import ReplicaSpec
+from vllm_slo.router.replica_spec import ReplicaSpec
 
 FIRST = ReplicaSpec("10.0.0.1:8000", "http://10.0.0.1:8000", "secret")
 

@@ -20,7 +20,7 @@ from vllm_slo.router.endpoint_picker import ext_proc as protocol
 from vllm_slo.router.endpoint_picker.server import PickerServer, Ports
 from vllm_slo.router.endpoint_picker.tls import Certificate
 from vllm_slo.router.replica_list import Source
-from vllm_slo.router.upstream import ReplicaSpec
+from vllm_slo.router.replica_spec import ReplicaSpec
 
 PATIENCE_S = patience(20.0)
 DUPLEX = ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED")

@@ -14,7 +14,8 @@ from vllm_slo.config.sections import RoutingConfig
 from vllm_slo.core.routing.demand_meter import DemandMeter
 from vllm_slo.core.routing.policy import Route, route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest
-from vllm_slo.router.upstream import Observer, ReplicaSpec, Upstream
+from vllm_slo.router.replica_spec import ReplicaSpec
+from vllm_slo.router.upstream import Observer, Upstream
 from vllm_slo.slo.model import OnUnattainable
 
 logger = logging.getLogger("vllm_slo.front")
@@ -23,15 +24,16 @@ logger = logging.getLogger("vllm_slo.front")
 class Cluster:
     """The replicas of the parent's list, and removed ones that still answer requests.
 
-    Args:
-        observer: told of the events of their state streams; None: nobody.
-        is_reachable: whether requests can be sent to a replica now, as far as the data plane knows.
+    ``is_reachable``: whether requests can be sent to a replica now, as far as the data plane knows.
+
+    Attributes:
+        observer: told of the events of the state streams of replicas that join; None: nobody.
+        front: name of this front in its tickets: several fronts may send to the same replicas.
     """
 
     def __init__(
         self,
         routing: RoutingConfig,
-        observer: Observer | None = None,
         is_reachable: Callable[[Upstream], bool] = lambda _: True,
     ) -> None:
         self.routing = routing
@@ -39,11 +41,10 @@ class Cluster:
         self.leaving: list[Upstream] = []
         self.demand = DemandMeter()
         self.rng = Random()
+        self.observer: Observer | None = None
         self.front = secrets.token_hex(4)
-        """Name of this front in its tickets: several fronts may send to the same replicas."""
         self.is_open = True
         self._turn = 0
-        self._observer = observer
         self._is_reachable = is_reachable
 
     def replace(self, specs: Iterable[ReplicaSpec]) -> None:
@@ -62,7 +63,7 @@ class Cluster:
                     spec,
                     routing.stale_after_s,
                     routing.dead_after_s,
-                    self._observer,
+                    self.observer,
                     self.front,
                 )
                 upstream.start()

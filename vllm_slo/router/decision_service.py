@@ -8,7 +8,7 @@
 - stdout: JSON lines: ``{"deciding": true}`` once, then ``{"wanted": n, "ready": m}`` on change.
 - SIGTERM: running requests have `RoutingConfig.drain_s` to end.
 
-The private folder holds the Unix sockets; see `haproxy_config.ProxySettings`.
+The private folder holds the Unix sockets; see `haproxy_config.FrontFolder`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from vllm_slo.router.front_page import FrontPages
 from vllm_slo.router.front_quote import answer_quote
 from vllm_slo.router.front_rules import encoded, refused
 from vllm_slo.router.haproxy_admin import Place, ProxyAdmin
-from vllm_slo.router.haproxy_config import BUFFER_BYTES, MAX_HEADERS, RESERVED_BYTES, ProxySettings
+from vllm_slo.router.haproxy_config import BUFFER_BYTES, MAX_HEADERS, RESERVED_BYTES, FrontFolder
+from vllm_slo.router.replica_spec import ReplicaSpec
 from vllm_slo.router.request_reader import Request
-from vllm_slo.router.upstream import ReplicaSpec, Upstream
+from vllm_slo.router.upstream import Upstream
 from vllm_slo.slo.body import MAX_BODY_BYTES
 from vllm_slo.slo.carriers import QUOTE_ROUTE
 from vllm_slo.wire.front_protocol import OWN_PREFIX, TICKET_HEADER
@@ -67,19 +68,17 @@ class DecisionService:
     """
 
     def __init__(
-        self, config: FrontConfig, folder: Path, report: Callable[[Mapping[str, Any]], None]
+        self, config: FrontConfig, folder: FrontFolder, report: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        self.admin = ProxyAdmin(ProxySettings(folder, 0).admin_socket)
-        self.exchanges = Exchanges(self._cut)
-        self.cluster = Cluster(
-            config.slo.routing, self.exchanges, lambda one: self.admin.is_placed(one.spec.url)
-        )
+        self.admin = ProxyAdmin(folder.admin)
+        self.cluster = Cluster(config.slo.routing, lambda one: self.admin.is_placed(one.spec.url))
         self.metrics = FrontMetrics()
         self.stop = asyncio.Event()
         self._decisions = Decisions(self.cluster, self.metrics, config.slo, asks_again=True)
-        self.exchanges.decisions = self._decisions
+        self.exchanges = Exchanges(self._decisions, self._cut)
+        self.cluster.observer = self.exchanges
         self._pages = FrontPages(self.cluster, self.metrics, lambda: not self._draining)
-        self._settings = ProxySettings(folder, 0)
+        self._folder = folder
         self._report = report
         self._draining = False
         self._cuts: set[asyncio.Task[None]] = set()
@@ -98,8 +97,8 @@ class DecisionService:
                 logger.warning(compiled.complaint())
         gc.freeze()
         servers = [
-            (_server(self.decide, BUFFER_BYTES), self._settings.decide_socket),
-            (_server(self.page, MAX_BODY_BYTES), self._settings.pages_socket),
+            (_server(self.decide, BUFFER_BYTES), self._folder.decide),
+            (_server(self.page, MAX_BODY_BYTES), self._folder.pages),
         ]
         loop = asyncio.get_running_loop()
         for server, path in servers:
@@ -284,7 +283,7 @@ def _server(handler: Any, body_bytes: int) -> web.Server:
     )
 
 
-async def _serve(config: FrontConfig, folder: Path) -> None:
+async def _serve(config: FrontConfig, folder: FrontFolder) -> None:
     service = DecisionService(config, folder, report_line)
     heed_signals(service.stop)
     read_stdin(service.take, service.stop)
@@ -301,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
     )
     try:
-        run(_serve(FrontConfig.from_json(given.config), given.folder))
+        run(_serve(FrontConfig.from_json(given.config), FrontFolder(given.folder)))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"vllm-slo: error: {' '.join(str(error).split())}\n")
         return 2

@@ -33,8 +33,9 @@ from vllm_slo.router.front_errors import (
 )
 from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.prompts import Prompt
+from vllm_slo.router.replica_spec import ReplicaSpec
 from vllm_slo.router.request_reader import Request, RequestReader
-from vllm_slo.router.upstream import ReplicaSpec, Upstream
+from vllm_slo.router.upstream import Upstream
 from vllm_slo.slo.verdicts import Declined
 from vllm_slo.wire.api_errors import error_body
 from vllm_slo.wire.front_protocol import (

@@ -55,12 +55,13 @@ class _Sent:
 class Exchanges:
     """Follows every try of every request; an `upstream.Observer`.
 
-    ``cut``: called with a replica that counts as dead, to end what the data plane has there.
+    Args:
+        decisions: told what became of each request.
+        cut: called with a replica that counts as dead, to end what the data plane has there.
     """
 
-    def __init__(self, cut: Callable[[Upstream], None]) -> None:
-        self.decisions: Decisions | None = None
-        """Set once, before the first replica is followed."""
+    def __init__(self, decisions: Decisions, cut: Callable[[Upstream], None]) -> None:
+        self._decisions = decisions
         self._cut = cut
         self._by_ticket: dict[str, _Sent] = {}
         self._ticket_of: dict[str, str] = {}
@@ -106,16 +107,16 @@ class Exchanges:
 
     def told(self, upstream: Upstream, event: str, ticket: str, *more: Any) -> None:
         """An event of a request; those of other fronts' requests are ignored."""
-        sent, decisions = self._by_ticket.get(ticket), self.decisions
-        if sent is None or sent.upstream is not upstream or decisions is None:
+        sent = self._by_ticket.get(ticket)
+        if sent is None or sent.upstream is not upstream:
             return
         sent.came = True
         if event == "began":
             sent.stands = True
-            decisions.began(sent.exchange)
+            self._decisions.began(sent.exchange)
         elif event == "declined":
             sent.stands = True
-            decisions.declined(sent.exchange)
+            self._decisions.declined(sent.exchange)
         elif event == "refused":
             sent.refusal = (float(more[0]) / 1000, str(more[1]))
             sent.news.set()
@@ -141,8 +142,7 @@ class Exchanges:
 
     def _end(self, exchange: str, prompt_tokens: int = 0, *, client_left: bool = False) -> None:
         self._forget(exchange)
-        if self.decisions is not None:
-            self.decisions.ended(exchange, prompt_tokens or None, client_left=client_left)
+        self._decisions.ended(exchange, prompt_tokens or None, client_left=client_left)
 
     def _forget(self, exchange: str) -> None:
         ticket = self._ticket_of.pop(exchange, None)

@@ -36,7 +36,14 @@ from vllm_slo.router.child import Child
 from vllm_slo.router.child_process import heed_signals, read_stdin, report_line, run
 from vllm_slo.router.front_config import FrontConfig
 from vllm_slo.router.haproxy import connections_allowed, find_haproxy
-from vllm_slo.router.haproxy_config import ProxySettings, configuration, environment, keys_text
+from vllm_slo.router.haproxy_admin import ask
+from vllm_slo.router.haproxy_config import (
+    FrontFolder,
+    ProxySettings,
+    configuration,
+    environment,
+    keys_text,
+)
 
 logger = logging.getLogger("vllm_slo.front")
 
@@ -85,7 +92,11 @@ class Front:
         self._listener = listener
         self._report = report
         self._settings = ProxySettings(
-            folder, listener.fileno(), config.api_keys, connections_allowed(), certificate
+            FrontFolder(folder),
+            listener.fileno(),
+            config.api_keys,
+            connections_allowed(),
+            certificate,
         )
         self._replicas: Mapping[str, Any] = {"replicas": []}
         self._generation = 0
@@ -105,8 +116,9 @@ class Front:
         Raises:
             FrontFailedError: a process does not start.
         """
-        self._settings.keys_file.write_text(keys_text(self._settings.api_keys))
-        self._config_file.write_text(configuration(self._settings))
+        folder = self._settings.folder
+        folder.keys.write_text(keys_text(self._settings.api_keys))
+        folder.configuration.write_text(configuration(self._settings))
         tasks = [asyncio.create_task(self._keep(start)) for start in (self._serve, self._relay)]
         stopping: asyncio.Task[Any] = asyncio.create_task(self.stop.wait())
         try:
@@ -119,10 +131,6 @@ class Front:
             for task in (*tasks, stopping):
                 task.cancel()
             await asyncio.gather(*tasks, stopping, return_exceptions=True)
-
-    @property
-    def _config_file(self) -> Path:
-        return self._settings.folder / "haproxy.cfg"
 
     async def _keep(self, start: Callable[[], Any]) -> None:
         """Run a process again and again.
@@ -148,7 +156,7 @@ class Front:
         service = Child(
             [
                 *(sys.executable, "-m", "vllm_slo.router.decision_service"),
-                *("--folder", str(self._settings.folder), "--config", self._config_json),
+                *("--folder", str(self._settings.folder.path), "--config", self._config_json),
             ],
             os.environ,
             patience_s=self._drain_s + DRAIN_MARGIN_S,
@@ -169,7 +177,7 @@ class Front:
         """Run HAProxy; returns how it ended."""
         self._generation += 1
         proxy = Child(
-            [str(self._haproxy), "-db", "-q", "-f", str(self._config_file)],
+            [str(self._haproxy), "-db", "-q", "-f", str(self._settings.folder.configuration)],
             environment(self._settings, self._generation),
             pass_fds=(self._listener.fileno(),),
         )
@@ -192,7 +200,8 @@ class Front:
             with suppress(ProcessLookupError):
                 os.kill(self._service.pid, signal.SIGTERM)  # it says at once that it stops
         if self._proxy is not None and self._proxy.returncode is None:
-            await _close_public(self._settings.admin_socket)
+            with suppress(OSError):  # no new connections; those that are open go on
+                await ask(self._settings.folder.admin, "shutdown frontend public")
         if self._service is not None and self._service.returncode is None:
             await self._service.terminate(self._drain_s + DRAIN_MARGIN_S)
         if self._proxy is not None and self._proxy.returncode is None:
@@ -201,15 +210,6 @@ class Front:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._proxy.wait(), PROXY_END_S)
             await self._proxy.kill()
-
-
-async def _close_public(admin: Path) -> None:
-    """Let HAProxy take no new connections; those that are open go on."""
-    with suppress(OSError):
-        reader, writer = await asyncio.open_unix_connection(str(admin))
-        writer.write(b"shutdown frontend public\n")
-        await reader.read()
-        writer.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

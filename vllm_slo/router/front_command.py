@@ -10,9 +10,11 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from vllm_slo.config.model import SLOConfig
+from vllm_slo.errors import ConfigError
 from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest, api_keys_in
 from vllm_slo.router.replica_flags import add_arguments as add_replica_flags
 from vllm_slo.router.replica_flags import source_of_arguments
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError, FrontFailedError: an argument cannot be used, or a process does not start.
     """
+    if find_spec("aiohttp") is None:  # which the decision service needs
+        raise ConfigError("a front needs aiohttp: pip install 'vllm-slo[front]'")
     from vllm_slo.router.child_process import run as run_loop
     from vllm_slo.router.front import listening_errors
 

@@ -11,7 +11,6 @@ from typing import Final
 
 from aiohttp import web
 
-from vllm_slo.slo.verdicts import Declined
 from vllm_slo.wire.api_errors import error_body, is_anthropic
 
 SERVER_HEADER: Final = "vllm-slo"
@@ -65,26 +64,10 @@ def not_found(path: str, why: str = "is not served here") -> ErrorResponse:
     return error_response(HTTPStatus.NOT_FOUND, "NotFoundError", f"{path[:200]} {why}")
 
 
-def unauthorized() -> ErrorResponse:
-    """401 with the body of vLLM's server."""
-    response = error_response(HTTPStatus.UNAUTHORIZED, "Unauthorized", "Unauthorized")
-    response.body = b'{"error":"Unauthorized"}'
-    return response
-
-
 def busy_response(text: str) -> ErrorResponse:
     """503 with a short time to retry after."""
     headers = retry_headers(BUSY_RETRY_MS)
     return error_response(503, "ServiceUnavailableError", text, headers=headers)
-
-
-def decline_response(retry_after_s: float, status: int, reason: str) -> ErrorResponse:
-    """The answer if no promise can be made, with the text of a single server."""
-    retry_ms = retry_after_ms(retry_after_s)
-    headers = {**retry_headers(retry_ms), REASON_HEADER: reason}
-    return error_response(
-        status, "slo_unattainable", Declined(retry_ms, reason).text, "slo", headers
-    )
 
 
 def retry_after_ms(retry_after_s: float) -> int:

@@ -48,6 +48,7 @@ class ProxyAdmin:
         self._slots: dict[str, int] = {}
         self._wanted: dict[str, Place] = {}
         self._made: dict[str, Place] = {}
+        self._freed: set[int] = set()
         self._made_token = ""
         self._running_generation = 0
         self._changed = asyncio.Event()
@@ -62,7 +63,7 @@ class ProxyAdmin:
             ValueError: no slot is left.
         """
         if name not in self._slots:
-            free = set(range(1, SLOTS + 1)) - set(self._slots.values())
+            free = set(range(1, SLOTS + 1)) - {*self._slots.values(), *self._freed}
             if not free:
                 raise ValueError(f"all {SLOTS} slots are taken; start another front")
             self._slots[name] = min(free)
@@ -75,9 +76,8 @@ class ProxyAdmin:
         self._wanted.pop(name, None)
         self._made.pop(name, None)
         if (slot := self._slots.pop(name, None)) is not None:
-            asyncio.get_running_loop().create_task(
-                self._try([f"set server alone/r{slot} state maint"])
-            )
+            self._freed.add(slot)
+            self._changed.set()
 
     def started(self, generation: int) -> None:
         """HAProxy was started anew, with empty slots."""
@@ -114,7 +114,10 @@ class ProxyAdmin:
             self._changed.clear()
             generation, token = self._running_generation, self.token
             due = {n: p for n, p in self._wanted.items() if self._made.get(n) != p}
-            commands = [line for name, place in due.items() for line in self._commands(name, place)]
+            freed = set(self._freed)
+            commands = [f"set server alone/r{slot} state maint" for slot in sorted(freed)]
+            for name, place in due.items():
+                commands += self._commands(name, place)
             if token != self._made_token:
                 commands.append(f"experimental-mode on; set var proc.slo_token str({token})")
             if not generation or (commands and not await self._try(commands)):
@@ -123,6 +126,7 @@ class ProxyAdmin:
                 continue
             if generation == self._running_generation:
                 self._made.update(due)
+                self._freed -= freed
                 self._made_token = token
                 async with self._settled:
                     self.generation = generation
@@ -153,16 +157,26 @@ class ProxyAdmin:
             return False
 
     async def _command(self, command: str) -> bool:
-        reader, writer = await asyncio.open_unix_connection(str(self._path))
-        try:
-            writer.write(command.encode() + b"\n")
-            answer = (await reader.read()).decode().strip()
-        finally:
-            writer.close()
+        """Whether HAProxy took a command."""
+        answer = await ask(self._path, command)
         refused = not command.startswith("shutdown ") and _is_refusal(answer)
         if refused:
             logger.error("HAProxy refuses '%s': %s", command.split(" str(")[0], answer)
         return not refused
+
+
+async def ask(admin: Path, command: str) -> str:
+    """HAProxy's answer to one command.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    reader, writer = await asyncio.open_unix_connection(str(admin))
+    try:
+        writer.write(command.encode() + b"\n")
+        return (await reader.read()).decode().strip()
+    finally:
+        writer.close()
 
 
 def _is_refusal(answer: str) -> bool:

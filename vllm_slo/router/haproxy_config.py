@@ -76,44 +76,58 @@ _OWN_ERRORS: Final[Mapping[int, tuple[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class FrontFolder:
+    """The private folder of a front, with the Unix sockets of its processes."""
+
+    path: Path
+
+    @property
+    def decide(self) -> Path:
+        """Where the decision service listens for questions."""
+        return self.path / "decide"
+
+    @property
+    def pages(self) -> Path:
+        """Where it serves its pages."""
+        return self.path / "pages"
+
+    @property
+    def admin(self) -> Path:
+        """Where HAProxy takes commands."""
+        return self.path / "admin"
+
+    @property
+    def again(self) -> Path:
+        """Where HAProxy takes requests for another try."""
+        return self.path / "again"
+
+    @property
+    def keys(self) -> Path:
+        """File with the digests of the accepted API keys."""
+        return self.path / "keys"
+
+    @property
+    def configuration(self) -> Path:
+        """File with HAProxy's configuration."""
+        return self.path / "haproxy.cfg"
+
+
+@dataclass(frozen=True, slots=True)
 class ProxySettings:
     """What differs between fronts.
 
     Attributes:
-        folder: private; for the Unix sockets of the front's processes.
         listener: file descriptor of the public socket, which listens already.
         api_keys: SHA-256 of each accepted key, lower-case hexadecimal; empty: no key is needed.
         connections: most connections of clients.
         certificate: PEM file with certificate and key, for TLS; None: plain HTTP.
     """
 
-    folder: Path
+    folder: FrontFolder
     listener: int
     api_keys: tuple[str, ...] = ()
     connections: int = MAX_CONNECTIONS
     certificate: Path | None = None
-
-    @property
-    def decide_socket(self) -> Path:
-        """Where the decision service listens for questions."""
-        return self.folder / "decide"
-
-    @property
-    def pages_socket(self) -> Path:
-        """Where it serves its pages."""
-        return self.folder / "pages"
-
-    @property
-    def admin_socket(self) -> Path:
-        return self.folder / "admin"
-
-    @property
-    def again_socket(self) -> Path:
-        return self.folder / "again"
-
-    @property
-    def keys_file(self) -> Path:
-        return self.folder / "keys"
 
 
 def configuration(settings: ProxySettings) -> str:
@@ -139,7 +153,7 @@ def _global(settings: ProxySettings) -> str:
         f"tune.bufsize {BUFFER_BYTES}",
         f"tune.maxrewrite {RESERVED_BYTES}",
         f"tune.http.maxhdr {MAX_HEADERS}",
-        f"stats socket {settings.admin_socket} mode 600 level admin",
+        f"stats socket {settings.folder.admin} mode 600 level admin",
     )
 
 
@@ -166,7 +180,7 @@ def _public(settings: ProxySettings) -> str:
     is_api = "{ path_beg /v1/ } !{ method OPTIONS }"
     keys = []
     if settings.api_keys:
-        has_key = f"{{ http_auth_bearer,sha2(256),hex,lower -m str -f {settings.keys_file} }}"
+        has_key = f"{{ http_auth_bearer,sha2(256),hex,lower -m str -f {settings.folder.keys} }}"
         keys = [
             _answer(401, "Unauthorized", "Unauthorized", f"{is_api} {MESSAGES} !{has_key}"),
             (
@@ -211,7 +225,7 @@ def _public(settings: ProxySettings) -> str:
 def _again(settings: ProxySettings) -> str:
     return _section(
         "frontend again",
-        f"bind {_unix(settings.again_socket)}",
+        f"bind {_unix(settings.folder.again)}",
         *_shape(),
         f"http-request set-var(txn.slo_exchange) req.hdr({OWN_PREFIX}exchange)",
         f"http-request set-var(txn.slo_tries) req.hdr({OWN_PREFIX}tries),add(1)",
@@ -262,7 +276,7 @@ def _decided() -> list[str]:
 
 def _replicas(name: str, settings: ProxySettings, *, retries: bool) -> str:
     statuses = " ".join(map(str, sorted(RETRIED)))
-    again = _unix(settings.again_socket)
+    again = _unix(settings.folder.again)
     lines = [
         "balance roundrobin",
         "use-server %[var(txn.slo_slot)] if { var(txn.slo_slot) -m found }",
@@ -307,7 +321,7 @@ def _pages(settings: ProxySettings) -> str:
     return _section(
         "backend pages",
         "timeout server 60s",
-        f"server pages {_unix(settings.pages_socket)}",
+        f"server pages {_unix(settings.folder.pages)}",
         _named_by_answer(),
     )
 
@@ -366,7 +380,7 @@ def _quoted(text: str) -> str:
 
 
 def keys_text(keys: Iterable[str]) -> str:
-    """The content of `ProxySettings.keys_file`."""
+    """The content of `FrontFolder.keys`."""
     return "".join(f"{key}\n" for key in keys)
 
 
@@ -374,7 +388,7 @@ def environment(settings: ProxySettings, generation: int) -> dict[str, str]:
     """The environment of HAProxy. ``generation``: grows with each start; see `haproxy.lua`."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "TZ") if name in os.environ}
     ours = {
-        "VLLMSLO_DECISIONS": _unix(settings.decide_socket),
+        "VLLMSLO_DECISIONS": _unix(settings.folder.decide),
         "VLLMSLO_GENERATION": str(generation),
     }
     return {**kept, **ours}

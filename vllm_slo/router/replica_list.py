@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from vllm_slo.config.yaml_nodes import line_of, near, parse
 from vllm_slo.errors import ConfigError
-from vllm_slo.router.upstream import ReplicaSpec
+from vllm_slo.router.replica_spec import ReplicaSpec
 
 logger = logging.getLogger("vllm_slo.front")
 
@@ -30,6 +30,8 @@ silence."""
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 _FIELDS: Final = ("name", "url", "token")
 _DNS: Final = re.compile(r"dns:(?P<name>[^:\s/]+):(?P<port>[0-9]{1,5})", re.IGNORECASE)
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")
+"""What a header, and a command of HAProxy, can have."""
 _NO_ADDRESS: Final = frozenset(
     getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)
 )
@@ -62,8 +64,10 @@ def spec_of_url(url: str, token: str | None, where: str, *, name: str | None = N
             f"{where}: no token; name the file with the replicas' token (--token-file), or give "
             "the entry a token of its own"
         )
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"{where}: the token has characters that a header cannot have; use ASCII")
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(f"{where}: the token: use ASCII letters, digits and ._~+/=- only")
+    if name is not None and not name.isprintable():
+        raise ConfigError(f"{where}: the name has characters that a header cannot have")
     address = address_of(host, port)
     return ReplicaSpec(name or address, f"http://{address}", token)
 

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -17,6 +16,7 @@ from yarl import URL
 from vllm_slo.core.routing.state_stream import StateDecoder, StateLine
 from vllm_slo.core.routing.virtual_replica import VirtualReplica
 from vllm_slo.router.prompts import PrefixIndex
+from vllm_slo.router.replica_spec import ReplicaSpec
 from vllm_slo.wire.front_protocol import STATE_PATH, TOKEN_HEADER, TOKEN_VARIABLE
 
 logger = logging.getLogger("vllm_slo.front")
@@ -68,33 +68,6 @@ class Once(Generic[T]):
             return await self._call()
         finally:
             self._ended_s = time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSpec:
-    """The address of a replica: its name, the URL of its private port, and its token."""
-
-    name: str
-    url: str
-    token: str
-
-    @classmethod
-    def from_json(cls, given: Any) -> ReplicaSpec:
-        """One entry of the parent's list.
-
-        Raises:
-            ValueError: the entry is not valid.
-        """
-        try:
-            spec = cls(given["name"], given["url"].rstrip("/"), given["token"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a replica: {error!r}") from error
-        if not all(isinstance(text, str) and text for text in (spec.name, spec.url, spec.token)):
-            raise ValueError("not a replica: name, url and token must be text")
-        return spec
-
-    def __repr__(self) -> str:
-        return f"ReplicaSpec({self.name!r}, {self.url!r})"  # without the token
 
 
 class Observer(Protocol):
@@ -266,7 +239,7 @@ class Upstream:
             try:
                 await self._follow()
                 reason = "it ended"
-            except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
+            except (aiohttp.ClientError, OSError, ValueError, TypeError, LookupError) as error:
                 reason = f"{type(error).__name__}: {error}"
             if self.connected:
                 logger.warning("replica %s: state stream lost: %s", self.name, reason)

@@ -226,6 +226,28 @@ def named(committed: tuple[Demand, ...]) -> tuple[Demand, ...]:
     return tuple(replace(d, request_id=str(n + 1)) for n, d in enumerate(committed))
 
 
+def test_a_stalled_stream_gets_the_live_requests_in_place_of_many_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state_feed, "MAX_EVENTS", 3)
+
+    async def run() -> None:
+        feed, decoder = StateFeed(), StateDecoder()
+        lines = feed.lines()
+        assert decoder.read(await anext(lines)).live == []
+        for number in range(1, 6):
+            feed.came(f"f:{number}")
+        feed.ended("f:1", 0, client_left=False)
+        line = decoder.read(await anext(lines))
+        assert line.live == ["f:2", "f:3", "f:4", "f:5"]
+        assert len(line.events) <= 3
+        feed.ended("f:2", 0, client_left=False)
+        after = decoder.read(await anext(lines))
+        assert (after.live, after.events) == (None, [["ended", "f:2", 0, False]])
+
+    asyncio.run(asyncio.wait_for(run(), patience(60)))
+
+
 def test_states_do_not_crowd_and_a_drain_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_feed, "HEARTBEAT_S", 3_600.0)
 

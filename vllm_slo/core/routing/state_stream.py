@@ -10,7 +10,8 @@ A line is an object:
   left out while they do not change.
 - ``state``: the fields of `ReplicaState` that changed; null: there is no state. It is left out
   while nothing changes.
-- ``live``: tickets of all requests that are at the replica; only where a stream begins.
+- ``live``: tickets of all requests that are at the replica; where a stream begins, and in place of
+  events that a stalled reader did not take.
 - ``events``: what became of requests since the line before; left out if nothing did. See
   `engine.http.state_feed`.
 

@@ -77,7 +77,7 @@ class FrontDoor:
     @classmethod
     def from_environment(cls) -> FrontDoor | None:
         """The door that the environment asks for; None: this server has no front."""
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not token:
             return None
         only = os.environ.get(PRIVATE_VARIABLE) == "1"

@@ -17,7 +17,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S: Final = 0.25
 """Longest pause between two lines, seconds."""
+MAX_EVENTS: Final = 65_536
+"""Events that are kept for one stream: some megabytes."""
 STREAM_BITS: Final = 40
 """Streams begin at random numbers of so many bits: lines of two streams are never mistaken."""
 
@@ -56,7 +58,8 @@ class _Reader:
     Attributes:
         woken: there is something new.
         hurried: the next line is not to wait for its turn.
-        events: to be told with the next line.
+        events: to be told with the next line; at most `MAX_EVENTS`.
+        live_is_due: the next line says which requests are here.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,15 @@ class _Reader:
         self.woken = asyncio.Event()
         self.hurried = asyncio.Event()
         self.events: list[Event] = []
+        self.live_is_due = True
+
+    def tell(self, event: Event) -> None:
+        """Add an event. If a stalled front has left too many, it gets the live requests instead."""
+        if len(self.events) >= MAX_EVENTS:
+            self.events.clear()
+            self.live_is_due = True
+        self.events.append(event)
+        self.woken.set()
 
     async def turn(self) -> None:
         """Wait for the time of the next line."""
@@ -143,8 +155,7 @@ class StateFeed:
 
     def _tell(self, *event: Any) -> None:
         for reader in self._readers:
-            reader.events.append(event)
-            reader.woken.set()
+            reader.tell(event)
 
     def _receive(self) -> None:
         assert self._socket is not None
@@ -174,9 +185,11 @@ class StateFeed:
             reader.woken.set()
             reader.hurried.set()
 
-    def _line(self, reader: _Reader, *, dead: bool, live: Collection[str] | None) -> bytes:
+    def _line(self, reader: _Reader, *, dead: bool) -> bytes:
         age_s = max(time.monotonic() - self._taken_s, 0.0) if self._state is not None else 0.0
         events, reader.events = reader.events, []
+        live = tuple(self._live) if reader.live_is_due else None
+        reader.live_is_due = False
         return reader.encoder.line(
             self._state,
             age_s=age_s,
@@ -190,7 +203,6 @@ class StateFeed:
         """Yield a line now, after each change and every `HEARTBEAT_S`, until the server stops."""
         reader = _Reader()
         self._readers.add(reader)
-        live: Collection[str] | None = tuple(self._live)
         try:
             while True:
                 reader.woken.clear()
@@ -198,10 +210,9 @@ class StateFeed:
                 reader.pace.told(time.monotonic())
                 is_last = server.is_stopping()
                 dead = server.is_dead() and not self.draining  # an engine that was shut down
-                yield self._line(reader, dead=dead, live=live)
+                yield self._line(reader, dead=dead)
                 if is_last:
                     return
-                live = None
                 await reader.turn()
         finally:
             self._readers.discard(reader)

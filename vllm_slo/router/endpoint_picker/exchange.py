@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from vllm_slo.router.decisions import Decision, Decisions, Refusal
 from vllm_slo.router.endpoint_picker import ext_proc, messages
+from vllm_slo.router.replica_spec import ReplicaSpec
 from vllm_slo.router.request_reader import Request, prompt_tokens_in
-from vllm_slo.router.upstream import ReplicaSpec
 from vllm_slo.slo.body import MAX_BODY_BYTES
 from vllm_slo.slo.verdicts import DECLINED_HEADER
 from vllm_slo.wire.front_protocol import OWN_PREFIX

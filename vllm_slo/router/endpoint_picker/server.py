@@ -28,7 +28,7 @@ from vllm_slo.router.endpoint_picker.exchange import Exchange, Picker, host_of
 from vllm_slo.router.endpoint_picker.tls import Certificate
 from vllm_slo.router.front_metrics import FrontMetrics
 from vllm_slo.router.replica_list import Source, address_of, watch
-from vllm_slo.router.upstream import ReplicaSpec
+from vllm_slo.router.replica_spec import ReplicaSpec
 
 logger = logging.getLogger("vllm_slo.endpoint_picker")
 
