@@ -14,14 +14,13 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
 from common import markdown, write_result
+from timed_way import Way
 
 from vllm_slo.config.serve_args import TINY, serve_arguments
 from vllm_slo.router.child import Child
@@ -48,27 +47,6 @@ BODY = {
     "stream": True,
     "slo": {"ttft_ms": 5_000, "tpot_ms": 500},
 }
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to the engine: a session that keeps its connections, and a URL."""
-
-    session: aiohttp.ClientSession
-    url: str
-
-    async def timed(self) -> tuple[float, float]:
-        """Seconds to the first and to the last byte of one answer."""
-        begun = time.perf_counter()
-        async with self.session.post(f"{self.url}/v1/completions", json=BODY) as answer:
-            answer.raise_for_status()
-            text = await answer.content.readany()
-            first = time.perf_counter()
-            text += await answer.content.read()
-        ended = time.perf_counter()
-        if not text.rstrip().endswith(b"[DONE]") or b'"error"' in text:
-            raise SystemExit(f"an answer ended with {text[-200:]!r}")
-        return first - begun, ended - begun
 
 
 @asynccontextmanager
@@ -101,7 +79,10 @@ async def ways() -> AsyncIterator[tuple[Way, Way]]:
             aiohttp.ClientSession(headers=secret) as private,
             aiohttp.ClientSession() as public,
         ):
-            yield Way(private, told["url"]), Way(public, f"http://127.0.0.1:{port}")
+            yield (
+                Way(private, told["url"], BODY),
+                Way(public, f"http://127.0.0.1:{port}", BODY),
+            )
     finally:
         for child in (front, replica):
             if child.returncode is None:

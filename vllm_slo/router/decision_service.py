@@ -162,9 +162,9 @@ class DecisionService:
         for each in listed:
             if each.address is not None:
                 host, port = each.address
-                alone = each.ready and each.spec.token == self.admin.token
+                fallback = each.ready and each.spec.token == self.admin.token
                 try:
-                    self.admin.want(each.spec.url, Place(host, port, alone))
+                    self.admin.want(each.spec.url, Place(host, port, fallback))
                 except ValueError as error:
                     logger.error("replica %s: %s", each.name, error)
 

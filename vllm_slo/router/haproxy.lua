@@ -63,7 +63,7 @@ local function connected()
     socket:settimeout(PATIENCE_S)
     if socket:connect(SERVICE) then return socket end
     socket:close()
-    if core.backends["alone"]:get_srv_act() > 0 then return nil end
+    if core.backends["fallback"]:get_srv_act() > 0 then return nil end
     core.msleep(START_PAUSE_MS)
   end
   return nil
@@ -83,7 +83,7 @@ end
 core.register_action("decide", { "http-req" }, function(txn)
   local status, headers, body = ask(txn)
   if not status then
-    txn:set_var("txn.slo_alone", true)
+    txn:set_var("txn.slo_fallback", true)
     return
   end
   local slot = nil

@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm_slo.front")
 
 PATIENCE_S: Final = 5.0
 RETRY_S: Final = 0.05
-_BACKENDS: Final = ("replicas", "last", "alone")
+_BACKENDS: Final = ("replicas", "last", "fallback")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Place:
 
     Attributes:
         host: IP address.
-        alone: whether HAProxy may choose this slot itself while the decision service is gone.
+        fallback: whether HAProxy may choose this slot itself while the decision service is gone.
     """
 
     host: str
     port: int
-    alone: bool = False
+    fallback: bool = False
 
 
 class ProxyAdmin:
@@ -115,7 +115,7 @@ class ProxyAdmin:
             generation, token = self._running_generation, self.token
             due = {n: p for n, p in self._wanted.items() if self._made.get(n) != p}
             freed = set(self._freed)
-            commands = [f"set server alone/r{slot} state maint" for slot in sorted(freed)]
+            commands = [f"set server fallback/r{slot} state maint" for slot in sorted(freed)]
             for name, place in due.items():
                 commands += self._commands(name, place)
             if token != self._made_token:
@@ -144,8 +144,8 @@ class ProxyAdmin:
             f"set server {backend}/{slot} addr {place.host} port {place.port}"
             for backend in _BACKENDS
         ]
-        state = "ready" if place.alone else "maint"
-        return [*moved, f"set server alone/{slot} state {state}"]
+        state = "ready" if place.fallback else "maint"
+        return [*moved, f"set server fallback/{slot} state {state}"]
 
     async def _try(self, commands: Sequence[str]) -> bool:
         """Whether HAProxy took all commands."""

@@ -139,7 +139,7 @@ def configuration(settings: ProxySettings) -> str:
         _again(settings),
         _replicas("replicas", settings, retries=True),
         _replicas("last", settings, retries=False),
-        _alone(),
+        _fallback(),
         _pages(settings),
     ]
     return "\n".join(parts)
@@ -268,7 +268,7 @@ def _decided() -> list[str]:
                 f"{routed} {{ req.hdr(transfer-encoding) -m found }} {large}"),
         f"http-request lua.decide if {routed}",
         "use_backend pages if { var(txn.slo_page) -m found }",
-        "use_backend alone if { var(txn.slo_alone) -m found }",
+        "use_backend fallback if { var(txn.slo_fallback) -m found }",
         "use_backend last if { var(txn.slo_last) -m found }",
         "default_backend replicas",
     ]  # fmt: skip
@@ -302,11 +302,11 @@ def _replicas(name: str, settings: ProxySettings, *, retries: bool) -> str:
     return _section(f"backend {name}", *lines, _redirect())
 
 
-def _alone() -> str:
+def _fallback() -> str:
     """For the time in which the decision service is gone: no promises, but answers."""
     statuses = " ".join(map(str, sorted(RETRIED)))
     return _section(
-        "backend alone",
+        "backend fallback",
         "balance leastconn",
         "retries 3",
         "option redispatch 1",

@@ -19,7 +19,7 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine import gate
 from vllm_slo.engine.compat.api_server import has_reasoning_parser, vllm_config_of
 from vllm_slo.engine.http.exchange import Exchange
-from vllm_slo.engine.http.front_door import FrontDoor
+from vllm_slo.engine.http.front_access import FrontAccess
 from vllm_slo.engine.http.live_page import LivePage
 from vllm_slo.engine.http.models import MODELS_ROUTE, with_classes
 from vllm_slo.engine.http.quote import answer_quote
@@ -48,7 +48,7 @@ class SLOMiddleware:
     ``service_tier``, the tier served stands there, too (rule: `served_service_tier`). A declined
     request becomes ``decline_status`` with ``Retry-After`` and ``x-slo-reason``, on every route.
 
-    Behind a front (`FrontDoor`) the scope holds `FORWARDED`. It then reaches the scheduler with
+    Behind a front (`FrontAccess`) the scope holds `FORWARDED`. It then reaches the scheduler with
     every request that has an SLO, its own or the default.
 
     ``clock``: epoch seconds, for `prefill_ddl`.
@@ -59,15 +59,15 @@ class SLOMiddleware:
         self._clock = clock
         self._rules: Rules | None = None
         self._page = LivePage()
-        self._door = FrontDoor.from_environment()
+        self._front_access = FrontAccess.from_environment()
         if (engine := sys.modules.get("vllm.v1.engine.async_llm")) is not None:
             gate.install(engine)  # it was imported before the plugin could wrap it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._door is None:
+        if self._front_access is None:
             await self._serve(scope, receive, send)
         else:
-            await self._door(self._serve, scope, receive, send)
+            await self._front_access(self._serve, scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if await self._page.answered(scope, send):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server takes requests from a front: its door, its answers and its state stream."""
+"""How a server takes requests from a front: its access, its answers and its state stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.core.types import Demand
 from vllm_slo.engine.http import state_feed
 from vllm_slo.engine.http.forwarded_answer import ForwardedAnswer
-from vllm_slo.engine.http.front_door import FrontDoor
+from vllm_slo.engine.http.front_access import FrontAccess
 from vllm_slo.engine.http.state_feed import StateFeed
 from vllm_slo.engine.telemetry.state import StatePublisher
 from vllm_slo.slo.carriers import FORWARDED, Forwarded
@@ -36,7 +36,7 @@ from vllm_slo.wire.front_protocol import STATE_PATH, TRY_NEXT
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), max_tokens=8192)
 
-# --- the door ------------------------------------------------------------------------------------
+# --- access -------------------------------------------------------------------------------------
 
 
 class App:
@@ -59,15 +59,15 @@ def ask(
     app: App | None = None,
 ) -> tuple[Any, App]:
     app = app or App()
-    door = FrontDoor("secret", only=only, feed=StateFeed())
+    access = FrontAccess("secret", only=only, feed=StateFeed())
 
     async def run() -> Any:
-        transport = httpx.ASGITransport(partial(door, app))
+        transport = httpx.ASGITransport(partial(access, app))
         async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
             return await client.get(path, headers=headers)
 
     answer = asyncio.run(run())
-    assert door.running == 0
+    assert access.running == 0
     return answer, app
 
 
@@ -96,7 +96,7 @@ def test_websockets_are_guarded_too() -> None:
 
         scope = {"type": "websocket", "path": "/", "headers": []}
         nothing: Any = None
-        await FrontDoor("secret", only=True, feed=StateFeed())(App(), scope, nothing, send)
+        await FrontAccess("secret", only=True, feed=StateFeed())(App(), scope, nothing, send)
         return sent
 
     assert asyncio.run(run()) == [{"type": "websocket.close", "code": 1008}]
@@ -147,8 +147,8 @@ def test_the_lifespan_is_the_apps() -> None:
         seen.append(scope)
 
     nothing: Any = None
-    door = FrontDoor("secret", only=True, feed=StateFeed())
-    asyncio.run(door(inner, {"type": "lifespan"}, nothing, nothing))
+    access = FrontAccess("secret", only=True, feed=StateFeed())
+    asyncio.run(access(inner, {"type": "lifespan"}, nothing, nothing))
     assert seen == [{"type": "lifespan"}]
 
 

@@ -56,7 +56,7 @@ _WISHES: Final[Mapping[bytes, OnUnattainable | None]] = {
 }
 
 
-class FrontDoor:
+class FrontAccess:
     """Tells the front's requests from those of clients, and serves the front's private paths.
 
     Args:
@@ -75,8 +75,8 @@ class FrontDoor:
         self._feed = feed
 
     @classmethod
-    def from_environment(cls) -> FrontDoor | None:
-        """The door that the environment asks for; None: this server has no front."""
+    def from_environment(cls) -> FrontAccess | None:
+        """The access that the environment asks for; None: this server has no front."""
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not token:
             return None
