@@ -149,11 +149,11 @@ def _global(settings: ProxySettings) -> str:
     return _section(
         "global",
         f"maxconn {settings.connections}",
-        f"lua-load-per-thread {SCRIPT}",
+        f"lua-load-per-thread {_quoted(str(SCRIPT))}",
         f"tune.bufsize {BUFFER_BYTES}",
         f"tune.maxrewrite {RESERVED_BYTES}",
         f"tune.http.maxhdr {MAX_HEADERS}",
-        f"stats socket {settings.folder.admin} mode 600 level admin",
+        f"stats socket {_quoted(str(settings.folder.admin))} mode 600 level admin",
     )
 
 
@@ -176,11 +176,13 @@ def _defaults() -> str:
 
 
 def _public(settings: ProxySettings) -> str:
-    tls = f" ssl crt {settings.certificate} alpn h2,http/1.1" if settings.certificate else ""
+    certificate = _quoted(str(settings.certificate))
+    tls = f" ssl crt {certificate} alpn h2,http/1.1" if settings.certificate else ""
     is_api = "{ path_beg /v1/ } !{ method OPTIONS }"
     keys = []
     if settings.api_keys:
-        has_key = f"{{ http_auth_bearer,sha2(256),hex,lower -m str -f {settings.folder.keys} }}"
+        keys = _quoted(str(settings.folder.keys))
+        has_key = f"{{ http_auth_bearer,sha2(256),hex,lower -m str -f {keys} }}"
         keys = [
             _answer(401, "Unauthorized", "Unauthorized", f"{is_api} {MESSAGES} !{has_key}"),
             (
@@ -225,7 +227,7 @@ def _public(settings: ProxySettings) -> str:
 def _again(settings: ProxySettings) -> str:
     return _section(
         "frontend again",
-        f"bind {_unix(settings.folder.again)}",
+        f"bind {_quoted(_unix(settings.folder.again))}",
         *_shape(),
         f"http-request set-var(txn.slo_exchange) req.hdr({OWN_PREFIX}exchange)",
         f"http-request set-var(txn.slo_tries) req.hdr({OWN_PREFIX}tries),add(1)",
@@ -276,7 +278,7 @@ def _decided() -> list[str]:
 
 def _replicas(name: str, settings: ProxySettings, *, retries: bool) -> str:
     statuses = " ".join(map(str, sorted(RETRIED)))
-    again = _unix(settings.folder.again)
+    again = _quoted(_unix(settings.folder.again))
     lines = [
         "balance roundrobin",
         "use-server %[var(txn.slo_slot)] if { var(txn.slo_slot) -m found }",
@@ -321,7 +323,7 @@ def _pages(settings: ProxySettings) -> str:
     return _section(
         "backend pages",
         "timeout server 60s",
-        f"server pages {_unix(settings.folder.pages)}",
+        f"server pages {_quoted(_unix(settings.folder.pages))}",
         _named_by_answer(),
     )
 

@@ -53,6 +53,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo import SLO, tiny
 from vllm_slo.core.attainment import worst_window_tpot_s
 from vllm_slo.core.clock import VirtualClock
+from vllm_slo.core.routing.state_stream import StateDecoder, StateEncoder
 from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.engine.scheduling import request_facts
 from vllm_slo.engine.scheduling.slo_request import SLORequest
@@ -684,7 +685,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         with unwatched():
             state = scheduler.state()
-            assert state.to_json() == scheduler.state().to_json()
+            assert state == scheduler.state()
+            read = StateDecoder().read(StateEncoder().line(state))
+            assert read.state is not None
+            assert (read.state.decoding, read.state.running) == (state.decoding, state.running)
         assert state.running + state.waiting == len(scheduler.requests)
         promised = sum(t.promised for t in scheduler.parts.tracker.live.values())
         assert len(state.committed) + sum(state.decoding.values()) == promised
