@@ -198,7 +198,7 @@ def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
     kill = partial(sigkill, victims[0])
     retries = round(patience(6)) if part == "front" else 0
     seen = asyncio.run(volley(live, kill, retries=retries, stream_tokens=400))
-    assert [one.error for one in seen.waiting] == [None] * 20
+    assert [one for one in seen.waiting if one.error is not None] == []
     failed = [one for one in seen.streaming if one.error is not None]
     assert 1 <= len(failed) <= (20 if part == "front" else 19)
     assert max(one.ended_s for one in failed) - seen.killed_s < PROMPT_S
