@@ -7,7 +7,6 @@ import hashlib
 import shutil
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +19,18 @@ from vllm_slo.router.haproxy_config import (
     environment,
     keys_text,
 )
+from vllm_slo.wire.socket_folder import make_socket_folder
 
 
 @pytest.mark.parametrize("named", ["plain", "with space", "it's", 'a "word"', "#2", "a\\b"])
-def test_any_path(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_path(
+    named: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever the package, the temporary folder and the certificate lie."""
-    place = tmp_path / named
+    parent = make_socket_folder("")
+    place = parent / named
     place.mkdir()
+    request.addfinalizer(lambda: shutil.rmtree(parent))
     script = place / "haproxy.lua"
     shutil.copy(haproxy_config.SCRIPT, script)
     monkeypatch.setattr(haproxy_config, "SCRIPT", script)

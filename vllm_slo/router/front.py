@@ -24,7 +24,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -44,6 +43,7 @@ from vllm_slo.router.haproxy_config import (
     environment,
     keys_text,
 )
+from vllm_slo.wire.socket_folder import make_socket_folder
 
 logger = logging.getLogger("vllm_slo.front")
 
@@ -257,7 +257,7 @@ async def front_at(
     if pem is not None and not pem.is_file():
         raise ConfigError(f"--tls-cert {certificate}: no such file; name a PEM file")
     listener = _listen(host, port)
-    folder = Path(tempfile.mkdtemp(prefix="vllm-slo-front-"))
+    folder = make_socket_folder("vllm-slo-front-")
     try:
         yield Front(config, config_json, program, listener, folder, report, pem)
     finally:

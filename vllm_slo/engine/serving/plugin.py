@@ -17,7 +17,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import wrapt
@@ -32,6 +31,7 @@ from vllm_slo.engine.serving import lifeline
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
 from vllm_slo.errors import VllmSLOError
 from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
+from vllm_slo.wire.socket_folder import make_socket_folder
 
 
 def register() -> None:
@@ -133,7 +133,7 @@ def _open_to_front() -> None:
     """
     if not os.environ.get(TOKEN_VARIABLE):
         return
-    folder = Path(tempfile.mkdtemp(prefix="vllm-slo-"))
+    folder = make_socket_folder("vllm-slo-")
     lifeline.hold(folder)
     os.environ[SOCKET_VARIABLE] = str(folder / "state")
     atexit.register(_leave, folder, os.getpid())
