@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from front_stack import Fake, FrontProcess, events, eventually, processes
 from patience import patience
@@ -378,6 +379,34 @@ def test_a_front_that_was_held_up_does_not_blame_its_replicas(
 # --- the set of replicas -------------------------------------------------------------------------
 
 
+def test_a_new_decision_service_waits_for_states(front: FrontProcess, fakes: list[Fake]) -> None:
+    """Until then HAProxy uses the replicas that it knows: nothing is refused."""
+
+    def service() -> int | None:
+        children = psutil.Process(front.process.pid).children()
+        found = [one.pid for one in children if "decision_service" in " ".join(one.cmdline())]
+        return found[0] if found else None
+
+    def decides() -> bool:
+        with suppress(httpx.HTTPError):
+            answer = front.get("/replicas")
+            ready = [one["status"] for one in answer.json()] if answer.status_code == 200 else []
+            return ready == ["ready"] * len(fakes) and service() not in (None, before)
+        return False
+
+    before = service()
+    assert before is not None
+    for fake in fakes:
+        fake.knobs(greet_s=0.3)
+    psutil.Process(before).kill()
+    answers = []
+    end_s = time.monotonic() + PROMPTLY_S
+    while time.monotonic() < end_s and not (answers and decides()):
+        answers += [front.post(json=asked(False)) for _ in range(3)]
+    assert service() not in (None, before)
+    assert [one.text for one in answers if one.status_code != 200] == []
+
+
 def test_without_replicas_it_says_so(front: FrontProcess, fakes: list[Fake]) -> None:
     front.tell([])
     eventually(lambda: not front.replicas(), "there are none")
@@ -490,15 +519,20 @@ def test_a_drain_lets_requests_end(
     answers = submit(pool, front, 4, max_tokens=20)
     eventually(lambda: sum(len(fake.seen()) for fake in fakes) == 4, "they are sent")
     kept = http.client.HTTPConnection("127.0.0.1", front.port, timeout=PROMPTLY_S)
-    kept.request("GET", "/health")
-    assert kept.getresponse().read() == b""
+
+    def health() -> int:
+        kept.request("GET", "/health")
+        answer = kept.getresponse()
+        answer.read()
+        return answer.status
+
+    assert health() == 200
     if how == "stdin":
         front.close_stdin()
     else:
         front.signal(getattr(signal, how))
     eventually(lambda: not _connects(front.port), "it accepts nobody")
-    kept.request("GET", "/health")
-    assert kept.getresponse().status == 503
+    eventually(lambda: health() == 503, "open connections are told")
     kept.close()
     for fake in fakes:
         fake.knobs(hold_at=None)

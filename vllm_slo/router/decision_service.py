@@ -52,6 +52,9 @@ logger = logging.getLogger("vllm_slo.front")
 ADMISSION: Final = "vllm_slo.core.admission"
 """The policy of which routing calls compiled functions."""
 TICK_S: Final = 0.1
+FIRST_STATES_S: Final = 1.0
+"""Time for replicas to send their first state before this service decides without them."""
+FIRST_STATES_POLL_S: Final = 0.01
 LAST_WORDS_S: Final = 0.3
 """Time after a drain in which the requests that were cut off are refused."""
 REPORT_S: Final = 1.0
@@ -81,6 +84,7 @@ class DecisionService:
         self._folder = folder
         self._report = report
         self._draining = False
+        self._is_told = False
         self._cuts: set[asyncio.Task[None]] = set()
 
     # --- life ------------------------------------------------------------------------------------
@@ -100,6 +104,7 @@ class DecisionService:
             (_server(self.decide, BUFFER_BYTES), self._folder.decide),
             (_server(self.page, MAX_BODY_BYTES), self._folder.pages),
         ]
+        await self._hear_of_replicas()
         loop = asyncio.get_running_loop()
         for server, path in servers:
             path.unlink(missing_ok=True)  # of a predecessor that was killed
@@ -117,6 +122,19 @@ class DecisionService:
                 await server.shutdown(1.0)
             await self.cluster.close()
             self._decisions.close()
+
+    async def _hear_of_replicas(self) -> None:
+        """Wait for the list of replicas and the first state of each, at most `FIRST_STATES_S`.
+
+        Until this service listens, HAProxy sends requests to the replicas that it knows from a
+        service that was killed. A service that knows no state would refuse them.
+        """
+        end_s = time.monotonic() + FIRST_STATES_S
+        while time.monotonic() < end_s:
+            if self._is_told and all(each.ready for each in self.cluster.listed.values()):
+                break
+            await asyncio.sleep(FIRST_STATES_POLL_S)
+        self._place(set())
 
     async def _drain(self) -> None:
         self._draining = True
@@ -247,6 +265,7 @@ class DecisionService:
             self.admin.started(int(message["generation"]))
             return
         specs = [ReplicaSpec.from_json(entry) for entry in message["replicas"]]
+        self._is_told = True
         if self.cluster.is_open:
             self.cluster.replace(specs)
 
