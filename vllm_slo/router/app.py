@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy: as many replicas as the front asked for last.
 
-    Serve applies the delays. Nothing changes while the front has not asked.
+    Serve applies the delays. Nothing changes while the front has not asked. Without a replica there
+    is none to pass its word on; then its call of `Replica.wake`, which waits, asks for one.
     """
     series = (context.raw_metrics or {}).get("replicas_wanted", {}).values()
     newest = max(
         (points[-1] for points in series if points), key=lambda p: p.timestamp, default=None
     )
     wanted = context.target_num_replicas if newest is None else math.ceil(newest.value)
+    if not context.running_replicas and context.total_num_requests:
+        wanted = max(wanted, 1)
     low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
     return max(low, min(high, wanted)), {}
 
@@ -64,7 +67,11 @@ def build(args: Mapping[str, Any]) -> Application:
     front = serve.deployment(Front, name=FRONT).options(
         num_replicas=1,
         max_ongoing_requests=10_000,
-        ray_actor_options={"num_cpus": 0, "resources": parsed.front_resources},
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": parsed.front_resources,
+            "runtime_env": _pushing("HANDLE"),
+        },
         **_supervision(drain_s),
     )
     return front.bind(
@@ -101,24 +108,29 @@ def build(args: Mapping[str, Any]) -> Application:
 
 def _replica_options(args: AppArgs, set_aside: Resources, drain_s: float) -> dict[str, Any]:
     actor: dict[str, Any] = {"num_cpus": set_aside.cpus, "num_gpus": set_aside.gpus}
-    # Serve passes a metric on every ten seconds, unless this variable is set when the actor starts.
-    push = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
     options: dict[str, Any] = {"ray_actor_options": actor, **_supervision(drain_s)}
     if set_aside.gpus:
         options["placement_group_bundles"] = [set_aside.bundle]
         options["placement_group_strategy"] = "STRICT_PACK"
     if not args.scales:
-        return {**options, "num_replicas": args.fewest}
-    actor["runtime_env"] = {"env_vars": {push: os.environ.get(push, "1.0")}}
+        return {**options, "num_replicas": args.first}
+    actor["runtime_env"] = _pushing("REPLICA")
     options["autoscaling_config"] = AutoscalingConfig(
         min_replicas=args.fewest,
         max_replicas=args.most,
-        initial_replicas=args.fewest,
+        initial_replicas=args.first,
         upscale_delay_s=args.upscale_delay_s,
         downscale_delay_s=args.downscale_delay_s,
+        downscale_to_zero_delay_s=args.downscale_delay_s,
         policy=AutoscalingPolicy(policy_function="vllm_slo.router.app:replicas_wanted"),
     )
     return options
+
+
+def _pushing(what: str) -> dict[str, Any]:
+    """A runtime environment in which Serve passes metrics on every second: its ten are too many."""
+    variable = f"RAY_SERVE_{what}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
+    return {"env_vars": {variable: os.environ.get(variable, "1.0")}}
 
 
 def _supervision(drain_s: float) -> dict[str, Any]:

@@ -59,10 +59,11 @@ class AppArgs(BaseModel):
     )
     min_replicas: int | None = Field(
         default=None,
-        ge=1,
+        ge=0,
         le=10_000,
-        description="Fewest replicas under autoscaling, 1 to 10000. Too low: the first burst waits "
-        "for a model to load.",
+        description="Fewest replicas under autoscaling, 0 to 10000. Too low: the first burst waits "
+        "for a model to load. 0: after a time without requests none is left, and the next request "
+        "gets 503 while one starts.",
     )
     max_replicas: int | None = Field(
         default=None,
@@ -216,8 +217,15 @@ class AppArgs(BaseModel):
 
     @property
     def fewest(self) -> int:
-        """Replicas at the start, and the smallest number."""
-        return self.replicas or self.min_replicas or 1
+        """The smallest number of replicas."""
+        if self.min_replicas is not None:
+            return self.min_replicas
+        return self.replicas or 1
+
+    @property
+    def first(self) -> int:
+        """Replicas at the start: at least one, so that mistakes show."""
+        return max(self.fewest, 1)
 
     @property
     def most(self) -> int:

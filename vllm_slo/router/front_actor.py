@@ -84,7 +84,8 @@ class Front:
     # Serve awaits the constructor, so an actor can be stopped while it waits for its child.
     async def __init__(self, spec: FrontSpec, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
         self._spec = spec
-        self._replicas = replicas  # makes both deployments one application; never called
+        self._replicas = replicas
+        self._waking: Any = None
         self._leaving = False
         self._entries: dict[str, dict[str, str]] = {}
         self._seen_s: dict[str, float] = {}
@@ -101,15 +102,16 @@ class Front:
         self._tasks = [
             asyncio.create_task(self._supervise()),
             asyncio.create_task(self._remove_silent()),
+            asyncio.create_task(self._wake()),
         ]
 
     async def register(self, entry: dict[str, str]) -> dict[str, int]:
-        """Register a replica, every second; returns how many replicas are wanted."""
+        """Register a replica, every second; returns how many replicas are wanted, if known."""
         name = entry["name"]
         self._seen_s[name] = time.monotonic()
         self._entries[name] = entry
         self._send_entries()
-        return {"wanted": int(self._report.get("wanted", 0))}
+        return {key: int(self._report[key]) for key in ("wanted",) if key in self._report}
 
     async def deregister(self, name: str) -> None:
         self._entries.pop(name, None)
@@ -194,6 +196,18 @@ class Front:
             for name in [name for name, seen_s in self._seen_s.items() if seen_s < limit_s]:
                 logger.warning("replica %s has stopped registering", name)
                 await self.deregister(name)
+
+    async def _wake(self) -> None:
+        """While a replica is wanted and there is none, keep one call waiting for it: Serve sees the
+        call and starts a replica if it scales from zero."""
+        while True:
+            await asyncio.sleep(REGISTER_EVERY_S)
+            wanted = self._report.get("wanted", 0) > 0 and not self._entries
+            if wanted and self._waking is None:
+                self._waking = self._replicas.wake.remote()
+            elif not wanted and self._waking is not None:
+                self._waking.cancel()
+                self._waking = None
 
     def _send_entries(self) -> None:
         if self._report:

@@ -84,7 +84,7 @@ class Replica:
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]
         self._leaving = False
         self._spec = spec
-        self._wanted = 0
+        self._wanted: int | None = None
         context = serve.get_replica_context()
         self._name, self._app = context.replica_id.unique_id, context.app_name
         self._child = Child(
@@ -114,7 +114,10 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The metric for Serve's autoscaler: how many replicas the front wants."""
-        return {METRIC: float(self._wanted)} if self._wanted else {}
+        return {} if self._wanted is None else {METRIC: float(self._wanted)}
+
+    async def wake(self) -> None:
+        """Nothing: that this call waits says that a replica is wanted."""
 
     async def __del__(self) -> None:
         """Serve stops the actor: take no new requests, then drain."""
@@ -135,7 +138,7 @@ class Replica:
                 answer = await asyncio.wait_for(
                     _awaited(front.register.remote(self._entry)), CALL_TIMEOUT_S
                 )
-                self._wanted = int(answer["wanted"])
+                self._wanted = answer.get("wanted")
             except Exception as error:  # noqa: BLE001 (the front may be starting or restarting)
                 logger.warning("%s: could not register: %r", self._name, error)
             await asyncio.sleep(max(0.0, started_s + REGISTER_EVERY_S - time.monotonic()))

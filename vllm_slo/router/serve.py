@@ -188,7 +188,7 @@ class _Deployment:
                 if message and message != told:
                     told = message
                     ray_session.say(f"{name}: {message.splitlines()[0]}")
-            if status and status.status == "RUNNING" and self._ready() >= self._args.fewest:
+            if status and status.status == "RUNNING" and self._ready() >= self._args.first:
                 break
             time.sleep(POLL_S)
         self._ran = True
@@ -202,11 +202,12 @@ class _Deployment:
     def _watch(self) -> None:
         """Report changes of the number of ready replicas until a signal comes."""
         known = self._ready()
+        among = "" if self._args.scales else f" of {self._args.first}"
         while True:
             time.sleep(STATUS_EVERY_S)
             ready = self._ready()
             if ready != known:
-                ray_session.say(f"{ready} of {self._args.fewest} replicas ready")
+                ray_session.say(f"{ready}{among} replicas ready")
                 known = ready
 
     def _ready(self) -> int:

@@ -14,6 +14,7 @@ PROMISED, REFUSED = Route("r0", True, 1), Route("r0", False, 1, "best_effort", "
 def metered(count: int, decision: Route, work_s: float = 1.0) -> DemandMeter:
     meter = DemandMeter(window_s=30.0, target=0.5)
     for n in range(count):
+        meter.came(n * 30.0 / count)
         meter.routed(ASKS, decision, n * 30.0 / count, work_s)
     return meter
 
@@ -29,9 +30,16 @@ def test_replicas_go_when_none_was_refused_and_the_rest_suffices() -> None:
     assert metered(15, PROMISED).wanted(8, 29.9) == 2
     assert metered(15, PROMISED).wanted(1, 29.9) == 1
     meter = metered(15, PROMISED)
-    assert meter.wanted(8, 90.0) == 1
+    assert meter.wanted(8, 90.0) == 0
 
 
-def test_a_front_that_has_seen_nothing_keeps_one() -> None:
-    assert DemandMeter().wanted(0, 5.0) == 1
-    assert DemandMeter().wanted(1, 5.0) == 1
+def test_none_is_wanted_without_requests() -> None:
+    assert DemandMeter(30.0, 0.7).wanted(0, 5.0) == 0
+    assert DemandMeter(30.0, 0.7).wanted(1, 5.0) == 0
+
+
+def test_one_is_wanted_for_a_request_of_which_no_work_is_known() -> None:
+    meter = DemandMeter(30.0, 0.7)
+    meter.came(5.0)
+    assert [meter.wanted(ready, 34.9) for ready in (0, 1, 3)] == [1, 1, 3]
+    assert [meter.wanted(ready, 35.0) for ready in (0, 1, 3)] == [0, 0, 0]

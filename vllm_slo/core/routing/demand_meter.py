@@ -22,11 +22,16 @@ class DemandMeter:
         target: share of a replica's time that is to be filled, 0 < target <= 1.
     """
 
-    def __init__(self, window_s: float = 30.0, target: float = 0.7) -> None:
+    def __init__(self, window_s: float, target: float) -> None:
         self.window_s = window_s
         self.target = target
         self._seen: deque[tuple[float, float, bool]] = deque()
         self._since_s: float | None = None
+        self._last_s = -math.inf
+
+    def came(self, now_s: float) -> None:
+        """Record a request of any kind, with or without a decision."""
+        self._last_s = now_s
 
     def routed(self, request: RoutedRequest, route: Route, now_s: float, work_s: float) -> None:
         """Record a decision about a request that takes ``work_s`` of a replica's time."""
@@ -39,14 +44,16 @@ class DemandMeter:
             self._seen.popleft()
 
     def wanted(self, ready: int, now_s: float) -> int:
-        """Replicas wanted, at least 1.
+        """Replicas wanted; 0 if no request came in the window.
 
         While promises are refused it is at least one more than are ``ready``. It is fewer only if
         none was refused in the window and the rest would not be too full.
         """
         self._forget(now_s)
+        if self._last_s <= now_s - self.window_s:
+            return 0
         if self._since_s is None or not self._seen:
-            return 1 if self._since_s is None or now_s - self._since_s > self.window_s else ready
+            return max(ready, 1)
         span_s = min(max(now_s - self._since_s, 1.0), self.window_s)
         total_s = sum(work_s for _, work_s, _ in self._seen)
         refused_s = sum(work_s for _, work_s, refused in self._seen if refused)
