@@ -407,6 +407,36 @@ def test_a_new_decision_service_waits_for_states(front: FrontProcess, fakes: lis
     assert [one.text for one in answers if one.status_code != 200] == []
 
 
+def test_one_of_two_fronts_is_killed(front: FrontProcess, fakes: list[Fake], keep: Any) -> None:
+    """A client that turns to the other front loses nothing that had not begun."""
+    other = keep(FrontProcess(ROUTING))
+    other.serve(*fakes)
+    for fake in fakes:
+        fake.knobs(hold_at=0)
+
+    def ask(*fronts: FrontProcess) -> tuple[int, str]:
+        for place, each in enumerate(fronts):
+            with suppress(httpx.HTTPError):
+                return place, text_of(each.post(json=asked(True)))
+        raise AssertionError("no front answered")
+
+    with ThreadPoolExecutor(2 * MANY) as pool:
+        here = [pool.submit(ask, front) for _ in range(MANY)]
+        there = [pool.submit(ask, other, front) for _ in range(MANY)]
+        eventually(lambda: _seen(fakes) == 2 * MANY, "all are sent")
+        other.process.kill()
+        eventually(lambda: _seen(fakes) == 3 * MANY, "those of the other are sent again")
+        for fake in fakes:
+            fake.knobs(hold_at=None)
+        assert {one.result(PROMPTLY_S)[0] for one in here} == {0}
+        assert {one.result(PROMPTLY_S)[0] for one in there} == {1}
+    eventually(front.quiet, "nothing is under way")
+
+
+def _seen(fakes: list[Fake]) -> int:
+    return sum(len(fake.seen()) for fake in fakes)
+
+
 def test_without_replicas_it_says_so(front: FrontProcess, fakes: list[Fake]) -> None:
     front.tell([])
     eventually(lambda: not front.replicas(), "there are none")
