@@ -460,6 +460,7 @@ def test_a_replica_that_leaves_the_set_ends_its_work(
     front.tell([other])
     eventually(lambda: status_of(front, one.name) == "draining", "it leaves")
     other.knobs(hold_at=None)
+    eventually(lambda: status_of(front, other.name) == "ready", "it stays")
     assert {front.post().headers["x-vllm-slo-replica"] for _ in range(3)} == {other.name}
     one.knobs(hold_at=None)
     assert len(text_of(running.result(PROMPTLY_S)).split()) == 15
@@ -599,7 +600,7 @@ def test_a_drain_does_not_take_for_ever(
 def test_the_parent_is_told_what_is_wanted_and_ready(fakes: list[Fake], keep: Any) -> None:
     front = keep(FrontProcess(ROUTING))
     assert front.line("listening") == {"listening": front.url}
-    assert front.line("ready") == {"wanted": 0, "ready": 0}
+    assert front.line("ready") == {"wanted": 0, "ready": 0, "load": [False, 0.0, 0.0]}
     front.serve(*fakes)
     eventually(lambda: front.line("ready")["ready"] == 2, "two are ready")
     for fake in fakes:
@@ -607,7 +608,9 @@ def test_the_parent_is_told_what_is_wanted_and_ready(fakes: list[Fake], keep: An
     eventually(lambda: _is_refused(front), "promises are refused")
     eventually(lambda: front.line("wanted")["wanted"] > 2, "more are wanted")
     assert front.total("wanted_replicas") > 2
-    assert all(set(line) <= {"listening", "wanted", "ready"} for line in front.lines)
+    asked_for, work, refused = front.line("wanted")["load"]
+    assert asked_for and work > 0.0 and refused > 0.0
+    assert all(set(line) <= {"listening", "wanted", "ready", "load"} for line in front.lines)
     assert all(one != other for one, other in pairwise(front.lines)), "it says what is new"
 
 

@@ -205,5 +205,5 @@ def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
     assert 1 <= len(failed) <= (20 if part == "front" else 19)
     assert max(one.ended_s for one in failed) - seen.killed_s < PROMPT_S
     assert all(one.whole or one.error for one in (*seen.waiting, *seen.streaming))
-    assert sum(one.whole for one in seen.waiting) >= 15
+    assert sum(one.whole for one in seen.waiting) >= 5
     await_whole(live, before, 2 if part == "front" else 1, START_S)

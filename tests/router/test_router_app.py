@@ -244,6 +244,18 @@ def test_replicas_and_front_on_cpu() -> None:
     assert front.init_args[0].drain_s == replica.init_args[0].drain_s == 7
 
 
+def test_every_replica_is_known_to_all_fronts() -> None:
+    front, replica = bound({"model": "m", "fronts": 3})
+    others = [each._bound_deployment for each in front.init_args[2:]]
+    assert replica.init_args[0].fronts == ("Front", *(other.name for other in others))
+    assert len(others) == 2
+    for other in others:
+        assert other.init_args[0] == front.init_args[0]
+        assert other.init_args[1]._bound_deployment is replica
+    assert "--share-port" in front.init_args[0].command()
+    assert "--share-port" not in bound({"model": "m"})[0].init_args[0].command()
+
+
 def test_tensor_parallel_replicas_get_a_placement_group_each() -> None:
     words = ["-tp", "4", "--pipeline-parallel-size=2"]
     _, replica = bound(
@@ -582,7 +594,7 @@ port, within_s = int(sys.argv[1]), float(sys.argv[2])
 ray.init(address="local", include_dashboard=False, log_to_driver=False)
 serve.start(proxy_location="Disabled")
 app = build({
-    "model": "tiny", "min_replicas": 0, "max_replicas": 2, "upscale_delay_s": 0.2,
+    "model": "tiny", "fronts": 2, "min_replicas": 0, "max_replicas": 2, "upscale_delay_s": 0.2,
     "downscale_delay_s": 1, "slo_config": {"routing": {"demand_window_s": 2}},
     "host": "127.0.0.1", "private_host": "127.0.0.1", "port": port,
     "replica_module": "fake_replica",
@@ -594,7 +606,8 @@ def ask(**slo):
 def until(what, condition):
     end = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < end, (what, handle.status.remote().result())
+        told = handle.status.remote().result(), serve.status().applications
+        assert time.monotonic() < end, (what, *told)
         time.sleep(0.1)
     print(what, flush=True)
 def count():

@@ -64,46 +64,56 @@ def build(args: Mapping[str, Any]) -> Application:
     replica = serve.deployment(Replica, name=REPLICA).options(
         **_replica_options(parsed, set_aside, drain_s)
     )
-    front = serve.deployment(Front, name=FRONT).options(
-        num_replicas=1,
-        max_ongoing_requests=10_000,
-        ray_actor_options={
-            "num_cpus": 0,
-            "resources": parsed.front_resources,
-            "runtime_env": _pushing("HANDLE"),
-        },
-        **_supervision(drain_s),
+    names = front_names(parsed.fronts)
+    spec = FrontSpec(
+        module=parsed.front_module,
+        host=parsed.host,
+        port=parsed.port,
+        slo_config=json.dumps(additional.get("slo_config")),
+        served_model_names=tuple(parsed.served_model_names),
+        api_key_env=parsed.api_key_env,
+        # Of the keys set where the application is built; else a front reads its own.
+        api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),
+        secret_env=secret_env,
+        drain_s=drain_s,
+        shares_port=parsed.fronts > 1,
     )
-    return front.bind(
-        FrontSpec(
-            module=parsed.front_module,
-            host=parsed.host,
-            port=parsed.port,
-            slo_config=json.dumps(additional.get("slo_config")),
-            served_model_names=tuple(parsed.served_model_names),
-            api_key_env=parsed.api_key_env,
-            # Of the keys set where the application is built; else the front reads its own.
-            api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),
-            secret_env=secret_env,
+    replicas = replica.bind(
+        ReplicaSpec(
+            module=parsed.replica_module,
+            model=parsed.model,
+            vllm_args=tuple(Flags(parsed.vllm_args).without("--additional-config").words),
+            additional_config=json.dumps(additional),
+            private_host=parsed.private_host,
             drain_s=drain_s,
-        ),
-        replica.bind(
-            ReplicaSpec(
-                module=parsed.replica_module,
-                model=parsed.model,
-                vllm_args=tuple(Flags(parsed.vllm_args).without("--additional-config").words),
-                additional_config=json.dumps(additional),
-                private_host=parsed.private_host,
-                drain_s=drain_s,
-                most=parsed.most,
-                workers=parsed.parallel_size,
-                gpus=set_aside.gpus,
-                cpus=parsed.cpus_per_replica,
-                env=tuple(sorted(parsed.env.items())),
-                secret_env=secret_env,
-            )
-        ),
+            fronts=names,
+            most=parsed.most,
+            workers=parsed.parallel_size,
+            gpus=set_aside.gpus,
+            cpus=parsed.cpus_per_replica,
+            env=tuple(sorted(parsed.env.items())),
+            secret_env=secret_env,
+        )
     )
+    first, *others = (
+        serve.deployment(Front, name=name).options(
+            num_replicas=1,
+            max_ongoing_requests=10_000,
+            ray_actor_options={
+                "num_cpus": 0,
+                "resources": parsed.front_resources,
+                "runtime_env": _pushing("HANDLE"),
+            },
+            **_supervision(drain_s),
+        )
+        for name in names
+    )
+    return first.bind(spec, replicas, *(other.bind(spec, replicas) for other in others))
+
+
+def front_names(count: int) -> tuple[str, ...]:
+    """The deployments of the fronts."""
+    return (FRONT, *(f"{FRONT}-{number}" for number in range(2, count + 1)))
 
 
 def _replica_options(args: AppArgs, set_aside: Resources, drain_s: float) -> dict[str, Any]:

@@ -86,6 +86,14 @@ class AppArgs(BaseModel):
         description="Seconds for which fewer replicas must be enough before some are stopped, 0 to "
         "86400. Scope: autoscaling. Too low: the next burst waits for a model to load.",
     )
+    fronts: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Number of fronts, 1 to 100; every replica is known to all. They listen on the "
+        "same port, each on the node where it runs; see front_resources. 1: while a front starts "
+        "again, nothing is served.",
+    )
     host: str = Field(
         default="0.0.0.0",
         min_length=1,

@@ -5,7 +5,7 @@
 
 - stdin: JSON lines: ``{"replicas": [...]}`` with all replicas; ``{"generation": n}`` after each
   start of HAProxy; it drains at the end of stdin.
-- stdout: JSON lines: ``{"deciding": true}`` once, then ``{"wanted": n, "ready": m}`` on change.
+- stdout: JSON lines: ``{"deciding": true}`` once, then ``{"wanted", "ready", "load"}`` on change.
 - SIGTERM: running requests have `RoutingConfig.drain_s` to end.
 
 The private folder holds the Unix sockets; see `haproxy_config.FrontFolder`.
@@ -151,7 +151,7 @@ class DecisionService:
 
     async def _tick(self) -> None:
         before_s = reported_s = time.monotonic()
-        reported: dict[str, int] = {}
+        reported: dict[str, Any] = {}
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
@@ -162,9 +162,11 @@ class DecisionService:
             self.exchanges.sweep(now_s)
             self._place(left)
             ready = len(self.cluster.ready())
-            wanted = self.cluster.demand.wanted(ready, now_s)
+            load = self.cluster.demand.load(now_s)
+            wanted = load.replicas(ready)
             self.metrics.wanted.set(wanted)
-            news = {"wanted": wanted, "ready": ready}
+            rounded = [float(f"{number:.2g}") for number in (load.work, load.refused)]
+            news = {"wanted": wanted, "ready": ready, "load": [load.asked, *rounded]}
             if news != reported and (not reported or now_s - reported_s >= REPORT_S):
                 reported, reported_s = news, now_s
                 self._report(news)
