@@ -7,6 +7,7 @@ import http.client
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -465,6 +466,35 @@ def test_a_replica_that_leaves_the_set_ends_its_work(
     one.knobs(hold_at=None)
     assert len(text_of(running.result(PROMPTLY_S)).split()) == 15
     eventually(lambda: one.name not in front.replicas(), "it is gone")
+
+
+def test_replicas_are_replaced_without_a_failed_request(
+    fakes: list[Fake], pool: ThreadPoolExecutor, keep: Any
+) -> None:
+    """One after the other: a new one joins, an old one leaves and ends when it is idle."""
+    front = keep(FrontProcess(ROUTING))
+    listed = [keep(Fake("old 1")), keep(Fake("old 2"))]
+    front.serve(*listed)
+    stop = threading.Event()
+
+    def ask() -> list[str]:
+        texts = []
+        while not stop.is_set():
+            texts.append(text_of(front.post(json=asked(True))))
+        return texts
+
+    clients = [pool.submit(ask) for _ in range(4)]
+    for number in (1, 2):
+        old = listed.pop(0)
+        listed.append(keep(Fake(f"new {number}")))
+        front.tell([old, *listed])
+        eventually(lambda: status_of(front, listed[-1].name) == "ready", "it joins")
+        front.tell(listed)
+        eventually(lambda n=old.name: n not in front.replicas(), "it has left", PROMPTLY_S)
+        old.process.kill()
+    eventually(lambda: all(len(fake.seen()) > 3 for fake in listed), "the new ones serve")
+    stop.set()
+    assert {text for client in clients for text in client.result(PROMPTLY_S)} == {" t0 t1 t2 t3"}
 
 
 def test_a_draining_replica_gets_nothing_new(

@@ -630,6 +630,42 @@ def test_the_number_of_replicas_follows_requests() -> None:
         assert live.process.returncode == 0, out + err
 
 
+GCS = """
+import os, signal, sys, threading, time
+import httpx, psutil, ray
+from ray import serve
+from vllm_slo.router.app import build
+port, after_s = int(sys.argv[1]), float(sys.argv[2])
+ray.init(address="local", include_dashboard=False, log_to_driver=False)
+serve.start(proxy_location="Disabled")
+handle = serve.run(build({
+    "model": "tiny", "replicas": 2, "host": "127.0.0.1", "private_host": "127.0.0.1",
+    "port": port, "replica_module": "fake_replica",
+}), name="alone", route_prefix=None)
+while handle.status.remote().result()["ready"] < 2:
+    time.sleep(0.1)
+(gcs,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "gcs_server"]
+gcs.kill()
+statuses, end = set(), time.monotonic() + after_s
+while time.monotonic() < end:
+    body = {"prompt": "x", "max_tokens": 3, "stream": True}
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+    statuses.add((answer.status_code, answer.headers["x-vllm-slo-replica"]))
+print(sorted(status for status, _ in statuses), flush=True)
+os._exit(0)  # Ray cannot end in order
+"""
+
+
+@pytest.mark.slow
+def test_requests_go_on_without_gcs() -> None:
+    """Ray itself gives up after a minute; see RAY_gcs_rpc_server_reconnect_timeout_s."""
+    with started("-c", GCS, str(free_port()), "5") as live:
+        eventually(lambda: ended(live), "its end", patience(120))
+        out, err = live.process.communicate()
+        assert (live.process.returncode, out) == (0, "[200, 200]\n"), out + err
+        live.kill()
+
+
 def test_the_environment_at_start_is_that_of_the_process() -> None:
     code = (
         "import os; os.environ['LATER'] = '1'; from vllm_slo.router import replica_actor as a;"
