@@ -357,14 +357,14 @@ def test_hops_bound_how_many_are_asked() -> None:
     simulation = Simulation(crossed(), OURS, HARDWARE, Conditions(replicas=2, hops=1), None)
     simulation.run()
     # Each asked once: to the third, replica 0, whose turn it was, said no; the emptier one serves.
-    assert simulation.front.asked == 3
+    assert simulation.fronts[0].asked == 3
     assert simulation.results()[2].rounds[0].replica == 1
 
     for hops in (1, 2, 3, 4):
         conditions = Conditions(replicas=4, hops=hops)
         simulation = Simulation(hopeless()[1:], OURS, HARDWARE, conditions, None)
         simulation.run()
-        assert simulation.front.asked == hops
+        assert simulation.fronts[0].asked == hops
         assert simulation.results()[0].rounds[0].finished
 
 
@@ -372,7 +372,7 @@ def test_what_nobody_promises_is_served_as_best_effort() -> None:
     simulation = Simulation(hopeless(), OURS, HARDWARE, Conditions(replicas=3), None)
     simulation.run()
     one = simulation.results()[1].rounds[0]
-    assert simulation.front.asked == 1 + 3
+    assert simulation.fronts[0].asked == 1 + 3
     assert (one.promised, one.finished) == (False, True)
     assert not any(r.engine.outcomes or r.engine.scheduler.requests for r in simulation.replicas)  # type: ignore[attr-defined]
 
@@ -384,7 +384,7 @@ def test_a_double_that_is_wrong_costs_a_hop_and_no_promise() -> None:
     simulation.replicas[0].promise = lambda *_: asked.append(0)  # type: ignore[assignment, method-assign, func-returns-value]
     simulation.run()
     one = simulation.results()[0].rounds[0]
-    assert (asked, simulation.front.wrong) == ([0], 1)
+    assert (asked, simulation.fronts[0].wrong) == ([0], 1)
     assert (one.replica, one.promised, one.finished) == (1, True, True)
 
 
@@ -399,7 +399,7 @@ def test_other_ways_of_routing_ask_nobody(routing: RoutingPolicy) -> None:
     conditions = Conditions(replicas=3, routing=routing)
     simulation = Simulation(burst(9, gap_s=0.01), OURS, HARDWARE, conditions, None)
     simulation.run()
-    assert simulation.front.asked == 0
+    assert simulation.fronts[0].asked == 0
     used = [result.rounds[0].replica for result in simulation.results()]
     assert set(used) == {0, 1, 2}
     if routing == "round_robin":

@@ -10,6 +10,7 @@ what arrived during a step when the step is over, as vLLM does.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -86,12 +87,18 @@ class Simulation:
         self.watch = watch
         applications = sorted({job.application for job in jobs})
         self.replicas = build_replicas(system, hardware, conditions, applications)
-        self.front = Front(
-            self.replicas,
-            conditions.routing,
-            min(conditions.hops, len(self.replicas)),
-            conditions.seed,
-        )
+        self.fronts = [
+            Front(
+                self.replicas,
+                conditions.routing,
+                min(conditions.hops, len(self.replicas)),
+                conditions.seed,
+                str(number or ""),
+            )
+            for number in range(conditions.fronts)
+        ]
+        self._turns = itertools.cycle(self.fronts)
+        self._sent: dict[str, Front] = {}
         self.acceptance = conditions.acceptance
         self._system = own_text("system prompt", conditions.system_tokens)
         self._sends: list[tuple[float, int, int]] = [
@@ -117,7 +124,8 @@ class Simulation:
                 ended = replica.step()
                 for name in ended:
                     self._collect(replica, name)
-                self.front.stepped(number)
+                for front in self.fronts:
+                    front.stepped(number)
             else:
                 return
 
@@ -142,12 +150,14 @@ class Simulation:
             self.acceptance.get(job.application, 0.0),
             tuple(accumulate(stage.tokens for stage in asked.stages))[:-1],
         )
-        self.front.send(request, cached)
+        front = next(self._turns)
+        self._sent[name] = front
+        front.send(request, cached)
 
     def _collect(self, replica: Replica, name: str) -> None:
         number, place = map(int, name.split("."))
         job = self.jobs[number]
-        self.front.ended(name)
+        self._sent.pop(name).ended(name)
         result, text = replica.take(name)
         self._begun[number].append(result)
         if result.finished and place + 1 < len(job.rounds):

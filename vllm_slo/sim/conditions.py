@@ -53,6 +53,7 @@ class Conditions:
         seed: of the noise, and of which drafts are accepted.
         exact: vLLM's whole scheduler object instead of the light scheduler.
         system_tokens: tokens with which every job's first prompt begins, the same for all jobs.
+        fronts: which route in turn; each sees of the others' requests what a replica's state says.
         hops: replicas asked for a promise before a request becomes best effort.
         routing: which replica a request goes to, as ``core.routing.policy`` names it.
         acceptance: application -> probability that a drafted token is accepted.
@@ -71,13 +72,15 @@ class Conditions:
     seed: int = 0
     exact: bool = False
     system_tokens: int = 0
+    fronts: int = 1
     hops: int = 1 << 30
     routing: RoutingPolicy = "slo"
     acceptance: Mapping[str, float] = field(default_factory=dict)
     overhead: Overhead = "modelled"
 
     def __post_init__(self) -> None:
-        for name, low in (("replicas", 1), ("hops", 1), ("seed", 0), ("system_tokens", 0)):
+        lowest = {"replicas": 1, "fronts": 1, "hops": 1, "seed": 0, "system_tokens": 0}
+        for name, low in lowest.items():
             value = getattr(self, name)
             if value < low:
                 raise SimulationError(f"{name}: must be at least {low}, not {value}")

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from vllm_slo.core.routing.policy import prefix_first, route
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.types import INFINITY, RoutingPolicy
 from vllm_slo.sim.jobs import RoundRequest, RoundResult
@@ -46,11 +47,11 @@ class Replica(Protocol):
     def state(self) -> ReplicaState | None:
         """The state that a front may see; None if the replica promises nothing."""
 
-    def promise(self, request: RoundRequest, ticket: int) -> bool:
+    def promise(self, request: RoundRequest, ticket: Ticket) -> bool:
         """Take the request if its objectives can be promised now; whether it was taken."""
 
-    def accept(self, request: RoundRequest, ticket: int) -> None:
-        """Take the request."""
+    def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
+        """Take the request. Without a ticket no front plans with this replica."""
 
     def step(self) -> list[str]:
         """Do one step; names of the requests that ended."""
@@ -63,6 +64,8 @@ class Front:
     """Sends requests to replicas.
 
     Args:
+        name: its own, in tickets: several fronts may send to the same replicas. The number of the
+            front is enough.
         policy: as ``core.routing.policy`` names it. Under ``slo``, replicas that promise nothing
             are not asked: they take turns, and a replica that caches the prefix goes first.
         max_hops: replicas asked for a promise before a request becomes best effort.
@@ -74,14 +77,20 @@ class Front:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], policy: RoutingPolicy, max_hops: int, seed: int
+        self,
+        replicas: Sequence[Replica],
+        policy: RoutingPolicy,
+        max_hops: int,
+        seed: int,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.replicas = replicas
         self.asked = self.wrong = 0
         self._policy = policy
         self._max_hops = max_hops
         self._rng = Random(seed)
-        self._shadows = [VirtualReplica(str(number)) for number in range(len(replicas))]
+        self._shadows = [VirtualReplica(str(number), front=name) for number in range(len(replicas))]
         self._turn = 0
         self._tickets = itertools.count(1)
         self._sent: dict[str, tuple[int, int]] = {}
@@ -105,7 +114,7 @@ class Front:
         """Route one request; ``cached``: replica -> tokens of the prompt that it caches."""
         turn, self._turn = self._turn, self._turn + 1
         if len(self.replicas) == 1:
-            self.replicas[0].accept(request, 0)
+            self.replicas[0].accept(request, None)
             return
         seen = routed(request, cached)
         shadows = self._shadows
@@ -137,8 +146,11 @@ class Front:
             shadows = [self._shadows[int(name)] for name in choice.left]
             hops, turn = choice.hops, 0
 
+    def _ticket(self) -> Ticket:
+        return Ticket(self.name, next(self._tickets))
+
     def _promise(self, number: int, request: RoundRequest, seen: RoutedRequest) -> bool:
-        ticket = next(self._tickets)
+        ticket = self._ticket()
         if not self.replicas[number].promise(request, ticket):
             return False
         self._note(number, ticket, request, seen, promised=True)
@@ -147,21 +159,21 @@ class Front:
     def _accept(
         self, number: int, request: RoundRequest, seen: RoutedRequest, *, promised: bool = False
     ) -> None:
-        ticket = next(self._tickets)
+        ticket = self._ticket()
         self.replicas[number].accept(request, ticket)
         self._note(number, ticket, request, seen, promised=promised)
 
     def _note(
         self,
         number: int,
-        ticket: int,
+        ticket: Ticket,
         request: RoundRequest,
         seen: RoutedRequest,
         *,
         promised: bool,
     ) -> None:
-        self._sent[request.name] = number, ticket
-        self._shadows[number].sent(ticket, seen, request.seen_s, promised=promised)
+        self._sent[request.name] = number, ticket.number
+        self._shadows[number].sent(ticket.number, seen, request.seen_s, promised=promised)
 
     def ended(self, name: str) -> None:
         """A request was answered, or dropped."""

@@ -32,6 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_slo.core.clock import VirtualClock
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
@@ -240,7 +241,7 @@ class VirtualEngine:
         priority: int = 0,
         arrival_s: float | None = None,
         acceptance: float = 0.0,
-        ticket: int = 0,
+        ticket: Ticket | None = None,
         stage_ends: Sequence[int] = (),
         quote: bool = False,
         stop: Sequence[str] = (),
@@ -254,7 +255,7 @@ class VirtualEngine:
             max_tokens: the request's own limit; None: ``output_tokens``.
             arrival_s: on the virtual clock; None: now.
             acceptance: probability that a drafted token is accepted.
-            ticket: number that a front gave the request; 0: none.
+            ticket: of the front that sent the request; None: there is no front.
             stage_ends: see ``KnownEnds``.
         """
         ids = own_text(request_id, prompt) if isinstance(prompt, int) else list(prompt)

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from vllm_slo.config.serve_args import tree_arguments
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.routing.replica_state import ReplicaState
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
 from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst, ShedEDF
 from vllm_slo.sim.conditions import Conditions
@@ -188,7 +189,7 @@ class Colocated:
         scheduler = self.engine.scheduler
         return scheduler.state() if isinstance(scheduler, Scheduler) else None
 
-    def promise(self, request: RoundRequest, ticket: int) -> bool:
+    def promise(self, request: RoundRequest, ticket: Ticket) -> bool:
         if not isinstance(self.engine.scheduler, Scheduler):
             return False
         self.accept(request, ticket)
@@ -199,7 +200,7 @@ class Colocated:
         del self._prompts[request.name]
         return False
 
-    def accept(self, request: RoundRequest, ticket: int) -> None:
+    def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
         engine = self.engine
         engine.wait_until(request.seen_s)
         ttft_ms = request.slo.ttft_ms
@@ -292,10 +293,10 @@ class Disaggregated:
     def state(self) -> ReplicaState | None:
         return None
 
-    def promise(self, request: RoundRequest, ticket: int) -> bool:
+    def promise(self, request: RoundRequest, ticket: Ticket) -> bool:
         return False
 
-    def accept(self, request: RoundRequest, ticket: int) -> None:
+    def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
         place = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[place] += len(request.prompt)
         self._home[request.name] = place
@@ -337,7 +338,7 @@ class Disaggregated:
                 output_tokens=request.output_tokens - 1,
                 seen_s=now_s,
             ),
-            0,
+            None,
         )
         self._home[name] = len(self._prefill) + self._decode.index(target)
 
