@@ -67,6 +67,7 @@ EXAMPLES = {
     "draft_servers.py": "test_examples.py",
     "inference-pool.yaml": "test_examples_gateway.py",
     "offline.py": "test_docs.py",
+    "ray_serve.py": "test_serve_router.py",
     "rayservice.yaml": "test_examples_ray.py",
     "serve_config.yaml": "test_examples_ray.py",
     "slo.yaml": "test_docs.py",

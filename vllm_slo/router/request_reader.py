@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -11,9 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_slo.core.routing.virtual_replica import RoutedRequest
-from vllm_slo.router.body_reader import Asked, BodyReader
+from vllm_slo.router.body_reader import BodyReader
 from vllm_slo.router.cluster import Cluster
 from vllm_slo.router.prompts import Prompt, TokenRatio
+from vllm_slo.router.routed import routed_request
 from vllm_slo.slo.body import is_json_type
 from vllm_slo.slo.carriers import QUOTE_ROUTE, ROUTES, Policy, slo_headers
 from vllm_slo.wire.api_errors import is_anthropic
@@ -106,7 +106,8 @@ class RequestReader:
         if asked is None:
             return RoutedRequest(1), Prompt(), "no_slo"
         label = "no_slo" if asked.slo is None else "best_effort"
-        routed = routed_request(asked, self._cluster, self.ratio, request.arrival_s)
+        ready = ((each.name, each.prefixes) for each in self._cluster.ready())
+        routed = routed_request(asked, ready, self.ratio, request.arrival_s)
         return routed, asked.prompt, label
 
     def learn(self, request: Request, prompt: Prompt | None, prompt_tokens: int | None) -> None:
@@ -114,33 +115,3 @@ class RequestReader:
         tokens, so it is not used."""
         if prompt_tokens is not None and prompt is not None and not is_anthropic(request.path):
             self.ratio.learn(prompt, prompt_tokens)
-
-
-def routed_request(
-    asked: Asked, cluster: Cluster, ratio: TokenRatio, arrival_s: float
-) -> RoutedRequest:
-    """A request as routing sees it. ``arrival_s``: on the clock of routing."""
-    prompt, slo, most = asked.prompt, asked.slo, asked.max_tokens
-    tokens, cached = ratio.tokens(prompt), _cached_tokens(cluster, prompt, ratio)
-    if slo is None:
-        return RoutedRequest(tokens, most, cached_tokens=cached)
-    return RoutedRequest(
-        tokens,
-        most,
-        math.inf if slo.ttft_ms is None else arrival_s + slo.ttft_ms / 1000,
-        math.inf if slo.tightest_tpot_ms is None else slo.tightest_tpot_ms / 1000,
-        slo.effective_tier == "guaranteed" and slo.has_objective,
-        slo.on_unattainable == "decline",
-        slo.slo_class or "custom",
-        slo.expected_output_tokens,
-        cached,
-    )
-
-
-def _cached_tokens(cluster: Cluster, prompt: Prompt, ratio: TokenRatio) -> dict[str, int]:
-    """Replica -> prompt tokens that its prefix cache probably holds; without zeros."""
-    if not prompt.chunks:
-        return {}
-    each = ratio.chunk_tokens(prompt)
-    matched = ((one.name, one.prefixes.matched(prompt.chunks)) for one in cluster.ready())
-    return {name: int(count * each) for name, count in matched if count}
