@@ -55,7 +55,8 @@ def start(lifeline: int, command: Sequence[str]) -> NoReturn:
     """Become the command, which gets no end of the pipe."""
     os.write(lifeline, f"{os.getpid()}\n".encode())
     os.set_inheritable(lifeline, False)
-    os.execvp(command[0], [*command])  # nosec B606: the words of the owner, without a shell
+    # These are the words of the owner, and there is no shell.
+    os.execvp(command[0], [*command])  # nosec B606
 
 
 if __name__ == "__main__":

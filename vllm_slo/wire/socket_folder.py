@@ -23,4 +23,5 @@ def make_socket_folder(prefix: str) -> Path:
     if len(bytes(folder)) <= LONGEST:
         return folder
     folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # nosec B108: mkdtemp is private
+    # A new folder there is as private as any other.
+    return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # nosec B108
