@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from patience import patience
 
@@ -76,14 +77,23 @@ def await_gone(*pids: int, within_s: float = GONE_S) -> None:
         time.sleep(0.02)
 
 
-def guards_of(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
+def guards_of(owner: int) -> list[int]:
+    """Guards at the other end of a pipe of this process."""
+    ours, found = pipes_of(Path(f"/proc/{owner}")), []
+    for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if guard.__file__.encode() in words and str(pid).encode() in words:
+            if guard.__file__.encode() in words and ours & pipes_of(entry):
                 found.append(int(entry.name))
     return found
+
+
+def pipes_of(process: Path) -> set[str]:
+    links = set()
+    for descriptor in (process / "fd").iterdir():
+        with suppress(OSError):
+            links.add(str(descriptor.readlink()))
+    return {link for link in links if link.startswith("pipe:")}
 
 
 def test_lines_go_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,11 +107,11 @@ def test_lines_go_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
         assert await child.read() == {"got": {"a": 1}}
         assert await child.read() == {"got": {"b": [2]}}
         assert child.returncode is None
-        assert len(guards_of(child.pid)) == 1
+        assert len(guards_of(os.getpid())) == 1
         assert await child.terminate(GONE_S) == -signal.SIGTERM
         assert await child.read() is None
         child.write({"nobody": "listens"})
-        await_gone(*guards_of(child.pid))
+        await_gone(*guards_of(os.getpid()))
 
     run(talk())
     assert "no JSON" in capsys.readouterr().err
@@ -200,7 +210,7 @@ def test_a_killed_owner_leaves_nothing() -> None:
     )
     assert owner.stdout is not None
     pids: dict[str, int] = json.loads(owner.stdout.readline())
-    watching = guards_of(pids["pid"])
+    watching = guards_of(owner.pid)
     assert len(watching) == 1
     owner.kill()
     owner.wait()
@@ -216,3 +226,17 @@ def test_a_command_that_cannot_be_started() -> None:
         assert child.returncode is None
 
     run(start())
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_an_owner_that_is_killed_at_once_leaves_nothing(attempt: int) -> None:
+    """Even if it dies just after its child has come to be, and the child reads no stdin."""
+    deaf = f"import time\ntime.sleep({GONE_S * 6 + attempt})"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, deaf])
+    found: list[psutil.Process] = []
+    while not found:
+        with suppress(psutil.Error):
+            found = [one for one in psutil.Process(owner.pid).children() if deaf in one.cmdline()]
+    owner.kill()
+    owner.wait()
+    await_gone(found[0].pid)

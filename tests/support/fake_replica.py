@@ -59,6 +59,7 @@ class Knobs:
         cut_at_end: close the connection after "[DONE]", where the body should end.
         error_after_tokens: vLLM's own error event and the end of the stream.
         heartbeats: whether the state stream speaks.
+        greet_s: how long a new state stream says nothing.
         close_streams: whether state streams are closed at once.
         refuse_hops: `decline_status` when the front wants refusals (x-vllm-slo-unattainable).
         declines: `decline_status` in any case.
@@ -83,6 +84,7 @@ class Knobs:
     cut_at_end: bool = False
     error_after_tokens: int | None = None
     heartbeats: bool = True
+    greet_s: float = 0.0
     close_streams: bool = False
     refuse_hops: bool = False
     declines: bool = False
@@ -160,6 +162,7 @@ class FakeReplica:
     async def state_stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
         await response.prepare(request)
+        await asyncio.sleep(self.knobs.greet_s)
         encoder, before, told_s = StateEncoder(), None, 0.0
         live = [one["ticket"] for one in self.seen if one["ended"] is None and one["ticket"]]
         first: list[str] | None = live

@@ -224,6 +224,23 @@ class RoutingConfig(Section):
         description="Seconds without a message from a replica after which its requests are retried "
         "elsewhere or end with an error, 0.2 to 3600. Scope: front. Too low: work is thrown away.",
     )
+    demand_window_s: float = Field(
+        default=30.0,
+        ge=1.0,
+        le=86_400.0,
+        allow_inf_nan=False,
+        description="Seconds of requests that say how many replicas are wanted, 1 to 86400; none "
+        "is wanted after so long without a request. Scope: front. Too low: replicas come and go "
+        "with every burst; too high: they come late.",
+    )
+    demand_target: float = Field(
+        default=0.7,
+        gt=0.0,
+        le=1.0,
+        description="Share of a replica's time that is to be filled when the number of wanted "
+        "replicas is computed, above 0 to 1. Scope: front. Too high: bursts find no free replica; "
+        "too low: replicas idle.",
+    )
     drain_s: float = Field(
         default=30.0,
         ge=0.0,

@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy: as many replicas as the front asked for last.
 
-    Serve applies the delays. Nothing changes while the front has not asked.
+    Serve applies the delays. Nothing changes while the front has not asked. Without a replica there
+    is none to pass its word on; then its call of `Replica.wake`, which waits, asks for one.
     """
     series = (context.raw_metrics or {}).get("replicas_wanted", {}).values()
     newest = max(
         (points[-1] for points in series if points), key=lambda p: p.timestamp, default=None
     )
     wanted = context.target_num_replicas if newest is None else math.ceil(newest.value)
+    if not context.running_replicas and context.total_num_requests:
+        wanted = max(wanted, 1)
     low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
     return max(low, min(high, wanted)), {}
 
@@ -61,64 +64,83 @@ def build(args: Mapping[str, Any]) -> Application:
     replica = serve.deployment(Replica, name=REPLICA).options(
         **_replica_options(parsed, set_aside, drain_s)
     )
-    front = serve.deployment(Front, name=FRONT).options(
-        num_replicas=1,
-        max_ongoing_requests=10_000,
-        ray_actor_options={"num_cpus": 0, "resources": parsed.front_resources},
-        **_supervision(drain_s),
+    names = front_names(parsed.fronts)
+    spec = FrontSpec(
+        module=parsed.front_module,
+        host=parsed.host,
+        port=parsed.port,
+        slo_config=json.dumps(additional.get("slo_config")),
+        served_model_names=tuple(parsed.served_model_names),
+        api_key_env=parsed.api_key_env,
+        # Of the keys set where the application is built; else a front reads its own.
+        api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),
+        secret_env=secret_env,
+        drain_s=drain_s,
+        shares_port=parsed.fronts > 1,
     )
-    return front.bind(
-        FrontSpec(
-            module=parsed.front_module,
-            host=parsed.host,
-            port=parsed.port,
-            slo_config=json.dumps(additional.get("slo_config")),
-            served_model_names=tuple(parsed.served_model_names),
-            api_key_env=parsed.api_key_env,
-            # Of the keys set where the application is built; else the front reads its own.
-            api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),
-            secret_env=secret_env,
+    replicas = replica.bind(
+        ReplicaSpec(
+            module=parsed.replica_module,
+            model=parsed.model,
+            vllm_args=tuple(Flags(parsed.vllm_args).without("--additional-config").words),
+            additional_config=json.dumps(additional),
+            private_host=parsed.private_host,
             drain_s=drain_s,
-        ),
-        replica.bind(
-            ReplicaSpec(
-                module=parsed.replica_module,
-                model=parsed.model,
-                vllm_args=tuple(Flags(parsed.vllm_args).without("--additional-config").words),
-                additional_config=json.dumps(additional),
-                private_host=parsed.private_host,
-                drain_s=drain_s,
-                most=parsed.most,
-                workers=parsed.parallel_size,
-                gpus=set_aside.gpus,
-                cpus=parsed.cpus_per_replica,
-                env=tuple(sorted(parsed.env.items())),
-                secret_env=secret_env,
-            )
-        ),
+            fronts=names,
+            most=parsed.most,
+            workers=parsed.parallel_size,
+            gpus=set_aside.gpus,
+            cpus=parsed.cpus_per_replica,
+            env=tuple(sorted(parsed.env.items())),
+            secret_env=secret_env,
+        )
     )
+    first, *others = (
+        serve.deployment(Front, name=name).options(
+            num_replicas=1,
+            max_ongoing_requests=10_000,
+            ray_actor_options={
+                "num_cpus": 0,
+                "resources": parsed.front_resources,
+                "runtime_env": _pushing("HANDLE"),
+            },
+            **_supervision(drain_s),
+        )
+        for name in names
+    )
+    return first.bind(spec, replicas, *(other.bind(spec, replicas) for other in others))
+
+
+def front_names(count: int) -> tuple[str, ...]:
+    """The deployments of the fronts."""
+    return (FRONT, *(f"{FRONT}-{number}" for number in range(2, count + 1)))
 
 
 def _replica_options(args: AppArgs, set_aside: Resources, drain_s: float) -> dict[str, Any]:
     actor: dict[str, Any] = {"num_cpus": set_aside.cpus, "num_gpus": set_aside.gpus}
-    # Serve passes a metric on every ten seconds, unless this variable is set when the actor starts.
-    push = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
     options: dict[str, Any] = {"ray_actor_options": actor, **_supervision(drain_s)}
     if set_aside.gpus:
         options["placement_group_bundles"] = [set_aside.bundle]
         options["placement_group_strategy"] = "STRICT_PACK"
     if not args.scales:
-        return {**options, "num_replicas": args.fewest}
-    actor["runtime_env"] = {"env_vars": {push: os.environ.get(push, "1.0")}}
+        return {**options, "num_replicas": args.first}
+    actor["runtime_env"] = _pushing("REPLICA")
     options["autoscaling_config"] = AutoscalingConfig(
         min_replicas=args.fewest,
         max_replicas=args.most,
-        initial_replicas=args.fewest,
+        initial_replicas=args.first,
         upscale_delay_s=args.upscale_delay_s,
         downscale_delay_s=args.downscale_delay_s,
+        downscale_to_zero_delay_s=args.downscale_delay_s,
         policy=AutoscalingPolicy(policy_function="vllm_slo.router.app:replicas_wanted"),
     )
     return options
+
+
+def _pushing(what: str) -> dict[str, Any]:
+    """A runtime environment in which Serve passes metrics on every second: its ten are too many."""
+    variable = f"RAY_SERVE_{what}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
+    return {"env_vars": {variable: os.environ.get(variable, "1.0")}}
 
 
 def _supervision(drain_s: float) -> dict[str, Any]:

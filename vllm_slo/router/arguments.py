@@ -59,10 +59,11 @@ class AppArgs(BaseModel):
     )
     min_replicas: int | None = Field(
         default=None,
-        ge=1,
+        ge=0,
         le=10_000,
-        description="Fewest replicas under autoscaling, 1 to 10000. Too low: the first burst waits "
-        "for a model to load.",
+        description="Fewest replicas under autoscaling, 0 to 10000. Too low: the first burst waits "
+        "for a model to load. 0: after a time without requests none is left, and the next request "
+        "gets 503 while one starts.",
     )
     max_replicas: int | None = Field(
         default=None,
@@ -84,6 +85,14 @@ class AppArgs(BaseModel):
         le=86_400.0,
         description="Seconds for which fewer replicas must be enough before some are stopped, 0 to "
         "86400. Scope: autoscaling. Too low: the next burst waits for a model to load.",
+    )
+    fronts: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Number of fronts, 1 to 100; every replica is known to all. They listen on the "
+        "same port, each on the node where it runs; see front_resources. 1: while a front starts "
+        "again, nothing is served.",
     )
     host: str = Field(
         default="0.0.0.0",
@@ -216,8 +225,15 @@ class AppArgs(BaseModel):
 
     @property
     def fewest(self) -> int:
-        """Replicas at the start, and the smallest number."""
-        return self.replicas or self.min_replicas or 1
+        """The smallest number of replicas."""
+        if self.min_replicas is not None:
+            return self.min_replicas
+        return self.replicas or 1
+
+    @property
+    def first(self) -> int:
+        """Replicas at the start: at least one, so that mistakes show."""
+        return max(self.fewest, 1)
 
     @property
     def most(self) -> int:

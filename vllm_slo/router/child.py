@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from vllm_slo.router import guard
 
 LEFTOVER_PATIENCE_S: Final = 1.0
 """Time for processes that a dead child left behind (an engine, a resource tracker) to end."""
+_GUARD: Final = (sys.executable, "-I", "-S", str(Path(guard.__file__)))
 _KEPT_LINES: Final = 200
 _MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 _PROCESS_PREFIX: Final = re.compile(r"^\([\w :.-]*pid=\d+\)\s*")
@@ -71,17 +73,17 @@ class Child:
             OSError: it cannot be started.
         """
         loop = asyncio.get_running_loop()
-        self._process = process = subprocess.Popen(
+        process, self._lifeline = _start_guarded(
             self._argv,
+            self._patience_s,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=self._env,
-            process_group=0,
             pass_fds=self._pass_fds,
         )
+        self._process = process
         self._ended = loop.create_future()
-        self._lifeline = _start_guard(process.pid, self._patience_s)
         assert process.stdin and process.stdout and process.stderr
         self._stdout = await _reader(process.stdout)
         self._stdin, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
@@ -154,8 +156,7 @@ class Child:
     def _await_end(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
         process.wait()
         guard.end_group(process.pid, LEFTOVER_PATIENCE_S)
-        with suppress(OSError):
-            os.write(self._lifeline, b"x")
+        _tell_guard(self._lifeline, "ended")
         os.close(self._lifeline)
         with suppress(RuntimeError):  # the loop is closed, so nothing waits
             loop.call_soon_threadsafe(self._note_end, process.returncode)
@@ -189,31 +190,60 @@ async def _next_line(reader: asyncio.StreamReader) -> bytes:
             return await reader.readline()
 
 
-def keep_group_until_exit(group: int, patience_s: float) -> None:
-    """End a process group after this process has ended for any reason."""
-    _lifelines.append(_start_guard(group, patience_s))
+def start_until_exit(argv: Sequence[str], patience_s: float) -> subprocess.Popen[bytes]:
+    """Start a process with an empty stdin. Its group ends after this process has ended for any
+    reason, and has ``patience_s`` for it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process, lifeline = _start_guarded(argv, patience_s, stdin=subprocess.DEVNULL)
+    _lifelines.append(lifeline)
+    return process
 
 
 _lifelines: list[int] = []
 """Pipes that stay open until this process ends."""
 
 
-def _start_guard(group: int, patience_s: float) -> int:
-    """Start the guard of a group; returns the lifeline, which must stay open."""
-    lifeline, ours = os.pipe()
-    script = str(Path(guard.__file__))
+def _start_guarded(
+    argv: Sequence[str], patience_s: float, *, pass_fds: Sequence[int] = (), **options: Any
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that leads a group of its own, and the lifeline of the group's guard, which must
+    stay open. ``options``: of `subprocess.Popen`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    if shutil.which(argv[0]) is None:
+        raise FileNotFoundError(f"{argv[0]}: no such program")
+    theirs, ours = os.pipe()
     try:
         subprocess.run(
-            [sys.executable, "-I", "-S", script, str(lifeline), str(group), str(patience_s)],
-            pass_fds=(lifeline,),
+            [*_GUARD, "watch", str(theirs), str(patience_s)],
+            pass_fds=(theirs,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             check=True,
         )
+        process = subprocess.Popen(
+            [*_GUARD, "start", str(ours), *argv],
+            process_group=0,
+            pass_fds=(*pass_fds, ours),
+            **options,
+        )
+    except BaseException:
+        os.close(ours)
+        raise
     finally:
-        os.close(lifeline)
-    return ours
+        os.close(theirs)
+    return process, ours
+
+
+def _tell_guard(lifeline: int, line: object) -> None:
+    with suppress(OSError):
+        os.write(lifeline, f"{line}\n".encode())
 
 
 def _without_prefix(line: str) -> str:

@@ -39,7 +39,7 @@ class Cluster:
         self.routing = routing
         self.listed: dict[str, Upstream] = {}
         self.leaving: list[Upstream] = []
-        self.demand = DemandMeter()
+        self.demand = DemandMeter(routing.demand_window_s, routing.demand_target)
         self.rng = Random()
         self.observer: Observer | None = None
         self.front = secrets.token_hex(4)

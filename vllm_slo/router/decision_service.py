@@ -5,7 +5,7 @@
 
 - stdin: JSON lines: ``{"replicas": [...]}`` with all replicas; ``{"generation": n}`` after each
   start of HAProxy; it drains at the end of stdin.
-- stdout: JSON lines: ``{"deciding": true}`` once, then ``{"wanted": n, "ready": m}`` on change.
+- stdout: JSON lines: ``{"deciding": true}`` once, then ``{"wanted", "ready", "load"}`` on change.
 - SIGTERM: running requests have `RoutingConfig.drain_s` to end.
 
 The private folder holds the Unix sockets; see `haproxy_config.FrontFolder`.
@@ -52,6 +52,9 @@ logger = logging.getLogger("vllm_slo.front")
 ADMISSION: Final = "vllm_slo.core.admission"
 """The policy of which routing calls compiled functions."""
 TICK_S: Final = 0.1
+FIRST_STATES_S: Final = 1.0
+"""Time for replicas to send their first state before this service decides without them."""
+FIRST_STATES_POLL_S: Final = 0.01
 LAST_WORDS_S: Final = 0.3
 """Time after a drain in which the requests that were cut off are refused."""
 REPORT_S: Final = 1.0
@@ -81,6 +84,7 @@ class DecisionService:
         self._folder = folder
         self._report = report
         self._draining = False
+        self._is_told = False
         self._cuts: set[asyncio.Task[None]] = set()
 
     # --- life ------------------------------------------------------------------------------------
@@ -100,6 +104,7 @@ class DecisionService:
             (_server(self.decide, BUFFER_BYTES), self._folder.decide),
             (_server(self.page, MAX_BODY_BYTES), self._folder.pages),
         ]
+        await self._hear_of_replicas()
         loop = asyncio.get_running_loop()
         listeners = []  # uvloop closes a listener that nobody refers to
         for server, path in servers:
@@ -121,6 +126,19 @@ class DecisionService:
             await self.cluster.close()
             self._decisions.close()
 
+    async def _hear_of_replicas(self) -> None:
+        """Wait for the list of replicas and the first state of each, at most `FIRST_STATES_S`.
+
+        Until this service listens, HAProxy sends requests to the replicas that it knows from a
+        service that was killed. A service that knows no state would refuse them.
+        """
+        end_s = time.monotonic() + FIRST_STATES_S
+        while time.monotonic() < end_s:
+            if self._is_told and all(each.ready for each in self.cluster.listed.values()):
+                break
+            await asyncio.sleep(FIRST_STATES_POLL_S)
+        self._place(set())
+
     async def _drain(self) -> None:
         self._draining = True
         drain_s, running = self.cluster.routing.drain_s, self._decisions.running
@@ -136,7 +154,7 @@ class DecisionService:
 
     async def _tick(self) -> None:
         before_s = reported_s = time.monotonic()
-        reported: dict[str, int] = {}
+        reported: dict[str, Any] = {}
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
@@ -147,9 +165,11 @@ class DecisionService:
             self.exchanges.sweep(now_s)
             self._place(left)
             ready = len(self.cluster.ready())
-            wanted = self.cluster.demand.wanted(ready, now_s)
+            load = self.cluster.demand.load(now_s)
+            wanted = load.replicas(ready)
             self.metrics.wanted.set(wanted)
-            news = {"wanted": wanted, "ready": ready}
+            rounded = [float(f"{number:.2g}") for number in (load.work, load.refused)]
+            news = {"wanted": wanted, "ready": ready, "load": [load.asked, *rounded]}
             if news != reported and (not reported or now_s - reported_s >= REPORT_S):
                 reported, reported_s = news, now_s
                 self._report(news)
@@ -250,6 +270,7 @@ class DecisionService:
             self.admin.started(int(message["generation"]))
             return
         specs = [ReplicaSpec.from_json(entry) for entry in message["replicas"]]
+        self._is_told = True
         if self.cluster.is_open:
             self.cluster.replace(specs)
 

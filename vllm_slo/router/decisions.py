@@ -175,6 +175,8 @@ class Decisions:
         state = _Exchange(name, bodiless, counted, prompt, label, placement)
         if request.is_quote and routed is not None:
             return self._place_quote(state, routed, among)
+        if request.needs_body:
+            self.cluster.demand.came(time.monotonic())
         return self._place(state)
 
     def again(

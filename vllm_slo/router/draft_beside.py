@@ -25,7 +25,7 @@ from vllm_slo.config.draft_folder import check_draft_folder
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, TINY
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import ray_session
-from vllm_slo.router.child import keep_group_until_exit
+from vllm_slo.router.child import start_until_exit
 from vllm_slo.router.draft_fleet import MOST, UNUSABLE
 from vllm_slo.wire.draft_socket import MOST_PORTS, TOKEN_VARIABLE
 from vllm_slo.wire.ports import free_ports
@@ -71,12 +71,8 @@ def start(args: argparse.Namespace, rest: Sequence[str]) -> None:
                 f"{ARGS_FLAG}: is for draft servers started here; give --draft-servers a number"
             )
         return
-    fleet = subprocess.Popen(
-        [sys.executable, "-m", "vllm_slo.cli", *fleet_command(args, rest)],
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-    )
-    keep_group_until_exit(fleet.pid, PATIENCE_S)
+    command = [sys.executable, "-m", "vllm_slo.cli", *fleet_command(args, rest)]
+    fleet = start_until_exit(command, PATIENCE_S)
     threading.Thread(target=_end_with_unusable, args=(fleet,), daemon=True).start()
 
 

@@ -4,7 +4,7 @@
 `python -m vllm_slo.router.front --host H --port P --config JSON`, started by a parent:
 
 - stdin: JSON lines, each with all replicas; the front stops at the end of stdin.
-- stdout: JSON lines: ``{"listening": url}`` once, then ``{"wanted": n, "ready": m}`` on change.
+- stdout: JSON lines: ``{"listening": url}`` once, then ``{"wanted", "ready", "load"}`` on change.
 - SIGTERM, or the end of stdin: running requests have `RoutingConfig.drain_s` to end.
 
 Both processes are started again when they end. This process keeps the public socket open, so that
@@ -212,22 +212,19 @@ class Front:
             await self._proxy.kill()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, shares: bool = False) -> socket.socket:
     """The public socket. An empty host stands for every address.
+
+    ``shares``: other fronts of this user may listen there, too; the system divides the connections.
 
     Raises:
         OSError, OverflowError: it cannot listen there.
     """
-    if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
-        )
-    else:
-        listener = socket.create_server(("", port), backlog=BACKLOG)
-    return listener
+    dual = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+    return socket.create_server(
+        (host, port), family=family, backlog=BACKLOG, reuse_port=shares, dualstack_ipv6=dual
+    )
 
 
 def _url(listener: socket.socket) -> str:
@@ -241,22 +238,20 @@ def _url(listener: socket.socket) -> str:
 async def front_at(
     config_json: str,
     haproxy: str | None,
-    host: str,
-    port: int,
+    listener: socket.socket,
     report: Callable[[Mapping[str, Any]], None],
     certificate: str | None = None,
 ) -> AsyncIterator[Front]:
-    """A front that listens at an address; its folder is removed at the end.
+    """A front with this public socket, which is closed at the end; its folder is removed then.
 
     Raises:
-        ConfigError, OSError, OverflowError: it cannot start.
+        ConfigError, OSError: it cannot start.
     """
     config = FrontConfig.from_json(config_json)
     program = find_haproxy(haproxy)
     pem = None if certificate is None else Path(certificate).resolve()
     if pem is not None and not pem.is_file():
         raise ConfigError(f"--tls-cert {certificate}: no such file; name a PEM file")
-    listener = _listen(host, port)
     folder = make_socket_folder("vllm-slo-front-")
     try:
         yield Front(config, config_json, program, listener, folder, report, pem)
@@ -280,8 +275,8 @@ def listening_errors(host: str, port: int) -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-async def _serve(config_json: str, haproxy: str | None, host: str, port: int) -> None:
-    async with front_at(config_json, haproxy, host, port, report_line) as front:
+async def _serve(config_json: str, haproxy: str | None, listener: socket.socket) -> None:
+    async with front_at(config_json, haproxy, listener, report_line) as front:
         heed_signals(front.stop)
         read_stdin(front.take, front.stop)
         await front.run()
@@ -294,13 +289,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--config", default="{}")
     parser.add_argument("--haproxy", help="program to run as HAProxy")
+    parser.add_argument("--share-port", action="store_true")
     given = parser.parse_args(argv)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
     )
     try:
-        with listening_errors(given.host, given.port):
-            run(_serve(given.config, given.haproxy, given.host, given.port))
+        with (
+            listening_errors(given.host, given.port),
+            listen(given.host, given.port, shares=given.share_port) as listener,
+        ):
+            run(_serve(given.config, given.haproxy, listener))
     except VllmSLOError as error:
         sys.stderr.write(f"vllm-slo: error: {' '.join(str(error).split())}\n")
         return 2

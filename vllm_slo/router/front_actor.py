@@ -37,7 +37,10 @@ MAX_BACKOFF_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class FrontSpec:
-    """All that the front's actor needs to start its child."""
+    """All that a front's actor needs to start its child.
+
+    ``shares_port``: other fronts of this application may listen on the same port of a node.
+    """
 
     module: str
     host: str
@@ -48,6 +51,7 @@ class FrontSpec:
     api_key_sha256: tuple[str, ...]
     secret_env: tuple[str, ...]
     drain_s: float
+    shares_port: bool = False
 
     def environment(self) -> dict[str, str]:
         """The environment of the child: the node's, without API keys."""
@@ -67,6 +71,7 @@ class FrontSpec:
         return [
             *(sys.executable, "-m", self.module, "--host", self.host, "--port", str(self.port)),
             *("--config", json.dumps(config)),
+            *(["--share-port"] if self.shares_port else []),
         ]
 
     def _digests(self) -> list[str]:
@@ -79,12 +84,18 @@ class FrontSpec:
 
 
 class Front:
-    """The actor of the front: it keeps its child running and tells it of the replicas."""
+    """The actor of a front: it keeps its child running and tells it of the replicas.
+
+    ``others``: the other fronts of the application. Serve deploys what a constructor gets.
+    """
 
     # Serve awaits the constructor, so an actor can be stopped while it waits for its child.
-    async def __init__(self, spec: FrontSpec, replicas: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, spec: FrontSpec, replicas: DeploymentHandle, *others: DeploymentHandle
+    ) -> None:
         self._spec = spec
-        self._replicas = replicas  # makes both deployments one application; never called
+        self._replicas = replicas
+        self._waking: Any = None
         self._leaving = False
         self._entries: dict[str, dict[str, str]] = {}
         self._seen_s: dict[str, float] = {}
@@ -101,15 +112,17 @@ class Front:
         self._tasks = [
             asyncio.create_task(self._supervise()),
             asyncio.create_task(self._remove_silent()),
+            asyncio.create_task(self._wake()),
         ]
 
-    async def register(self, entry: dict[str, str]) -> dict[str, int]:
-        """Register a replica, every second; returns how many replicas are wanted."""
+    async def register(self, entry: dict[str, str]) -> dict[str, Any]:
+        """Register a replica, every second; returns the load, as `Load` has it, and how many
+        replicas are ready, once both are known."""
         name = entry["name"]
         self._seen_s[name] = time.monotonic()
         self._entries[name] = entry
         self._send_entries()
-        return {"wanted": int(self._report.get("wanted", 0))}
+        return {key: self._report[key] for key in ("load", "ready") if key in self._report}
 
     async def deregister(self, name: str) -> None:
         self._entries.pop(name, None)
@@ -194,6 +207,18 @@ class Front:
             for name in [name for name, seen_s in self._seen_s.items() if seen_s < limit_s]:
                 logger.warning("replica %s has stopped registering", name)
                 await self.deregister(name)
+
+    async def _wake(self) -> None:
+        """While a replica is wanted and there is none, keep one call waiting for it: Serve sees the
+        call and starts a replica if it scales from zero."""
+        while True:
+            await asyncio.sleep(REGISTER_EVERY_S)
+            wanted = self._report.get("wanted", 0) > 0 and not self._entries
+            if wanted and self._waking is None:
+                self._waking = self._replicas.wake.remote()
+            elif not wanted and self._waking is not None:
+                self._waking.cancel()
+                self._waking = None
 
     def _send_entries(self) -> None:
         if self._report:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -29,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo-config", metavar="FILE", help="the replicas' SLO configuration")
     parser.add_argument("--host", default="", help="address to listen on; default: all")
     parser.add_argument("--port", type=int, default=8000, help="port for clients (8000)")
+    parser.add_argument(
+        "--share-port",
+        action="store_true",
+        help="let other fronts of this user listen on the same port: to run several on one "
+        "machine, or to start a new one before the old one is stopped",
+    )
     parser.add_argument(
         "--api-key",
         action="append",
@@ -57,17 +64,20 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("aiohttp") is None:  # which the decision service needs
         raise ConfigError("a front needs aiohttp: pip install 'vllm-slo[front]'")
     from vllm_slo.router.child_process import run as run_loop
-    from vllm_slo.router.front import listening_errors
+    from vllm_slo.router.front import listen, listening_errors
 
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
     )
-    with listening_errors(args.host, args.port):
-        run_loop(_serve(args))
+    with (
+        listening_errors(args.host, args.port),
+        listen(args.host, args.port, shares=args.share_port) as listener,
+    ):
+        run_loop(_serve(args, listener))
     return 0
 
 
-async def _serve(args: argparse.Namespace) -> None:
+async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
     from vllm_slo.router.child_process import heed_signals
     from vllm_slo.router.front import front_at
 
@@ -79,7 +89,7 @@ async def _serve(args: argparse.Namespace) -> None:
         "api_key_sha256": [api_key_digest(key) for key in keys],
     }
     async with front_at(
-        json.dumps(config), args.haproxy, args.host, args.port, _report, args.tls_cert
+        json.dumps(config), args.haproxy, listener, _report, args.tls_cert
     ) as front:
         heed_signals(front.stop)
         following = asyncio.create_task(_follow(source, front))

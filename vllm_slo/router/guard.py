@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a process group after the process that started it has ended for any reason.
 
-``python -I -S guard.py LIFELINE GROUP PATIENCE_S``: LIFELINE is the read end of a pipe whose only
-write end the owner holds. A byte ends the guard; end of file means that the owner died. The script
-needs only the standard library, because one runs beside every child.
+``python -I -S guard.py watch LIFELINE PATIENCE_S``: LIFELINE is the read end of a pipe whose only
+write end the owner holds. The first line names the group. Another line ends the guard; end of file
+without it means that the owner died.
+
+``python -I -S guard.py start LIFELINE COMMAND...``: LIFELINE is the write end of that pipe. This
+process becomes COMMAND once the guard knows it, so no moment exists in which the owner could die
+and leave it behind. It must lead its process group.
+
+The script needs only the standard library, because one runs beside every child.
 """
 
 from __future__ import annotations
@@ -12,7 +18,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 POLL_S = 0.05
 
@@ -28,7 +36,7 @@ def end_group(group: int, patience_s: float) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def main(lifeline: int, group: int, patience_s: float) -> None:
+def watch(lifeline: int, patience_s: float) -> None:
     """Wait for the owner's end in a process of its own; the owner goes on at once.
 
     The guard is not a direct child of the owner, because Ray kills the children of a worker that
@@ -37,9 +45,20 @@ def main(lifeline: int, group: int, patience_s: float) -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    if os.read(lifeline, 1) == b"":
-        end_group(group, patience_s)
+    with open(lifeline, "rb", buffering=0) as owner:
+        group = owner.readline()
+        if group and not owner.readline():
+            end_group(int(group), patience_s)
+
+
+def start(lifeline: int, command: Sequence[str]) -> NoReturn:
+    """Become the command, which gets no end of the pipe."""
+    os.write(lifeline, f"{os.getpid()}\n".encode())
+    os.set_inheritable(lifeline, False)
+    os.execvp(command[0], [*command])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    if sys.argv[1] == "start":
+        start(int(sys.argv[2]), sys.argv[3:])
+    watch(int(sys.argv[2]), float(sys.argv[3]))

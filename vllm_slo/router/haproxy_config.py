@@ -181,8 +181,8 @@ def _public(settings: ProxySettings) -> str:
     is_api = "{ path_beg /v1/ } !{ method OPTIONS }"
     keys = []
     if settings.api_keys:
-        keys = _quoted(str(settings.folder.keys))
-        has_key = f"{{ http_auth_bearer,sha2(256),hex,lower -m str -f {keys} }}"
+        known = _quoted(str(settings.folder.keys))
+        has_key = f"{{ http_auth_bearer,sha2(256),hex,lower -m str -f {known} }}"
         keys = [
             _answer(401, "Unauthorized", "Unauthorized", f"{is_api} {MESSAGES} !{has_key}"),
             (

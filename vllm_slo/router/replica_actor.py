@@ -20,8 +20,9 @@ import ray
 from ray import serve
 
 from vllm_slo.config.serve_args import serve_arguments
+from vllm_slo.core.routing.demand_meter import Load
 from vllm_slo.router.child import Child
-from vllm_slo.router.front_actor import FRONT, KILL_MARGIN_S, REGISTER_EVERY_S
+from vllm_slo.router.front_actor import KILL_MARGIN_S, REGISTER_EVERY_S
 from vllm_slo.wire.front_protocol import DRAIN_PATH, TOKEN_HEADER
 
 logger = logging.getLogger("ray.serve")
@@ -46,6 +47,7 @@ class ReplicaSpec:
     additional_config: str
     private_host: str | None
     drain_s: float
+    fronts: tuple[str, ...]
     most: int
     workers: int
     gpus: float
@@ -84,7 +86,8 @@ class Replica:
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]
         self._leaving = False
         self._spec = spec
-        self._wanted = 0
+        self._loads: dict[str, Load] = {}
+        self._ready = 0
         context = serve.get_replica_context()
         self._name, self._app = context.replica_id.unique_id, context.app_name
         self._child = Child(
@@ -97,7 +100,7 @@ class Replica:
             raise RuntimeError(await self._child.obituary("the replica"))
         self._entry = {"name": self._name, "url": ready["url"], "token": ready["token"]}
         self._tasks = [
-            asyncio.create_task(self._stay_registered()),
+            *(asyncio.create_task(self._stay_registered(front)) for front in spec.fronts),
             asyncio.create_task(self._end_with_child()),
         ]
 
@@ -114,7 +117,12 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The metric for Serve's autoscaler: how many replicas the front wants."""
-        return {METRIC: float(self._wanted)} if self._wanted else {}
+        if not self._loads:
+            return {}
+        return {METRIC: float(sum(self._loads.values(), start=Load()).replicas(self._ready))}
+
+    async def wake(self) -> None:
+        """Nothing: that this call waits says that a replica is wanted."""
 
     async def __del__(self) -> None:
         """Serve stops the actor: take no new requests, then drain."""
@@ -127,22 +135,28 @@ class Replica:
                 )
         await self._child.terminate(KILL_MARGIN_S / 2)
 
-    async def _stay_registered(self) -> None:
+    async def _stay_registered(self, name: str) -> None:
+        """At the front of this name."""
         while not self._leaving:
             started_s = time.monotonic()
             try:
-                front = serve.get_deployment_handle(FRONT, self._app)
+                front = serve.get_deployment_handle(name, self._app)
                 answer = await asyncio.wait_for(
                     _awaited(front.register.remote(self._entry)), CALL_TIMEOUT_S
                 )
-                self._wanted = int(answer["wanted"])
+                if "load" in answer:
+                    self._loads[name] = Load(*answer["load"])
+                    self._ready = answer["ready"]
             except Exception as error:  # noqa: BLE001 (the front may be starting or restarting)
                 logger.warning("%s: could not register: %r", self._name, error)
             await asyncio.sleep(max(0.0, started_s + REGISTER_EVERY_S - time.monotonic()))
 
     async def _deregister(self) -> None:
-        with contextlib.suppress(Exception):  # the front also notices a silent replica
-            front = serve.get_deployment_handle(FRONT, self._app)
+        await asyncio.gather(*map(self._deregister_at, self._spec.fronts))
+
+    async def _deregister_at(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # a front also notices a silent replica
+            front = serve.get_deployment_handle(name, self._app)
             await asyncio.wait_for(_awaited(front.deregister.remote(self._name)), FAREWELL_S)
 
     async def _end_with_child(self) -> None:

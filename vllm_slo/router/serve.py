@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--replicas", type=int, help="number of replicas")
     add("--min-replicas", int, "fewest replicas, if their number follows demand")
     add("--max-replicas", int, "most replicas, if their number follows demand")
+    add("--fronts", int, "number of fronts, which share the port (1)")
     add("--ray-address", str, "Ray cluster to run on; default: a new one on this machine")
     add("--gpus-per-replica", float, "default: tensor times pipeline parallel size")
     add("--cpus-per-replica", float, "CPU cores reserved for each replica")
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked_for(args: argparse.Namespace) -> bool:
     """Whether the command line asks for replicas instead of a single server."""
-    flags = ("replicas", "min_replicas", "max_replicas", "ray_address")
+    flags = ("replicas", "min_replicas", "max_replicas", "fronts", "ray_address")
     return any(getattr(args, flag, None) is not None for flag in flags)
 
 
@@ -73,6 +74,7 @@ def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         "replicas": args.replicas,
         "min_replicas": args.min_replicas,
         "max_replicas": args.max_replicas,
+        "fronts": args.fronts,
         "gpus_per_replica": args.gpus_per_replica,
         "cpus_per_replica": args.cpus_per_replica,
         "replica_module": args.replica_module,
@@ -188,7 +190,7 @@ class _Deployment:
                 if message and message != told:
                     told = message
                     ray_session.say(f"{name}: {message.splitlines()[0]}")
-            if status and status.status == "RUNNING" and self._ready() >= self._args.fewest:
+            if status and status.status == "RUNNING" and self._ready() >= self._args.first:
                 break
             time.sleep(POLL_S)
         self._ran = True
@@ -202,11 +204,12 @@ class _Deployment:
     def _watch(self) -> None:
         """Report changes of the number of ready replicas until a signal comes."""
         known = self._ready()
+        among = "" if self._args.scales else f" of {self._args.first}"
         while True:
             time.sleep(STATUS_EVERY_S)
             ready = self._ready()
             if ready != known:
-                ray_session.say(f"{ready} of {self._args.fewest} replicas ready")
+                ray_session.say(f"{ready}{among} replicas ready")
                 known = ready
 
     def _ready(self) -> int:

@@ -232,7 +232,8 @@ class PickerServer:
             late_s = now_s - before_s - TICK_S
             before_s = now_s
             await self.cluster.tick(now_s, late_s if late_s > TICK_S else 0.0)
-            self.metrics.wanted.set(self.cluster.demand.wanted(len(self.cluster.ready()), now_s))
+            load = self.cluster.demand.load(now_s)
+            self.metrics.wanted.set(load.replicas(len(self.cluster.ready())))
 
     async def _become_ready(self) -> None:
         with suppress(TimeoutError):
