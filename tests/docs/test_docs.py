@@ -66,6 +66,8 @@ EXAMPLES = {
     "client.py": "test_docs.py",
     "draft_servers.py": "test_examples.py",
     "inference-pool.yaml": "test_examples_gateway.py",
+    "kubernetes.yaml": "test_examples_kubernetes.py",
+    "nginx.conf": "test_nginx.py",
     "offline.py": "test_docs.py",
     "ray_serve.py": "test_serve_router.py",
     "rayservice.yaml": "test_examples_ray.py",

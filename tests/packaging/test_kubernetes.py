@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from dataclasses import fields
@@ -14,10 +16,12 @@ import yaml
 
 pytest.importorskip("kubernetes_validate")
 
+from front_stack import Fake, eventually, processes
 from kubernetes_validate import validate
 
 from vllm_slo.config.model import SLOConfig
-from vllm_slo.wire.draft_socket import TOKEN_VARIABLE
+from vllm_slo.wire.draft_socket import TOKEN_VARIABLE as DRAFT_TOKEN
+from vllm_slo.wire.front_protocol import TOKEN_VARIABLE as FRONT_TOKEN
 
 FOLDER = Path(__file__).resolve().parents[2] / "docker/kubernetes"
 NEWEST = "1.33"
@@ -80,10 +84,32 @@ def test_ports_and_probes() -> None:
 
 def test_running_requests_have_time_to_end() -> None:
     (drain,) = (word for word in SERVER["args"] if word.startswith("--shutdown-timeout="))
-    command = SERVER["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[0] == "sleep"
-    least_s = int(command[1]) + int(drain.partition("=")[2]) + 10
+    shell = SERVER["lifecycle"]["preStop"]["exec"]["command"][-1]
+    sleep = re.search(r"\nsleep (\d+)\n$", shell)
+    tells = re.search(r"timeout=(\d+)\)", shell)
+    assert sleep and tells
+    least_s = int(tells[1]) + int(sleep[1]) + int(drain.partition("=")[2]) + 10
     assert POD["terminationGracePeriodSeconds"] >= least_s
+
+
+def test_a_pod_that_is_to_end_tells_the_fronts() -> None:
+    """Its preStop hook, run by a shell beside a replica without an engine."""
+    *shell, script = SERVER["lifecycle"]["preStop"]["exec"]["command"]
+    with processes() as keep:
+        fake = keep(Fake("a"))
+        said = fake.line("url")
+        for before, after in (("http://127.0.0.1:8000/", f"{said['url']}/"), ("sleep 10", "true")):
+            assert script.count(before) == 1
+            script = script.replace(before, after)
+        for token, stops in (("", False), (said["token"], True)):
+            environment = {"PATH": os.environ["PATH"], FRONT_TOKEN: token}
+            command = [*shell, script]
+            done = subprocess.run(command, env=environment, capture_output=True, check=True)
+            assert done.stderr == b""
+            if stops:
+                eventually(lambda: fake.process.poll() is not None, "it drains, and ends")
+            else:
+                assert fake.process.poll() is None
 
 
 def test_the_flags_are_ours_or_vllms() -> None:
@@ -115,10 +141,11 @@ def test_its_classes_are_valid(tmp_path: Path) -> None:
 def test_secrets_are_named_and_optional() -> None:
     secret = manifest("secret.example")
     asked = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in SERVER["env"]}
-    assert set(asked) == {"VLLM_API_KEY", TOKEN_VARIABLE}
+    assert all(one["optional"] for one in asked.values())
+    del asked[FRONT_TOKEN]  # see tests/docs/test_examples_kubernetes.py
+    assert set(asked) == {"VLLM_API_KEY", DRAFT_TOKEN}
     assert {one["key"] for one in asked.values()} == set(secret["stringData"])
     assert {one["name"] for one in asked.values()} == {secret["metadata"]["name"]}
-    assert all(one["optional"] for one in asked.values())
     assert set(secret["stringData"].values()) == {"REPLACE"}  # no key is written down
 
 

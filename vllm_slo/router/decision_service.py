@@ -106,9 +106,10 @@ class DecisionService:
         ]
         await self._hear_of_replicas()
         loop = asyncio.get_running_loop()
+        listeners = []  # uvloop closes a listener that nobody refers to
         for server, path in servers:
             path.unlink(missing_ok=True)  # of a predecessor that was killed
-            await loop.create_unix_server(server, str(path), backlog=4096)
+            listeners.append(await loop.create_unix_server(server, str(path), backlog=4096))
         tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self.admin.run())]
         self._report({"deciding": True})
         try:
@@ -118,6 +119,8 @@ class DecisionService:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for listener in listeners:
+                listener.close()
             for server, _ in servers:
                 await server.shutdown(1.0)
             await self.cluster.close()
