@@ -2,8 +2,8 @@
 """What routing costs the front: to decide where a request goes, and to take in replicas' states.
 
 Every replica has about 100 promises, 5 of them before their first token, in three tiers. A request
-lives for ten seconds, so ten come and go in a second; a step takes 20 ms. Nobody can promise, and
-all replicas are asked (the hop limit is lifted for that).
+lives for ten seconds, so ten come and go in a second; a step takes 20 ms. Nobody can promise. All
+replicas are asked, or as many as ``routing.max_hops`` says by default.
 
 At rest no state comes. Else the replicas, in a process of their own, send states as theirs do, over
 loopback sockets, to the front's own reader on uvloop, and ten requests a second and replica are
@@ -33,6 +33,7 @@ from scheduler_overhead import engine
 from state_load import LIFE_S, PROMISES, How, MadeUpReplica, followed
 
 from vllm_slo import Scheduler
+from vllm_slo.config.sections import RoutingConfig
 from vllm_slo.core.routing.policy import route
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE
@@ -40,6 +41,7 @@ from vllm_slo.engine.telemetry.state import MAX_MESSAGE_BYTES, SOCKET_VARIABLE
 REPLICAS = (8, 64)
 TARGETS_MS = {8: "0.2", 64: "0.5"}
 TARGET_SHARE = "5%"
+HOPS = RoutingConfig().max_hops
 HOPELESS = RoutedRequest(7_000, 300, 0.6, 0.05, True, slo_class="chat")
 """Its prompt alone takes longer than its deadline."""
 
@@ -62,11 +64,13 @@ def milliseconds(seconds: Sequence[float]) -> tuple[str, str]:
     return f"{np.median(seconds) * 1e3:.3f}", f"{np.percentile(seconds, 99) * 1e3:.3f}"
 
 
-def decide(replicas: Sequence[VirtualReplica], now_s: float, rng: random.Random) -> None:
-    """Decide where a request goes that nobody can promise."""
+def decide(
+    replicas: Sequence[VirtualReplica], now_s: float, rng: random.Random, hops: int = 1_000
+) -> None:
+    """Decide where a request goes that nobody can promise; so many are asked at most."""
     request = replace(HOPELESS, deadline_s=now_s + HOPELESS.deadline_s)
-    found = route(request, replicas, now_s, max_hops=1_000, rng=rng)
-    if found.hops != len(replicas) or found.promised:
+    found = route(request, replicas, now_s, max_hops=hops, rng=rng)
+    if found.hops != min(len(replicas), hops) or found.promised:
         raise SystemExit(f"not refused by everybody: {found}")
 
 
@@ -85,12 +89,14 @@ class Arriving(NamedTuple):
     Attributes:
         share: of a core, with nothing to decide.
         lines: a second, of all replicas together.
-        decisions_s: how long each decision took.
+        decisions_s: how long each decision took in which all were asked.
+        bounded_s: the same with the default number of hops.
     """
 
     share: float
     lines: float
     decisions_s: list[float]
+    bounded_s: list[float]
 
 
 async def arriving(count: int, how: How, seconds: float) -> Arriving:
@@ -111,14 +117,17 @@ async def arriving(count: int, how: How, seconds: float) -> Arriving:
         await asyncio.sleep(seconds)
         share = (time.process_time() - cpu) / (time.perf_counter() - begun)
         per_s = lines / (time.perf_counter() - begun)
-        replicas, took = [upstream.virtual for upstream in upstreams], []
+        replicas = [upstream.virtual for upstream in upstreams]
+        took: dict[int, list[float]] = {1_000: [], HOPS: []}
         end_s = time.perf_counter() + seconds
         while time.perf_counter() < end_s:
             await asyncio.sleep(rng.expovariate(count * PROMISES / LIFE_S))
-            now_s, begun = time.monotonic(), time.perf_counter()
-            decide(replicas, now_s, rng)
-            took.append(time.perf_counter() - begun)
-    return Arriving(share, per_s, took)
+            now_s = time.monotonic()
+            hops = rng.choice(list(took))
+            begun = time.perf_counter()
+            decide(replicas, now_s, rng, hops)
+            took[hops].append(time.perf_counter() - begun)
+    return Arriving(share, per_s, took[1_000], took[HOPS])
 
 
 def scheduler_rows(repeats: int) -> list[list[str]]:
@@ -160,6 +169,9 @@ def main() -> None:
             if how == "changes":
                 text = f"decision among {count} replicas, states arriving"
                 rows.append([text, *milliseconds(found.decisions_s), TARGETS_MS[count]])
+                if count > HOPS:
+                    text += f", {HOPS} asked, as by default"
+                    rows.append([text, *milliseconds(found.bounded_s), TARGETS_MS[count]])
             target = TARGET_SHARE if (count, how) == (64, "changes") else ""
             shares.append(
                 [f"{count} replicas, {name}", f"{found.lines:.0f}", f"{found.share:.1%}", target]
