@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -36,15 +37,16 @@ HOPELESS = {"ttft_ms": 0.001, "on_unattainable": "decline"}
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LiveServer]]:
     """Two servers, which take each step together."""
-    model = tmp_path_factory.mktemp("model")
+    model, start_up = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("start_up")
     experts(model)
+    (start_up / "sitecustomize.py").write_text("import experts_on_cpu\n")
     serve = [command("vllm"), "serve", str(model), *SMALL, "--max-model-len", "512"]
     serve += ["--served-model-name", "experts", "--scheduler-cls", "vllm_slo.Scheduler"]
     serve += ["--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1"]
     serve += ["--data-parallel-rpc-port", str(free_port())]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
         patch.setenv(TOKEN_VARIABLE, "shared-secret")
-        patch.setenv("PYTHONPATH", str(SUPPORT / "experts_on_cpu"))
+        patch.setenv("PYTHONPATH", f"{start_up}{os.pathsep}{SUPPORT}")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 

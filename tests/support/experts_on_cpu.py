@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run first by a Python process: gives vLLM on CPU what data parallelism among experts needs.
+"""Imported first by a Python process: gives vLLM on CPU what ranks of a model with experts need.
 
 Each step the ranks exchange their tokens. vLLM 0.32 has that for GPUs only: on CPU a model with
 experts starts with ``--data-parallel-size 2``, and ends at its first request.
