@@ -103,9 +103,11 @@ def test_each_engine_makes_its_own_promises(server: LiveServer) -> None:
     soon = {"slo": {"ttft_ms": 2_000, "on_unattainable": "decline"}}
     url, long = f"{server.url}/v1/completions", request_body(server, "completions", LONG)
     with httpx.Client(timeout=patience(120)) as client, ExitStack() as opened:
+        read = []  # a stream that nobody holds is closed
         for _ in range(SEATS):
             stream = client.stream("POST", url, json={**long, "stream": True}, headers=at(0))
-            assert "text" in next(opened.enter_context(stream).iter_lines())
+            read.append(opened.enter_context(stream).iter_lines())
+            assert "text" in next(read[-1])
         asked = request_body(server, "completions", soon)
         full, other = (client.post(url, json=asked, headers=at(rank)) for rank in RANKS)
     assert (full.status_code, other.status_code) == (429, 200)
