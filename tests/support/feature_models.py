@@ -62,6 +62,12 @@ def sliding(folder: Path) -> None:
     _save(folder, transformers.MistralForCausalLM(config))
 
 
+def experts(folder: Path) -> None:
+    """Four experts, of which each token has two."""
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    _save(folder, transformers.MixtralForCausalLM(config))
+
+
 def hybrid(folder: Path) -> None:
     """A Mamba layer and an attention layer."""
     config = transformers.GraniteMoeHybridConfig(

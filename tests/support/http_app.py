@@ -131,13 +131,17 @@ class Engine:
     Args:
         script: what is said to each request.
         scheduler: dotted name of the scheduler's class.
+        ranks: engines among which vLLM's balancer chooses.
     """
 
-    def __init__(self, script: Script, scheduler: Any = "vllm_slo.Scheduler") -> None:
+    def __init__(
+        self, script: Script, scheduler: Any = "vllm_slo.Scheduler", *, ranks: int = 1
+    ) -> None:
         self.calls: list[Call] = []
         self.script = script
         scheduling = SimpleNamespace(scheduler_cls=scheduler)
-        self.vllm_config = SimpleNamespace(scheduler_config=scheduling)
+        parallel = SimpleNamespace(data_parallel_size=ranks, local_engines_only=False)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduling, parallel_config=parallel)
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any

@@ -14,6 +14,12 @@ _ALIASES: Final = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
     "-asc": "--api-server-count",
     "-n": "--nnodes",
     "-sc": "--speculative-config",
@@ -29,6 +35,9 @@ takes over in vLLM (``SpeculativeConfig``), and how weights are loaded. Draft se
 their own, so its memory, parallel sizes, quantisation, ports and batches are not theirs."""
 _FLAGS: Final = (
     *("--data-parallel-size", "--tensor-parallel-size", "--pipeline-parallel-size"),
+    *("--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-size-local"),
+    *("--data-parallel-hybrid-lb", "--data-parallel-external-lb"),
+    "--data-parallel-multi-port-external-lb",
     *("--api-server-count", "--nnodes", "--distributed-executor-backend", "--headless", "--grpc"),
     *("--uds", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
     *("--ssl-cert-reqs", "--served-model-name", "--additional-config", "--api-key", "--config"),

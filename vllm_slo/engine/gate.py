@@ -6,6 +6,8 @@ vLLM's routes, its batch runner, Ray Serve LLM and programs that embed the engin
 
 - On the way in, the SLO of the HTTP request in whose context the call is made becomes keys of
   ``SamplingParams.extra_args``. Internal keys from clients are refused.
+- Where the server has several engines (``--data-parallel-size``), requests that belong together go
+  to one of them, since each engine knows its own requests only.
 - On the way out, a request that the scheduler did not serve becomes an error instead of an empty
   answer, and a report goes to the HTTP request it belongs to.
 
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -27,11 +31,12 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from vllm_slo.config.class_names import SCHEDULER_NAMES
+from vllm_slo.engine.compat.api_server import balanced_engines
 from vllm_slo.engine.compat.classes import is_derived
 from vllm_slo.engine.telemetry.faults import Held
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.access import check_internal
-from vllm_slo.slo.keys import is_slo_key
+from vllm_slo.slo.keys import GROUP_KEY, SESSION_KEY, TENANT_KEY, is_slo_key
 from vllm_slo.slo.verdicts import REPORT_KEY, Declined, Invalid, Verdict, unpack, unpack_report
 
 __all__ = ["CALLER", "Caller", "RequestDeclinedError", "install"]
@@ -114,8 +119,36 @@ def _generate(
         return _refusal(caller, error)
     if changed is None:
         return generate(*args, **kwargs)
-    outputs = generate(**{**named, "sampling_params": changed})
+    named["sampling_params"] = changed
+    if named.get("data_parallel_rank") is None:  # the client may have named one in a header
+        engines = balanced_engines(engine.vllm_config)
+        if (rank := common_engine(changed.extra_args or {}, engines)) is not None:
+            named["data_parallel_rank"] = rank
+    outputs = generate(**named)
     return _watched(outputs, caller, 0 if caller is None else changed.n * caller.begin())
+
+
+def common_engine(extra_args: Mapping[str, Any], engines: int) -> int | None:
+    """The engine that serves all rounds of a request's session, or all choices of its group.
+
+    It follows from their name alone, so every API server finds the same one.
+
+    Args:
+        extra_args: the request's keys.
+        engines: how many the server has.
+
+    Returns:
+        Number of the engine; None: vLLM's balancer chooses.
+    """
+    if engines < 2:
+        return None
+    if (session := extra_args.get(SESSION_KEY)) is not None:
+        name = json.dumps([extra_args.get(TENANT_KEY), session])
+    elif (group := extra_args.get(GROUP_KEY)) is not None:
+        name = str(group)
+    else:
+        return None
+    return zlib.crc32(name.encode()) % engines
 
 
 def _is_ours(engine: Any) -> bool:

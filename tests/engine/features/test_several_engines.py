@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,23 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import httpx
 from features import row, run_group
-from live_server import SMALL, Answer, LiveServer, ask_openai, command, running
+from live_server import SMALL, Answer, LiveServer, ask_openai, command, request_body, running
+from patience import patience
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 EASY = {"slo": {"ttft_ms": 600_000, "tpot_ms": 100_000}}
 IMPOSSIBLE = {"slo": {"ttft_ms": 0.001}}
+LONG = {
+    "slo": {**EASY["slo"], "expected_output_tokens": 900},
+    "max_tokens": 900,
+    "ignore_eos": True,
+}
+RANKS = (0, 1)
 REQUESTS = 12
+SEATS = 4
 TWO = ["--data-parallel-size", "2", "--api-server-count", "2"]
 DRAFTS = ["--draft-model", "tiny"]
 
@@ -30,7 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config = folder / "slo.yaml"
     config.write_text("speculation: {min_depth: 3}\n")
     arguments = [command("vllm-slo"), "serve", "tiny", *DRAFTS, *TWO, "--slo-config", str(config)]
-    with running([*arguments, *SMALL], "tiny", folder) as live:
+    arguments += [*SMALL, "--max-num-seqs", str(SEATS)]
+    with running(arguments, "tiny", folder) as live:
         yield live
 
 
@@ -73,3 +84,66 @@ def test_two_api_servers(server: LiveServer) -> None:
     assert all(answer.error and "ttft" in str(answer.error["message"]) for answer in wrong)
     log = server.log.read_text(errors="replace")
     assert {f"ApiServer_{number} " in log for number in (0, 1)} == {True}
+
+
+def at(rank: int) -> dict[str, str]:
+    """The header by which a client chooses the engine."""
+    return {"X-data-parallel-rank": str(rank)}
+
+
+def promises(server: LiveServer) -> list[float]:
+    """How many each engine has made."""
+    series = "vllm_slo:admissions_total"
+    return [server.settled_total(series, engine=str(rank), outcome="promised") for rank in RANKS]
+
+
+def test_each_engine_makes_its_own_promises(server: LiveServer) -> None:
+    """All seats of one engine are promised for long; the other one goes on promising."""
+    before = promises(server)
+    soon = {"slo": {"ttft_ms": 2_000, "on_unattainable": "decline"}}
+    url, long = f"{server.url}/v1/completions", request_body(server, "completions", LONG)
+    with httpx.Client(timeout=patience(120)) as client, ExitStack() as opened:
+        read = []  # a stream that nobody holds is closed
+        for _ in range(SEATS):
+            stream = client.stream("POST", url, json={**long, "stream": True}, headers=at(0))
+            read.append(opened.enter_context(stream).iter_lines())
+            assert "text" in next(read[-1])
+        asked = request_body(server, "completions", soon)
+        full, other = (client.post(url, json=asked, headers=at(rank)) for rank in RANKS)
+    assert (full.status_code, other.status_code) == (429, 200)
+    assert full.headers["x-slo-reason"] == "seats"
+    assert other.json()["slo"]["promised"]
+    after = promises(server)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [SEATS, 1]
+
+
+def test_the_rounds_of_a_session_are_counted_by_one_engine(server: LiveServer) -> None:
+    for number in range(4):
+        round_of = {"slo": {**EASY["slo"], "session_id": f"job-{number}"}}
+        told = [ask_openai(server, "completions", False, round_of) for _ in range(3)]
+        assert [one.reports[-1]["session"]["round"] for one in told] == [1, 2, 3]
+
+
+def test_choices_are_declined_together_or_not_at_all(server: LiveServer) -> None:
+    for wanted, status in ((EASY, 200), (IMPOSSIBLE, 429)):
+        slo = {**wanted["slo"], "on_unattainable": "decline"}
+        for _ in range(4):
+            answer = ask_openai(
+                server, "completions", False, {"slo": slo, "n": 4, "temperature": 1}
+            )
+            assert answer.status == status
+
+
+def test_metrics_page_and_quotes_are_of_all_engines(server: LiveServer) -> None:
+    for engine in ("0", "1"):
+        assert server.total("vllm_slo:step_time_ratio_count", engine=engine) > 0
+        assert server.total("vllm_slo:step_predicted_seconds_total", engine=engine) > 0
+    body = request_body(server, "completions", EASY)
+    for rank in RANKS:
+        quote = httpx.post(f"{server.url}/v1/slo/quote", json=body, headers=at(rank), timeout=60)
+        assert quote.json()["promised"]
+        server.await_total(1, "vllm_slo:quotes_total", engine=str(rank), promised="true")
+    shown = httpx.get(f"{server.url}/slo/data", timeout=60).json()
+    place = [name for name, *_ in shown["series"]].index("vllm_slo:requests_finished_total")
+    counted = sum(sample[2].get(str(place), 0) for sample in shown["samples"])
+    assert counted > 0

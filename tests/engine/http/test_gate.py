@@ -35,6 +35,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from vllm_slo.engine import gate
+from vllm_slo.engine.compat.api_server import balanced_engines
 from vllm_slo.engine.gate import CALLER, RequestDeclinedError
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.errors import ForbiddenSLOError, InvalidSLOError
@@ -213,6 +214,60 @@ def test_however_the_arguments_are_given(calling: Any) -> None:
     assert [(c.prompt, c.request_id, c.extra) for c in engine.calls] == [
         ("x", "r", {"slo_ttft_ms": 5.0})
     ] * 3
+
+
+# --- servers with several engines ----------------------------------------------------------------
+
+
+def ranks_of(keys: Mapping[str, Any], ranks: int = 4, **options: Any) -> list[Any]:
+    """The engines to which three requests with the same keys are sent; None: any."""
+    engine = Engine(ending("a"), ranks=ranks)
+    for _ in range(3):
+        ask(engine, SamplingParams(extra_args=dict(keys)), **options)
+    return [call.options.get("data_parallel_rank") for call in engine.calls]
+
+
+def test_the_rounds_of_a_session_go_to_one_engine() -> None:
+    seen = []
+    for number in range(40):
+        (rank, *others) = ranks_of({"slo_session_id": f"job-{number}", "slo_ttft_ms": 5.0})
+        assert others == [rank] * 2
+        seen.append(rank)
+    assert set(seen) == {0, 1, 2, 3}
+    tenants = {ranks_of({"slo_session_id": "job", "slo_tenant": f"t{n}"})[0] for n in range(40)}
+    assert tenants == {0, 1, 2, 3}
+
+
+def test_the_choices_that_are_declined_together_go_to_one_engine(calling: Any) -> None:
+    seen = []
+    for number in range(40):
+        calling(Client({"slo_ttft_ms": 5.0, "slo_group": f"group-{number}"}))
+        (rank, *others) = ranks_of({})
+        assert others == [rank] * 2
+        seen.append(rank)
+    assert set(seen) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "options", "rank"),
+    [
+        ({"slo_ttft_ms": 5.0}, 4, {}, None),
+        ({}, 4, {}, None),
+        ({"slo_session_id": "job"}, 1, {}, None),
+        ({"slo_session_id": "job"}, 4, {"data_parallel_rank": 0}, 0),
+        ({"slo_session_id": "job"}, 4, {"data_parallel_rank": 3}, 3),
+    ],
+    ids=["no name", "no objective", "one engine", "asked for 0", "asked for 3"],
+)
+def test_other_requests_go_where_they_would(
+    keys: Mapping[str, Any], ranks: int, options: Mapping[str, Any], rank: int | None
+) -> None:
+    assert ranks_of(keys, ranks, **options) == [rank] * 3
+
+
+def test_a_server_of_one_rank_among_several_has_one_engine() -> None:
+    parallel = {"data_parallel_size": 4, "data_parallel_size_local": 1, "local_engines_only": True}
+    assert balanced_engines(SimpleNamespace(parallel_config=SimpleNamespace(**parallel))) == 1
 
 
 # --- internal keys -------------------------------------------------------------------------------

@@ -19,9 +19,13 @@ import prometheus_client
 import pytest
 
 from vllm_slo.config.class_names import MIDDLEWARE, SCHEDULER, SCHEDULER_NAMES
+from vllm_slo.config.command_line import Flags
 from vllm_slo.engine.compat import version as vllm_version
 from vllm_slo.engine.serving import plugin
+from vllm_slo.engine.serving.front_check import check_single
 from vllm_slo.engine.telemetry.exposition import FOLDER_VARIABLE, FolderCollector
+from vllm_slo.errors import ConfigError
+from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
 
 SERVE = ["/usr/bin/vllm", "serve", "some-model"]
 OURS = ["--scheduler-cls", SCHEDULER]
@@ -263,6 +267,63 @@ def test_another_vllm_ends_the_server_in_one_line(
     with pytest.raises(SystemExit, match=r"vllm-slo: error: .* found 0\.34\.0"):
         process.register(*SERVE, *OURS)
     assert process.register(*SERVE) == SERVE  # it is not ours: nobody asked
+
+
+# --- behind a front ------------------------------------------------------------------------------
+
+
+def test_several_engines_behind_a_front_end_the_server_in_one_line(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [*SERVE, *OURS, "-dp", "2"]
+    assert process.register(*argv) == [*argv, "--middleware", MIDDLEWARE]
+    process.collectors.clear()
+    monkeypatch.setenv(TOKEN_VARIABLE, "shared-secret")
+    with pytest.raises(SystemExit) as caught:
+        process.register(*argv)
+    message = str(caught.value.code)
+    assert message.startswith("vllm-slo: error: --data-parallel-size 2: ")
+    for fix in ("--replica", "--data-parallel-rank", f"unset {TOKEN_VARIABLE}"):
+        assert fix in message
+    assert "\n" not in message
+    assert process.collectors == []
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("-dp 2", "--data-parallel-size 2"),
+        ("--data_parallel_size=4 --api-server-count 1", "--data-parallel-size 4"),
+        ("-dp 2 --data-parallel-size-local 1", "--data-parallel-size 2"),
+        ("-dp 4 --headless -dpl 2", "--data-parallel-size 4"),
+        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb", "--data-parallel-size-local 2"),
+        ("-dp 4 -dpl 2 -dpr 2", "--data-parallel-size-local 2"),
+        ("--api-server-count 2", "--api-server-count 2"),
+        ("-asc 3", "--api-server-count 3"),
+        ("-dp 2 -dpn 0 --api-server-count 2", "--api-server-count 2"),
+    ],
+)
+def test_what_cannot_be_one_replica_is_refused(words: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: a server behind a front has one"):
+        check_single(Flags(["serve", "m", *words.split()]))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "-dp 1 --api-server-count 1",
+        "-dp 2 --data-parallel-rank 1",
+        "-dp 2 -dpn 0 --api-server-count=1",
+        "-dp 2 --data-parallel-external-lb --nnodes 2 --node-rank 1",
+        "-dp 4 -dpl 1 --data-parallel-hybrid-lb",
+        "-dp 4 -dpl 1 --data-parallel-start-rank 2",
+        "-tp 2",
+        "-dp two",  # vLLM says what is wrong with it
+    ],
+)
+def test_one_engine_with_one_api_server_can_be_a_replica(words: str) -> None:
+    check_single(Flags(["serve", "m", *words.split()]))
 
 
 # --- AMX -----------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +232,41 @@ def test_requests_are_counted_by_what_became_of_them() -> None:
     assert {name: got[f"vllm_slo:{name}"] for name in expected} == expected
     # A request without tokens has no TTFT to observe.
     assert "vllm_slo:ttft_seconds_count{engine=0,slo_class=none}" not in got
+
+
+_SHARED = """
+import os
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+series = SchedulerMetrics(1)
+series.admission("chat", "promised")
+series.step(0.010, 0.014)
+series.step(0.020, 0.018)
+series.step(0.0, 0.1)
+series.publish(1.0, promised_requests=3.0)
+registry = series.registry
+if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_several_api_servers_show_what_one_shows(tmp_path: Path) -> None:
+    """They read the values that processes share, as vLLM sets Prometheus up for them."""
+    shown = []
+    for shared in ({}, {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}):
+        run = subprocess.run(
+            [sys.executable, "-c", _SHARED],
+            env={**os.environ, **shared},
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+        got = samples(run.stdout)
+        shown.append({name: value for name, value in got.items() if "_created" not in name})
+    assert shown[0] == shown[1]
+    assert shown[0]["vllm_slo:step_time_ratio_count{engine=1}"] == 2
 
 
 @pytest.mark.parametrize(("predicted_s", "actual_s"), [(0.0, 0.1), (0.1, 0.0), (0.1, -0.2)])

@@ -19,6 +19,14 @@ def vllm_config_of(app: Any) -> Any:
     return getattr(getattr(app, "state", None), "vllm_config", None)
 
 
+def balanced_engines(vllm_config: Any) -> int:
+    """Number of engines among which vLLM's balancer in this server chooses."""
+    parallel = vllm_config.parallel_config
+    local: bool = parallel.local_engines_only
+    count: int = parallel.data_parallel_size_local if local else parallel.data_parallel_size
+    return count
+
+
 def engine_is_dead(app: Any) -> bool:
     """Whether the application's engine has failed for good."""
     client = getattr(getattr(app, "state", None), "engine_client", None)

@@ -28,6 +28,7 @@ from vllm_slo.engine.compat.probe import check, imports
 from vllm_slo.engine.compat.seams import SERVING, check_scheduling
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import lifeline
+from vllm_slo.engine.serving.front_check import check_single
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
 from vllm_slo.errors import VllmSLOError
 from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
@@ -90,6 +91,8 @@ def _check_or_exit(flags: Flags) -> None:
             Access(config.access)
         if config.profile is not None:
             profiles.load(config.profile)  # only the engine knows whether the profile is its own
+        if os.environ.get(TOKEN_VARIABLE):
+            check_single(flags)
     except VllmSLOError as error:
         raise SystemExit(f"vllm-slo: error: {error}") from None
 

@@ -13,7 +13,7 @@ from vllm_slo.core.sessions.stages import StageResult
 from vllm_slo.engine.telemetry.exposition import SeriesFile
 from vllm_slo.engine.telemetry.series import RATIO_BUCKETS, Members, SeriesMaker
 from vllm_slo.engine.telemetry.speculation_metrics import SpeculationMetrics
-from vllm_slo.engine.telemetry.step_series import StepSeries
+from vllm_slo.engine.telemetry.step_series import step_series
 
 __all__ = ["SchedulerMetrics"]
 
@@ -117,8 +117,7 @@ class SchedulerMetrics:
             "report, by the part that failed. Requests were served all the same.",
             "part",
         )
-        self._steps = StepSeries(str(engine))
-        self.registry.register(self._steps)
+        self._steps = step_series(self.registry, make, str(engine))
         self._gauges = {
             name: make.gauge(f"vllm_slo:{name}", text) for name, text in _GAUGES.items()
         }
