@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=400, help="answers per way and concurrency")
     rows = asyncio.run(measure(parser.parse_args().repeats))
-    head = ["what", "direct p50, ms", "front p50, ms", "added, ms", "ratio", "reach",
+    head = ["what", "direct p50, ms", "front p50, ms", "added, ms", "ratio", "target",
             "direct p99", "front p99"]  # fmt: skip
     write_result("front_latency", __doc__, markdown(head, rows))
 
