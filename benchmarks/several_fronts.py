@@ -2,22 +2,26 @@
 """Whether several fronts keep together what one keeps, in virtual time.
 
 The jobs are dealt to the fronts in turn. A front knows its own requests at once, and those of the
-others from the states of the replicas, which are at most 20 ms and one step old. Worlds, hardware
-and load 1.0 are those of ``routing_help.py``; all policies are ``slo``.
+others from the states of the replicas. A busy replica tells its state every 125 ms, which is what
+it may do in the mean (`core.routing.state_pace`); a real one tells what is little at once. Worlds,
+hardware and load 1.0 are those of ``routing_help.py``; all policies are ``slo``.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from common import markdown, write_result
 from routing_help import Figures, difference, figures, shown
 from routing_worlds import HARDWARE, WORLDS
 
+from vllm_slo.core.routing.state_pace import EARNED_S
 from vllm_slo.sim.cluster import Simulation
 from vllm_slo.sim.conditions import Conditions
+from vllm_slo.sim.statistics import mean_interval
 from vllm_slo.sim.systems import OURS
 from vllm_slo.sim.workers import Workers, quiet, run_tasks
 
@@ -32,13 +36,38 @@ def window(name: str, fronts: int, rate: float, seed: int) -> tuple[Figures, flo
     world = WORLDS[name]
     jobs = world.make(rate * world.speed(REPLICAS), REPLICAS, seed)
     conditions = Conditions(
-        replicas=REPLICAS, fronts=fronts, seed=seed, slowness=dict(world.slowness)
+        replicas=REPLICAS,
+        fronts=fronts,
+        state_interval_s=EARNED_S,
+        seed=seed,
+        slowness=dict(world.slowness),
     )
     simulation = Simulation(jobs, OURS, HARDWARE, conditions, None)
     simulation.run()
     asked = sum(front.asked for front in simulation.fronts)
     wrong = sum(front.wrong for front in simulation.fronts)
     return figures(simulation.results()), wrong / max(asked, 1)
+
+
+Run = tuple[Figures, float]
+
+
+def _attained(run: Run) -> float:
+    return run[0].attained
+
+
+def _kept(run: Run) -> float:
+    return run[0].kept
+
+
+def _wrong(run: Run) -> float:
+    return run[1]
+
+
+def _points(cells: Sequence[float]) -> str:
+    """Mean over cells, with its 95% interval."""
+    mean, half = mean_interval(cells)
+    return f"{mean:+.1f}" + ("" if half is None else f" +- {half:.1f}")
 
 
 def main() -> None:
@@ -61,25 +90,33 @@ def main() -> None:
     with Workers(args.processes) as workers:
         runs = iter(run_tasks(window, tasks, workers))
     found = {key: [next(runs) for _ in seeds] for key in keys}
-    rows = []
+    rows: list[list[str]] = []
+    points: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in FRONTS[1:]}
     for (name, load, fronts), cell in found.items():
-        alone = found[name, load, 1]
-        against = [] if fronts == 1 else [
-            difference([run[0].attained for run in alone], [run[0].attained for run in cell]),
-            difference([run[0].kept for run in alone], [run[0].kept for run in cell]),
-        ]  # fmt: skip
+        alone, against = found[name, load, 1], ["", ""]
+        if fronts > 1:
+            for place, what in enumerate((_attained, _kept)):
+                one, several = [*map(what, alone)], [*map(what, cell)]
+                against[place] = difference(one, several)
+                points[fronts][place].append(100 * mean_interval(several)[0])
+                points[fronts][place][-1] -= 100 * mean_interval(one)[0]
         rows.append(
             [
                 *(name, f"{load:g}", str(fronts)),
-                shown([run[0].attained for run in cell]),
-                shown([run[0].kept for run in cell]),
-                shown([run[1] for run in cell]),
-                *(against or ["", ""]),
+                *(shown([*map(what, cell)]) for what in (_attained, _kept, _wrong)),
+                *against,
             ]
         )
+    summary = markdown(
+        ["fronts", "cells", "attained against one front, points", "promises kept, points"],
+        [
+            [str(fronts), str(len(attained)), *(_points(each) for each in (attained, kept))]
+            for fronts, (attained, kept) in points.items()
+        ],
+    )
     head = ["world", "load", "fronts", "attained, %", "promises kept, %", "shadow wrong, %",
             "attained against one front, points", "promises kept, points"]  # fmt: skip
-    table = markdown(head, rows)
+    table = f"{summary}\n\n{markdown(head, rows)}"
     if args.quick:
         print(table)
         return

@@ -93,6 +93,7 @@ class Simulation:
                 conditions.routing,
                 min(conditions.hops, len(self.replicas)),
                 conditions.seed,
+                conditions.state_interval_s,
                 str(number or ""),
             )
             for number in range(conditions.fronts)

@@ -54,6 +54,7 @@ class Conditions:
         exact: vLLM's whole scheduler object instead of the light scheduler.
         system_tokens: tokens with which every job's first prompt begins, the same for all jobs.
         fronts: which route in turn; each sees of the others' requests what a replica's state says.
+        state_interval_s: shortest time between two states that a busy replica tells the fronts.
         hops: replicas asked for a promise before a request becomes best effort.
         routing: which replica a request goes to, as ``core.routing.policy`` names it.
         acceptance: application -> probability that a drafted token is accepted.
@@ -73,6 +74,7 @@ class Conditions:
     exact: bool = False
     system_tokens: int = 0
     fronts: int = 1
+    state_interval_s: float = 0.02
     hops: int = 1 << 30
     routing: RoutingPolicy = "slo"
     acceptance: Mapping[str, float] = field(default_factory=dict)
@@ -84,6 +86,10 @@ class Conditions:
             value = getattr(self, name)
             if value < low:
                 raise SimulationError(f"{name}: must be at least {low}, not {value}")
+        if not 0.0 <= self.state_interval_s < math.inf:
+            raise SimulationError(
+                f"state_interval_s: must be seconds >= 0, not {self.state_interval_s}"
+            )
         if not 0.0 < self.bias < math.inf:
             raise SimulationError(f"bias: must be a positive factor, not {self.bias}")
         if not 0.0 <= self.noise <= 1.0:

@@ -2,7 +2,7 @@
 """The front of simulated replicas: it routes by ``core.routing.policy`` as the real front does.
 
 The front keeps a shadow of each replica's state. A shadow learns the true state after a step of its
-replica, at most every ``STATE_INTERVAL_S``. A replica confirms what its shadow promised, unless no
+replica, at most every ``interval_s``. A replica confirms what its shadow promised, unless no
 other replica is left to ask.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from random import Random
-from typing import Final, Protocol
+from typing import Protocol
 
 from vllm_slo.core.routing.policy import prefix_first, route
 from vllm_slo.core.routing.replica_state import ReplicaState
@@ -19,8 +19,6 @@ from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.types import INFINITY, RoutingPolicy
 from vllm_slo.sim.jobs import RoundRequest, RoundResult
-
-STATE_INTERVAL_S: Final = 0.02
 
 
 class Replica(Protocol):
@@ -64,6 +62,7 @@ class Front:
     """Sends requests to replicas.
 
     Args:
+        interval_s: shortest time between two states of a busy replica.
         name: its own, in tickets: several fronts may send to the same replicas. The number of the
             front is enough.
         policy: as ``core.routing.policy`` names it. Under ``slo``, replicas that promise nothing
@@ -82,8 +81,10 @@ class Front:
         policy: RoutingPolicy,
         max_hops: int,
         seed: int,
+        interval_s: float,
         name: str = "",
     ) -> None:
+        self._interval_s = interval_s
         self.name = name
         self.replicas = replicas
         self.asked = self.wrong = 0
@@ -103,7 +104,7 @@ class Front:
         if len(self.replicas) == 1:
             return
         replica = self.replicas[number]
-        if replica.busy and replica.now_s < self._told_s[number] + STATE_INTERVAL_S:
+        if replica.busy and replica.now_s < self._told_s[number] + self._interval_s:
             return
         state = replica.state()
         if state is not None:
