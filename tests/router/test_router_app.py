@@ -332,7 +332,6 @@ def test_the_command_line_of_a_replica_and_its_environment(monkeypatch: pytest.M
     assert "secret" not in str((env, words, front.init_args[0].environment()))
     config = json.loads(front.init_args[0].command()[-1])
     assert config["api_key_sha256"] == [api_key_digest("secret"), api_key_digest("other")]
-    assert config["served_model_names"] == ["m"]
     monkeypatch.setattr(
         replica_actor, "_environment_at_start", lambda: frozenset({"OMP_NUM_THREADS"})
     )
@@ -394,9 +393,7 @@ def test_a_front_that_came_back_is_left_alone(
 ) -> None:
     (tmp_path / "dies_twice.py").write_text(DIES_TWICE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    spec = front_actor.FrontSpec(
-        "dies_twice", "127.0.0.1", 0, "null", (), "KEYS", ("0" * 64,), (), 1.0
-    )
+    spec = front_actor.FrontSpec("dies_twice", "127.0.0.1", 0, "null", "KEYS", ("0" * 64,), (), 1.0)
 
     class Front(front_actor.Front):
         def __del__(self) -> None:  # type: ignore[override]

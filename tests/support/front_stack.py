@@ -142,7 +142,7 @@ class FrontProcess(_Process):
 
     def __init__(self, routing: Mapping[str, Any] | None = None, **config: Any) -> None:
         slo = {"routing": dict(routing or {}), **config.pop("slo", {})}
-        given = {"slo_config": slo, "served_model_names": ["fake"], "api_key_sha256": [], **config}
+        given = {"slo_config": slo, "api_key_sha256": [], **config}
         super().__init__(
             *("-m", "vllm_slo.router.front"),
             *("--host", "127.0.0.1", "--port", "0", "--config", json.dumps(given)),

@@ -70,7 +70,6 @@ def build(args: Mapping[str, Any]) -> Application:
         host=parsed.host,
         port=parsed.port,
         slo_config=json.dumps(additional.get("slo_config")),
-        served_model_names=tuple(parsed.served_model_names),
         api_key_env=parsed.api_key_env,
         # Of the keys set where the application is built; else a front reads its own.
         api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),

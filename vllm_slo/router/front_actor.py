@@ -46,7 +46,6 @@ class FrontSpec:
     host: str
     port: int
     slo_config: str
-    served_model_names: tuple[str, ...]
     api_key_env: str
     api_key_sha256: tuple[str, ...]
     secret_env: tuple[str, ...]
@@ -65,7 +64,6 @@ class FrontSpec:
         """
         config = {
             "slo_config": json.loads(self.slo_config),
-            "served_model_names": list(self.served_model_names),
             "api_key_sha256": self._digests(),
         }
         return [
