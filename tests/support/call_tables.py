@@ -15,6 +15,7 @@ AT_START = (
     "scheduling.late_promises:LatePromises.__init__",
     "scheduling.quotas:Quotas.__init__",
     "scheduling.quotes:Quotes.__init__",
+    "scheduling.replica_reports:ReplicaReports.__init__",
     "scheduling.sessions:SessionRounds.__init__",
     "scheduling.step_clock:StepClock.__init__",
     "speculation.chain_costs:ChainCosts.__init__",
@@ -26,6 +27,7 @@ AT_START = (
     "speculation.tenants:TenantShares.__init__",
     "speculation.tree_limits:TreeLimits.__init__",
     "speculation.verifying_time:VerifyingTime.__init__",
+    "telemetry.state:StatePublisher.__init__",
     "worker.proposers.warm_up:draft_in_every_way",
 )
 """An engine does not start if one of these fails; it has no streams yet."""
@@ -43,6 +45,10 @@ PROFILE = (
     "serving.speculation_measurement:",
 )
 """Modules of ``vllm-slo profile``, which ends if one of these calls fails."""
+
+FRONT = ("http.front_access:", "http.state_feed:")
+"""Modules that serve a front, in the API server's process: ``http/test_front_access.py``. If one of
+these calls fails, a state stream ends, which the front opens again, or one request."""
 
 LINK = ("speculation.draft_link:", "speculation.draft_peer:", "worker.proposers.remote:")
 """Modules of the link to draft servers: ``worker/test_link_faults.py``, over real sockets."""

@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 
 from vllm_slo import SLO, tiny
 from vllm_slo.core.lengths.forecast import LengthQuery
+from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.engine.scheduling.containment import FIRST_ASIDE_S
 from vllm_slo.engine.scheduling.controller import Controller
@@ -116,7 +117,8 @@ class Run:
         """The first requests."""
         seal = self.engine.seal
         self.add("chat", 60, 12, SLO(slo_class="chat"), stop=["so"])
-        self.add("tight", 90, 10, SLO(ttft_ms=3000, tpot_ms=200, tenant="one"))
+        tight = SLO(ttft_ms=3000, tpot_ms=200, tenant="one")
+        self.add("tight", 90, 10, tight, ticket=Ticket("front", 1))
         self.add("plain", 100, 20, None)
         self.add("late", 60, 5, SLO(ttft_ms=1, on_unattainable="decline"))
         self.add("quote", 50, 5, EASY, quote=True)

@@ -47,12 +47,12 @@ class ReplicaReports:
         self._quotes = quotes
         self._clock = clock
         self._containment = containment
-        self._publisher = StatePublisher.from_environment()
         self._pace = StatePace()
         self._told: tuple[object, ...] = ()
         self._learnt: ReplicaState | None = None
         self._learnt_s = 0.0
         self._seen: dict[str, int] = {}
+        self._publisher = StatePublisher.from_environment()  # last, because it opens a socket
 
     def saw(self, ticket: Ticket | None) -> None:
         """A request has come, with its front's mark if it has one."""
