@@ -101,6 +101,8 @@ class ProxyAdmin:
 
     async def settled(self, generation: int) -> None:
         """Wait until this HAProxy, or a newer one, has its slots; at most `PATIENCE_S`."""
+        if self.generation >= generation:  # as nearly always
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S), self._settled:
                 await self._settled.wait_for(lambda: self.generation >= generation)
