@@ -212,11 +212,14 @@ class Front:
         while True:
             await asyncio.sleep(REGISTER_EVERY_S)
             wanted = self._report.get("wanted", 0) > 0 and not self._entries
-            if wanted and self._waking is None:
-                self._waking = self._replicas.wake.remote()
-            elif not wanted and self._waking is not None:
-                self._waking.cancel()
-                self._waking = None
+            try:
+                if wanted and self._waking is None:
+                    self._waking = self._replicas.wake.remote()
+                elif not wanted and self._waking is not None:
+                    waking, self._waking = self._waking, None
+                    waking.cancel()
+            except Exception as error:  # noqa: BLE001 (Serve may be restarting)
+                logger.warning("could not ask for a replica: %r", error)
 
     def _send_entries(self) -> None:
         if self._report:
