@@ -60,17 +60,14 @@ def shortest_wait(
     """As `least_loaded`, but in seconds by each replica's own step-time model, so that the same
     backlog counts twice on a replica of half the speed. By tokens while one has not spoken.
     """
-    ranked = round_robin(request, replicas, turn, rng)
-
-    def wait_s(replica: VirtualReplica) -> float:
-        state, tokens = replica.state, replica.load_tokens
-        assert state is not None
-        token_s = state.model.predict_s(state.max_step_tokens) / state.max_step_tokens
-        return token_s * (tokens - request.cached_tokens.get(replica.name, 0))
-
-    if any(replica.state is None for replica in ranked):
+    if any(replica.state is None for replica in replicas):
         return least_loaded(request, replicas, turn, rng)
-    ranked.sort(key=wait_s)
+    ranked = round_robin(request, replicas, turn, rng)
+    cached = request.cached_tokens
+    if cached:
+        ranked.sort(key=lambda one: one.token_s * (one.load_tokens - cached.get(one.name, 0)))
+    else:
+        ranked.sort(key=lambda one: one.token_s * one.load_tokens)
     return ranked
 
 

@@ -87,6 +87,9 @@ class VirtualReplica:
     Args:
         name: the replica's.
         front: the front's, as in its tickets.
+
+    Attributes:
+        token_s: seconds for a token of a full step, by the state.
     """
 
     def __init__(self, name: str, front: str = "") -> None:
@@ -102,6 +105,7 @@ class VirtualReplica:
         self._listed = _NONE
         self._admission: IncrementalAdmission | None = None
         self._unseen_tokens = 0
+        self.token_s = self._empty_step_s = 0.0
 
     @property
     def outstanding(self) -> int:
@@ -120,6 +124,8 @@ class VirtualReplica:
         self.state, self._taken_s = state, taken_s
         self._offset_s = taken_s - state.now_s
         self._admission = None
+        self.token_s = state.model.predict_s(state.max_step_tokens) / state.max_step_tokens
+        self._empty_step_s = state.model.predict_s(0)
         listed = state.tickets.get(self.front, _NONE)
         for ticket in self._listed - listed:
             self._sent.pop(ticket, None)
@@ -220,7 +226,7 @@ class VirtualReplica:
             blocks -= -held // size
         model = state.model
         return (
-            request.deadline_s - model.predict_s(0),
+            request.deadline_s - self._empty_step_s,
             round(work_tokens(model, tokens, cached)) or 1,
             request.tpot_s if most > 1 else INFINITY,
             blocks if blocks < state.total_blocks else state.total_blocks,
@@ -256,7 +262,7 @@ class VirtualReplica:
         if state is None:
             return 0.0
         demand, model = self.demand(request), state.model
-        slope_s = model.predict_s(state.max_step_tokens) / state.max_step_tokens
+        slope_s = self.token_s
         output = 2 * max(demand.context_tokens - request.prompt_tokens, 0) + 1
         read = 1.0 + model.kv_s * demand.context_tokens / slope_s
         compute_s = slope_s * (demand.prefill_tokens + output * read)
