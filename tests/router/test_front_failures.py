@@ -630,9 +630,9 @@ def test_a_drain_does_not_take_for_ever(
 def test_the_parent_is_told_what_is_wanted_and_ready(fakes: list[Fake], keep: Any) -> None:
     front = keep(FrontProcess(ROUTING))
     assert front.line("listening") == {"listening": front.url}
-    assert front.line("ready") == {"wanted": 0, "ready": 0, "load": [False, 0.0, 0.0]}
+    assert front.line("ready") == {"wanted": 0, "ready": [], "load": [False, 0.0, 0.0]}
     front.serve(*fakes)
-    eventually(lambda: front.line("ready")["ready"] == 2, "two are ready")
+    eventually(lambda: len(front.line("ready")["ready"]) == 2, "two are ready")
     for fake in fakes:
         fake.knobs(state={"seats": 0})
     eventually(lambda: _is_refused(front), "promises are refused")

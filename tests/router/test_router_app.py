@@ -627,6 +627,69 @@ def test_the_number_of_replicas_follows_requests() -> None:
         assert live.process.returncode == 0, out + err
 
 
+ROLL = """
+import sys, threading, time
+import httpx, ray
+from ray import serve
+from vllm_slo.router.app import build_fronts, build_replicas
+port, within_s = int(sys.argv[1]), float(sys.argv[2])
+ray.init(address="local", include_dashboard=False, log_to_driver=False)
+serve.start(proxy_location="Disabled")
+given = {"model": "tiny", "replicas": 2, "host": "127.0.0.1", "private_host": "127.0.0.1",
+         "port": port, "replica_module": "fake_replica"}
+def deploy(version):
+    replicas = {**given, "front_app": "fronts", "env": {"VERSION": version}}
+    serve.run(build_replicas(replicas), name="replicas", route_prefix=None)
+def names():
+    shown = httpx.get(f"http://127.0.0.1:{port}/replicas").json()
+    return {one["name"] for one in shown if one["status"] == "ready"}
+def until(condition):
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, names()
+        time.sleep(0.05)
+serve.run(build_fronts({**given, "replica_app": "replicas"}), name="fronts", route_prefix=None)
+deploy("1")
+until(lambda: len(names()) == 2)
+before, failed, stop, count = names(), [], threading.Event(), 0
+def ask():
+    global count
+    body = {"prompt": "x", "max_tokens": 3, "stream": True}
+    while not stop.is_set():
+        try:
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+            failed.extend([] if answer.text.endswith("[DONE]\\n\\n") else [answer.text])
+        except httpx.HTTPError as error:
+            failed.append(repr(error))
+        count += 1
+clients = [threading.Thread(target=ask) for _ in range(2)]
+for client in clients:
+    client.start()
+deploy("2")
+until(lambda: len(names() - before) == 2 and not names() & before)
+stop.set()
+for client in clients:
+    client.join()
+assert count > 5 and not failed, (count, failed)
+for name in ("replicas", "fronts"):
+    serve.delete(name)
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_replicas_are_deployed_anew_without_a_failed_request() -> None:
+    with started("-c", ROLL, str(free_port()), f"{patience(60):.0f}") as live:
+        eventually(lambda: ended(live), "its end", patience(240))
+        out, err = live.process.communicate()
+        assert live.process.returncode == 0, out + err
+
+
+def test_replicas_alone_need_the_name_of_the_fronts() -> None:
+    with pytest.raises(ConfigError, match="front_app"):
+        app.build_replicas({"model": "m"})
+
+
 GCS = """
 import os, signal, sys, threading, time
 import httpx, psutil, ray

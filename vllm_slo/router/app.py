@@ -19,10 +19,11 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from vllm_slo.config.command_line import Flags
+from vllm_slo.errors import ConfigError
 from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest, api_keys_in
 from vllm_slo.router.arguments import AppArgs, Resources, resources
-from vllm_slo.router.front_actor import FRONT, KILL_MARGIN_S, Front, FrontSpec
-from vllm_slo.router.replica_actor import REPLICA, Replica, ReplicaSpec
+from vllm_slo.router.front_actor import FRONT, KILL_MARGIN_S, REPLICA, Front, FrontSpec
+from vllm_slo.router.replica_actor import Replica, ReplicaSpec
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -55,16 +56,59 @@ def build(args: Mapping[str, Any]) -> Application:
         ConfigError: one line that names the argument and the fix.
     """
     parsed = AppArgs.checked(args)
+    return _fronts(parsed, _replicas(parsed))
+
+
+def build_fronts(args: Mapping[str, Any]) -> Application:
+    """An application with the fronts alone; as `build`. The replicas are those of another one, of
+    `build_replicas`, so that it can be deployed anew while these fronts go on."""
+    return _fronts(AppArgs.checked(args), None)
+
+
+def build_replicas(args: Mapping[str, Any]) -> Application:
+    """An application with the replicas alone, for the fronts of ``front_app``; as `build`.
+
+    Raises:
+        ConfigError: as `build`, or ``front_app`` is missing.
+    """
+    parsed = AppArgs.checked(args)
+    if parsed.front_app is None:
+        raise ConfigError("front_app: is needed; name the application of build_fronts")
+    return _replicas(parsed)
+
+
+def _replicas(parsed: AppArgs) -> Application:
     slo, additional = parsed.slo(), parsed.additional_config()
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     set_aside = resources(parsed, cluster_has_gpus=has_gpus)
     drain_s = slo.routing.drain_s
-    keys_here = api_keys_in(os.environ, parsed.api_key_env)
-    secret_env = tuple({API_KEY_ENV, parsed.api_key_env})
     replica = serve.deployment(Replica, name=REPLICA).options(
         **_replica_options(parsed, set_aside, drain_s)
     )
-    names = front_names(parsed.fronts)
+    return replica.bind(
+        ReplicaSpec(
+            module=parsed.replica_module,
+            model=parsed.model,
+            vllm_args=tuple(Flags(parsed.vllm_args).without("--additional-config").words),
+            additional_config=json.dumps(additional),
+            private_host=parsed.private_host,
+            drain_s=drain_s,
+            fronts=front_names(parsed.fronts),
+            front_app=parsed.front_app,
+            most=parsed.most,
+            workers=parsed.parallel_size,
+            gpus=set_aside.gpus,
+            cpus=parsed.cpus_per_replica,
+            env=tuple(sorted(parsed.env.items())),
+            secret_env=_secrets(parsed),
+        )
+    )
+
+
+def _fronts(parsed: AppArgs, replicas: Application | None) -> Application:
+    """``replicas``: of the same application; None: they are in another one."""
+    slo, additional = parsed.slo(), parsed.additional_config()
+    keys_here = api_keys_in(os.environ, parsed.api_key_env)
     spec = FrontSpec(
         module=parsed.front_module,
         host=parsed.host,
@@ -73,26 +117,10 @@ def build(args: Mapping[str, Any]) -> Application:
         api_key_env=parsed.api_key_env,
         # Of the keys set where the application is built; else a front reads its own.
         api_key_sha256=parsed.api_key_sha256 or tuple(map(api_key_digest, keys_here)),
-        secret_env=secret_env,
-        drain_s=drain_s,
+        secret_env=_secrets(parsed),
+        drain_s=slo.routing.drain_s,
         shares_port=parsed.fronts > 1,
-    )
-    replicas = replica.bind(
-        ReplicaSpec(
-            module=parsed.replica_module,
-            model=parsed.model,
-            vllm_args=tuple(Flags(parsed.vllm_args).without("--additional-config").words),
-            additional_config=json.dumps(additional),
-            private_host=parsed.private_host,
-            drain_s=drain_s,
-            fronts=names,
-            most=parsed.most,
-            workers=parsed.parallel_size,
-            gpus=set_aside.gpus,
-            cpus=parsed.cpus_per_replica,
-            env=tuple(sorted(parsed.env.items())),
-            secret_env=secret_env,
-        )
+        replica_app=parsed.replica_app,
     )
     first, *others = (
         serve.deployment(Front, name=name).options(
@@ -103,11 +131,16 @@ def build(args: Mapping[str, Any]) -> Application:
                 "resources": parsed.front_resources,
                 "runtime_env": _pushing("HANDLE"),
             },
-            **_supervision(drain_s),
+            **_supervision(spec.drain_s),
         )
-        for name in names
+        for name in front_names(parsed.fronts)
     )
     return first.bind(spec, replicas, *(other.bind(spec, replicas) for other in others))
+
+
+def _secrets(parsed: AppArgs) -> tuple[str, ...]:
+    """Environment variables that no child gets."""
+    return tuple({API_KEY_ENV, parsed.api_key_env})
 
 
 def front_names(count: int) -> tuple[str, ...]:

@@ -86,6 +86,19 @@ class AppArgs(BaseModel):
         description="Seconds for which fewer replicas must be enough before some are stopped, 0 to "
         "86400. Scope: autoscaling. Too low: the next burst waits for a model to load.",
     )
+    front_app: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the Serve application that has the fronts, for build_replicas; with "
+        "it replicas are replaced while the fronts go on. A name that is not there: they "
+        "register nowhere, and get no requests.",
+    )
+    replica_app: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the Serve application that has the replicas, for build_fronts. It is "
+        "needed to scale from zero: with a name that is not there, no first replica starts.",
+    )
     fronts: int = Field(
         default=1,
         ge=1,

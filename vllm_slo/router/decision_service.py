@@ -164,13 +164,14 @@ class DecisionService:
             await self.cluster.tick(now_s, late_s if late_s > TICK_S else 0.0)
             self.exchanges.sweep(now_s)
             self._place(left)
-            ready = len(self.cluster.ready())
+            names = sorted(each.name for each in self.cluster.ready())
             load = self.cluster.demand.load(now_s)
-            wanted = load.replicas(ready)
+            wanted = load.replicas(len(names))
             self.metrics.wanted.set(wanted)
             rounded = [float(f"{number:.2g}") for number in (load.work, load.refused)]
-            news = {"wanted": wanted, "ready": ready, "load": [load.asked, *rounded]}
-            if news != reported and (not reported or now_s - reported_s >= REPORT_S):
+            news = {"wanted": wanted, "ready": names, "load": [load.asked, *rounded]}
+            is_urgent = news["ready"] != reported.get("ready")
+            if news != reported and (is_urgent or now_s - reported_s >= REPORT_S):
                 reported, reported_s = news, now_s
                 self._report(news)
 

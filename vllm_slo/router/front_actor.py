@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 FRONT: Final = "Front"
+REPLICA: Final = "Replica"
+"""The deployments; further fronts have a number."""
 REGISTER_EVERY_S: Final = 1.0
 FORGET_AFTER_S: Final = 10.0
 """Time without a registration after which the front's child gets no more requests for a replica."""
@@ -39,7 +41,9 @@ MAX_BACKOFF_S: Final = 5.0
 class FrontSpec:
     """All that a front's actor needs to start its child.
 
-    ``shares_port``: other fronts of this application may listen on the same port of a node.
+    Attributes:
+        shares_port: other fronts of this application may listen on the same port of a node.
+        replica_app: the application of the replicas; None: that of the front, or not known.
     """
 
     module: str
@@ -51,6 +55,7 @@ class FrontSpec:
     secret_env: tuple[str, ...]
     drain_s: float
     shares_port: bool = False
+    replica_app: str | None = None
 
     def environment(self) -> dict[str, str]:
         """The environment of the child: the node's, without API keys."""
@@ -84,12 +89,14 @@ class FrontSpec:
 class Front:
     """The actor of a front: it keeps its child running and tells it of the replicas.
 
-    ``others``: the other fronts of the application. Serve deploys what a constructor gets.
+    Args:
+        replicas: of the same application; None: they are in another one.
+        others: the other fronts of the application. Serve deploys what a constructor gets.
     """
 
     # Serve awaits the constructor, so an actor can be stopped while it waits for its child.
     async def __init__(  # type: ignore[misc]
-        self, spec: FrontSpec, replicas: DeploymentHandle, *others: DeploymentHandle
+        self, spec: FrontSpec, replicas: DeploymentHandle | None, *others: DeploymentHandle
     ) -> None:
         self._spec = spec
         self._replicas = replicas
@@ -114,8 +121,8 @@ class Front:
         ]
 
     async def register(self, entry: dict[str, str]) -> dict[str, Any]:
-        """Register a replica, every second; returns the load, as `Load` has it, and how many
-        replicas are ready, once both are known."""
+        """Register a replica, every second; returns the load, as `Load` has it, and the names of
+        the replicas that are ready, once both are known."""
         name = entry["name"]
         self._seen_s[name] = time.monotonic()
         self._entries[name] = entry
@@ -131,7 +138,7 @@ class Front:
         """URL of the front, numbers of replicas, names of registered ones, pid of the child."""
         return {
             "listening": self._report.get("listening"),
-            "ready": int(self._report.get("ready", 0)),
+            "ready": len(self._report.get("ready", ())),
             "wanted": int(self._report.get("wanted", 0)),
             "replicas": sorted(self._entries),
             "pid": self._child.pid,
@@ -214,12 +221,21 @@ class Front:
             wanted = self._report.get("wanted", 0) > 0 and not self._entries
             try:
                 if wanted and self._waking is None:
-                    self._waking = self._replicas.wake.remote()
+                    self._waking = self._wake_replicas()
                 elif not wanted and self._waking is not None:
                     waking, self._waking = self._waking, None
                     waking.cancel()
             except Exception as error:  # noqa: BLE001 (Serve may be restarting)
                 logger.warning("could not ask for a replica: %r", error)
+
+    def _wake_replicas(self) -> Any:
+        """A call that waits for a replica; None: it is not known where they are."""
+        replicas, app = self._replicas, self._spec.replica_app
+        if replicas is None and app is not None:
+            from ray import serve
+
+            replicas = serve.get_deployment_handle(REPLICA, app)
+        return None if replicas is None else replicas.wake.remote()
 
     def _send_entries(self) -> None:
         if self._report:

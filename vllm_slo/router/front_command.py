@@ -88,9 +88,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         "slo_config": slo.model_dump(mode="json", exclude_unset=True),
         "api_key_sha256": [api_key_digest(key) for key in keys],
     }
-    async with front_at(
-        json.dumps(config), args.haproxy, listener, _report, args.tls_cert
-    ) as front:
+    async with front_at(json.dumps(config), args.haproxy, listener, _Log(), args.tls_cert) as front:
         heed_signals(front.stop)
         following = asyncio.create_task(_follow(source, front))
         try:
@@ -115,8 +113,15 @@ async def _follow(source: Source, front: Any) -> None:
     )
 
 
-def _report(message: Mapping[str, Any]) -> None:
-    if "listening" in message:
-        logger.info("listening on %s", message["listening"])
-    elif "ready" in message:
-        logger.info("%d replicas are ready", message["ready"])
+class _Log:
+    """Logs what a front reports and was not logged just before."""
+
+    def __init__(self) -> None:
+        self._ready: int | None = None
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        if "listening" in message:
+            logger.info("listening on %s", message["listening"])
+        elif "ready" in message and len(message["ready"]) != self._ready:
+            self._ready = len(message["ready"])
+            logger.info("%d replicas are ready", self._ready)

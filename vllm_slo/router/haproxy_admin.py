@@ -33,6 +33,10 @@ class Place:
     port: int
     fallback: bool = False
 
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
 
 class ProxyAdmin:
     """Keeps HAProxy's slots as they are wanted, over restarts of HAProxy.
@@ -91,8 +95,9 @@ class ProxyAdmin:
         return f"r{self._slots[name]}"
 
     def is_placed(self, name: str) -> bool:
-        """Whether HAProxy has the replica where it is wanted."""
-        return name in self._made and self._made[name] == self._wanted.get(name)
+        """Whether HAProxy reaches the replica in its slot, used in fallback or not."""
+        made, wanted = self._made.get(name), self._wanted.get(name)
+        return made is not None and wanted is not None and made.address == wanted.address
 
     async def cut(self, name: str) -> None:
         """End all connections to a replica."""

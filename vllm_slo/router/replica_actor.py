@@ -27,9 +27,11 @@ from vllm_slo.wire.front_protocol import DRAIN_PATH, TOKEN_HEADER
 
 logger = logging.getLogger("ray.serve")
 
-REPLICA: Final = "Replica"
 METRIC: Final = "replicas_wanted"
 CALL_TIMEOUT_S: Final = 5.0
+KNOWN_S: Final = 10.0
+"""Time for a front to take a new replica for ready; without one it is started all the same."""
+FIRST_REGISTER_EVERY_S: Final = 0.1
 ANSWER_S: Final = 8.0
 """Time for any answer; a replica that takes longer is stuck."""
 FAREWELL_S: Final = 1.0
@@ -48,6 +50,7 @@ class ReplicaSpec:
     private_host: str | None
     drain_s: float
     fronts: tuple[str, ...]
+    front_app: str | None
     most: int
     workers: int
     gpus: float
@@ -88,8 +91,9 @@ class Replica:
         self._spec = spec
         self._loads: dict[str, Load] = {}
         self._ready = 0
+        self._is_known = asyncio.Event()
         context = serve.get_replica_context()
-        self._name, self._app = context.replica_id.unique_id, context.app_name
+        self._name, self._app = context.replica_id.unique_id, spec.front_app or context.app_name
         self._child = Child(
             spec.command(spec.private_host or ray.util.get_node_ip_address()),
             spec.environment(_node_cores()),
@@ -103,6 +107,10 @@ class Replica:
             *(asyncio.create_task(self._stay_registered(front)) for front in spec.fronts),
             asyncio.create_task(self._end_with_child()),
         ]
+        # Serve stops the replica that this one replaces as soon as this constructor is done.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                await self._is_known.wait()
 
     async def check_health(self) -> None:
         """Serve's health check; three failures in a row end the actor.
@@ -146,10 +154,13 @@ class Replica:
                 )
                 if "load" in answer:
                     self._loads[name] = Load(*answer["load"])
-                    self._ready = answer["ready"]
+                    self._ready = len(answer["ready"])
+                    if self._name in answer["ready"]:
+                        self._is_known.set()
             except Exception as error:  # noqa: BLE001 (the front may be starting or restarting)
                 logger.warning("%s: could not register: %r", self._name, error)
-            await asyncio.sleep(max(0.0, started_s + REGISTER_EVERY_S - time.monotonic()))
+            pause_s = REGISTER_EVERY_S if self._is_known.is_set() else FIRST_REGISTER_EVERY_S
+            await asyncio.sleep(max(0.0, started_s + pause_s - time.monotonic()))
 
     async def _deregister(self) -> None:
         await asyncio.gather(*map(self._deregister_at, self._spec.fronts))
