@@ -15,7 +15,7 @@ from vllm_slo.router.haproxy_admin import Place, ProxyAdmin
 def test_a_replica_is_reached_while_its_part_in_fallback_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It changes when the first replica of the list leaves, if replicas have tokens of their own."""
+    """It changes when the first replica of the list leaves, if replicas have their own tokens."""
 
     async def taken(admin: Path, command: str) -> str:
         return ""
