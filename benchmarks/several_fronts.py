@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Final
 
 from common import markdown, write_result
@@ -98,8 +99,7 @@ def main() -> None:
             for place, what in enumerate((_attained, _kept)):
                 one, several = [*map(what, alone)], [*map(what, cell)]
                 against[place] = difference(one, several)
-                points[fronts][place].append(100 * mean_interval(several)[0])
-                points[fronts][place][-1] -= 100 * mean_interval(one)[0]
+                points[fronts][place].append(100 * (fmean(several) - fmean(one)))
         rows.append(
             [
                 *(name, f"{load:g}", str(fronts)),

@@ -545,6 +545,15 @@ def ended(live: LiveReplicas) -> bool:
     return live.process.poll() is not None
 
 
+def ran(program: str, *words: str) -> str:
+    """What a program prints that is started with a free port and these words, and succeeds."""
+    with started("-c", program, str(free_port()), *words) as live:
+        eventually(lambda: ended(live), "its end", patience(240))
+        out, err = live.process.communicate()
+        assert live.process.returncode == 0, out + err
+        return str(out)
+
+
 @pytest.mark.slow
 def test_a_replica_that_does_not_start_ends_the_command() -> None:
     words = ["-m", "vllm_slo.cli", "serve", "tiny", "--port", str(free_port())]
@@ -621,10 +630,7 @@ ray.shutdown()
 
 @pytest.mark.slow
 def test_the_number_of_replicas_follows_requests() -> None:
-    with started("-c", SCALE, str(free_port()), f"{patience(60):.0f}") as live:
-        eventually(lambda: ended(live), "its end", patience(240))
-        out, err = live.process.communicate()
-        assert live.process.returncode == 0, out + err
+    ran(SCALE, f"{patience(60):.0f}")
 
 
 ROLL = """
@@ -679,10 +685,7 @@ ray.shutdown()
 
 @pytest.mark.slow
 def test_replicas_are_deployed_anew_without_a_failed_request() -> None:
-    with started("-c", ROLL, str(free_port()), f"{patience(60):.0f}") as live:
-        eventually(lambda: ended(live), "its end", patience(240))
-        out, err = live.process.communicate()
-        assert live.process.returncode == 0, out + err
+    ran(ROLL, f"{patience(60):.0f}")
 
 
 def test_replicas_alone_need_the_name_of_the_fronts() -> None:
@@ -690,8 +693,14 @@ def test_replicas_alone_need_the_name_of_the_fronts() -> None:
         app.build_replicas({"model": "m"})
 
 
+@pytest.mark.parametrize("name", ["front_app", "replica_app"])
+def test_one_application_names_no_other(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        app.build({"model": "m", name: "other"})
+
+
 GCS = """
-import os, signal, sys, threading, time
+import os, sys, time
 import httpx, psutil, ray
 from ray import serve
 from vllm_slo.router.app import build
@@ -712,18 +721,17 @@ while time.monotonic() < end:
     answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
     statuses.add((answer.status_code, answer.headers["x-vllm-slo-replica"]))
 print(sorted(status for status, _ in statuses), flush=True)
-os._exit(0)  # Ray cannot end in order
+for process in psutil.Process().children(recursive=True):
+    if process.name().startswith("ray"):
+        process.kill()  # Ray cannot end in order; what it ran has to end by itself
+os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_requests_go_on_without_gcs() -> None:
     """Ray itself gives up after a minute; see RAY_gcs_rpc_server_reconnect_timeout_s."""
-    with started("-c", GCS, str(free_port()), "5") as live:
-        eventually(lambda: ended(live), "its end", patience(120))
-        out, err = live.process.communicate()
-        assert (live.process.returncode, out) == (0, "[200, 200]\n"), out + err
-        live.kill()
+    assert ran(GCS, "5") == "[200, 200]\n"
 
 
 def test_the_environment_at_start_is_that_of_the_process() -> None:

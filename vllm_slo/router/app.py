@@ -56,6 +56,9 @@ def build(args: Mapping[str, Any]) -> Application:
         ConfigError: one line that names the argument and the fix.
     """
     parsed = AppArgs.checked(args)
+    for name in ("front_app", "replica_app"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(f"{name}: this application has fronts and replicas; remove it")
     return _fronts(parsed, _replicas(parsed))
 
 
@@ -110,7 +113,7 @@ def _fronts(parsed: AppArgs, replicas: Application | None) -> Application:
     slo, additional = parsed.slo(), parsed.additional_config()
     keys_here = api_keys_in(os.environ, parsed.api_key_env)
     spec = FrontSpec(
-        module=parsed.front_module,
+        module="vllm_slo.router.front",
         host=parsed.host,
         port=parsed.port,
         slo_config=json.dumps(additional.get("slo_config")),

@@ -177,10 +177,6 @@ class AppArgs(BaseModel):
         default="vllm_slo.router.replica",
         description="Python module of a replica process. For tests.",
     )
-    front_module: str = Field(
-        default="vllm_slo.router.front",
-        description="Python module of the front process. For tests.",
-    )
 
     @field_validator("vllm_args", mode="before")
     @classmethod

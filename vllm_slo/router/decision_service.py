@@ -168,7 +168,7 @@ class DecisionService:
             load = self.cluster.demand.load(now_s)
             wanted = load.replicas(len(names))
             self.metrics.wanted.set(wanted)
-            rounded = [float(f"{number:.2g}") for number in (load.work, load.refused)]
+            rounded = [float(f"{number:.3g}") for number in (load.work, load.refused)]
             news = {"wanted": wanted, "ready": names, "load": [load.asked, *rounded]}
             is_urgent = news["ready"] != reported.get("ready")
             if news != reported and (is_urgent or now_s - reported_s >= REPORT_S):

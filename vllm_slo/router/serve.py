@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus-per-replica", float, "default: tensor times pipeline parallel size")
     add("--cpus-per-replica", float, "CPU cores reserved for each replica")
     add("--replica-module", str, argparse.SUPPRESS)  # for tests: processes without vLLM
-    add("--front-module", str, argparse.SUPPRESS)
 
 
 def asked_for(args: argparse.Namespace) -> bool:
@@ -78,7 +77,6 @@ def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
         "gpus_per_replica": args.gpus_per_replica,
         "cpus_per_replica": args.cpus_per_replica,
         "replica_module": args.replica_module,
-        "front_module": args.front_module,
         "host": flags.last("--host") or DEFAULT_HOST,
         "port": int(port),
         "slo_config": additional.pop("slo_config", None),

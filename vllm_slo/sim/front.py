@@ -85,7 +85,7 @@ class Front:
         name: str = "",
     ) -> None:
         self._interval_s = interval_s
-        self.name = name
+        self._name = name
         self.replicas = replicas
         self.asked = self.wrong = 0
         self._policy = policy
@@ -148,7 +148,7 @@ class Front:
             hops, turn = choice.hops, 0
 
     def _ticket(self) -> Ticket:
-        return Ticket(self.name, next(self._tickets))
+        return Ticket(self._name, next(self._tickets))
 
     def _promise(self, number: int, request: RoundRequest, seen: RoutedRequest) -> bool:
         ticket = self._ticket()
