@@ -323,12 +323,17 @@ def test_knowing_the_verifiers_public_key_is_not_enough(link: DraftLink) -> None
 def test_without_encryption_nobody_is_heard(link: DraftLink) -> None:
     with zmq.Context() as context:
         stranger = context.socket(zmq.DEALER)
+        watched = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         stranger.connect(link.address)
-        stranger.send(encode(hello("stranger")))
+        with suppress(zmq.Again):  # refused before it could send
+            stranger.send(encode(hello("stranger")), zmq.NOBLOCK)
+        assert watched.poll(round(SOON_S * 1e3)), "it is told"
         with drafting(link.address, "friend"):
             until_ready(link, "friend")
             assert ask(link, "friend").answers
         assert view(link, "stranger") is None
+        stranger.disable_monitor()
+        watched.close()
         stranger.close(0)
 
 
