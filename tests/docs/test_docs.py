@@ -461,6 +461,18 @@ def test_every_series_in_the_code_is_in_the_reference() -> None:
     } <= known
 
 
+def test_the_readme_says_why_each_package_is_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *(one for extra in extras.values() for one in extra)]
+    names = {re.match(r"[\w-]+", one)[0] for one in needed}  # type: ignore[index]
+    table = (ROOT / "README.md").read_text().split("## What it stands on")[1]
+    told = set(re.findall(r"[\w-]+", " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
+    assert not names - told
+    page = (ROOT / "README.md").read_text().split("There are extras")[1].split("\n\n")[0]
+    assert {*extras} - {"cpu", "cuda", "dev"} <= {*re.findall(r"`([a-z]+)`", page)}
+
+
 def test_every_exception_is_in_the_reference() -> None:
     page, seen = reference().exceptions(), {errors.VllmSLOError}
     for kind in vars(errors).values():
