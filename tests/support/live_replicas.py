@@ -235,21 +235,25 @@ async def volley(
     *,
     retries: int = 0,
     each: int = 20,
+    begun: int = 20,
     stream_tokens: int,
     waiting_prompt: str = "wait",
     waiting_tokens: int = 3,
     lead_s: float = 0.3,
 ) -> Volley:
-    """Start the streams, then, once all have begun, the others; ``lead_s`` later comes the kill."""
+    """Start the streams, then, once ``begun`` of them have begun, the others; ``lead_s`` later comes
+    the kill."""
     async with openai.AsyncOpenAI(
         base_url=f"{live.url}/v1", api_key="none", max_retries=retries, timeout=HANG_S
     ) as api:
-        begun = [asyncio.Event() for _ in range(each)]
+        started = [asyncio.Event() for _ in range(each)]
         streams = [
             asyncio.create_task(_client(api, f"stream {number}", stream_tokens, event))
-            for number, event in enumerate(begun)
+            for number, event in enumerate(started)
         ]
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), HANG_S)
+        async with asyncio.timeout(HANG_S):
+            while sum(event.is_set() for event in started) < begun:
+                await asyncio.sleep(0.01)
         waiting = [
             asyncio.create_task(_client(api, f"{waiting_prompt} {number}", waiting_tokens, None))
             for number in range(each)
