@@ -42,6 +42,7 @@ from vllm_slo.router import app, arguments, front_actor, replica_actor
 from vllm_slo.router import serve as router_serve
 from vllm_slo.router.api_keys import api_keys_in
 from vllm_slo.router.arguments import AppArgs, api_key_digest, resources
+from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
 from vllm_slo.wire.ports import free_port
 
 SLOW = {"FAKE_REPLICA_KNOBS": '{"token_s": 0.1}'}
@@ -330,6 +331,13 @@ def test_the_command_line_of_a_replica_and_its_environment(monkeypatch: pytest.M
     assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_OMP_THREADS_BIND"]) == ("4", "nobind")
     assert env["HF_X"] == "1"
     assert "secret" not in str((env, words, front.init_args[0].environment()))
+    assert len(env[TOKEN_VARIABLE]) >= 32 and env[TOKEN_VARIABLE] not in repr(spec)
+    monkeypatch.setenv(TOKEN_VARIABLE, "of-this-node")
+    assert spec.environment(node_cores=8)[TOKEN_VARIABLE] == env[TOKEN_VARIABLE], "one for all"
+    spec = bound({"model": "m"})[1].init_args[0]
+    assert spec.environment(node_cores=8)[TOKEN_VARIABLE] == "of-this-node"
+    with pytest.raises(ConfigError, match=f"{TOKEN_VARIABLE}: the token: use ASCII letters"):
+        bound({"model": "m", "env": {TOKEN_VARIABLE: "two words"}})
     config = json.loads(front.init_args[0].command()[-1])
     assert config["api_key_sha256"] == [api_key_digest("secret"), api_key_digest("other")]
     monkeypatch.setattr(

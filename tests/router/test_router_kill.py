@@ -8,6 +8,7 @@ port, and no process is left over.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -82,9 +83,17 @@ def process_of_front(live: LiveReplicas, word: str) -> psutil.Process:
     return found[0]
 
 
+def in_fallback(live: LiveReplicas) -> int:
+    """How many replicas HAProxy can use by itself."""
+    shown = httpx.get(f"{live.url}/metrics/proxy").text
+    up = r'haproxy_server_status\{proxy="fallback",[^}]*state="UP"\} 1'
+    return len(re.findall(up, shown))
+
+
 def test_the_decision_service_is_killed(live: LiveReplicas) -> None:
-    """HAProxy goes on alone: nothing is refused, and no stream breaks."""
+    """HAProxy goes on alone, with all replicas: nothing is refused, and no stream breaks."""
     before = await_whole(live, set(), 0, WHOLE_AGAIN_S)
+    eventually(lambda: in_fallback(live) == 2, "both replicas in fallback", PROMPT_S)
     service = process_of_front(live, "decision_service")
     seen = asyncio.run(volley(live, lambda: sigkill(service), stream_tokens=STREAM_TOKENS))
     assert [one.error for one in (*seen.waiting, *seen.streaming)] == [None] * 40

@@ -21,6 +21,8 @@ from aiohttp import web
 from fake_replica import FakeReplica, Knobs, _end_with_parent, _error_event
 from patience import patience
 
+from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
+
 WAIT_S = patience(1.5)
 TOKEN_S = 0.05
 LEAVE_S = 0.7
@@ -32,7 +34,8 @@ class EngineReplica(FakeReplica):
     engine: subprocess.Popen[bytes]
 
     def __init__(self, name: str, drain_s: float) -> None:
-        super().__init__(name, Knobs(token_s=TOKEN_S), drain_s)
+        knobs = Knobs(token_s=TOKEN_S, token=os.environ.get(TOKEN_VARIABLE, ""))
+        super().__init__(name, knobs, drain_s)
 
     async def stream(
         self, request: web.Request, asked: dict[str, Any], count: int, record: dict[str, Any]

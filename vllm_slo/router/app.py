@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest, api_keys_in
 from vllm_slo.router.arguments import AppArgs, Resources, resources
 from vllm_slo.router.front_actor import FRONT, KILL_MARGIN_S, REPLICA, Front, FrontSpec
 from vllm_slo.router.replica_actor import Replica, ReplicaSpec
+from vllm_slo.wire.front_protocol import token_in
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -104,6 +106,7 @@ def _replicas(parsed: AppArgs) -> Application:
             cpus=parsed.cpus_per_replica,
             env=tuple(sorted(parsed.env.items())),
             secret_env=_secrets(parsed),
+            token=token_in({**os.environ, **parsed.env}) or secrets.token_urlsafe(32),
         )
     )
 

@@ -24,8 +24,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from vllm_slo.errors import VllmSLOError
-from vllm_slo.wire.front_protocol import PRIVATE_VARIABLE, TOKEN_HEADER, TOKEN_VARIABLE
+from vllm_slo.errors import ConfigError, VllmSLOError
+from vllm_slo.wire.front_protocol import (
+    PRIVATE_VARIABLE,
+    TOKEN_HEADER,
+    TOKEN_VARIABLE,
+    token_in,
+)
 from vllm_slo.wire.ports import free_port
 
 LOOK_S: Final = 0.1
@@ -35,11 +40,14 @@ ANSWER_S: Final = 5.0
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one replica in this process."""
     options, served = _options(sys.argv[1:] if argv is None else argv)
+    try:
+        token = token_in(os.environ) or secrets.token_urlsafe(32)
+    except ConfigError as error:
+        sys.exit(f"vllm-slo: error: {error}")
     announce = _separate_stdout()
     _end_with_stdin()
     host, port = options.private_host, free_port(options.private_host)
-    token = os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
-    os.environ[PRIVATE_VARIABLE] = "1"
+    os.environ[TOKEN_VARIABLE], os.environ[PRIVATE_VARIABLE] = token, "1"
     shown = f"[{host}]" if ":" in host else host
     ready = {"url": f"http://{shown}:{port}", "token": token}
     watch = threading.Thread(target=_announce_ready, args=(host, port, ready, announce))

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.core.routing.demand_meter import Load
 from vllm_slo.router.child import Child
 from vllm_slo.router.front_actor import KILL_MARGIN_S, REGISTER_EVERY_S
-from vllm_slo.wire.front_protocol import DRAIN_PATH, TOKEN_HEADER
+from vllm_slo.wire.front_protocol import DRAIN_PATH, TOKEN_HEADER, TOKEN_VARIABLE
 
 logger = logging.getLogger("ray.serve")
 
@@ -41,7 +41,11 @@ _DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """All that a replica's actor needs to start its child on any node."""
+    """All that a replica's actor needs to start its child on any node.
+
+    ``token``: the same for all replicas, because HAProxy has one for all while a front's decision
+    service is gone.
+    """
 
     module: str
     model: str
@@ -57,6 +61,7 @@ class ReplicaSpec:
     cpus: float | None
     env: tuple[tuple[str, str], ...]
     secret_env: tuple[str, ...]
+    token: str = field(repr=False)
 
     def command(self, private_host: str) -> list[str]:
         return [
@@ -79,7 +84,7 @@ class ReplicaSpec:
             cores = int(self.cpus) if self.cpus else node_cores // self.most
             env.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.workers)))
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        return {**env, **dict(self.env)}
+        return {**env, **dict(self.env), TOKEN_VARIABLE: self.token}
 
 
 class Replica:

@@ -8,7 +8,7 @@ import os
 
 from vllm_slo.router.replica_list import Source, source_of
 from vllm_slo.wire.draft_socket import read_token
-from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
+from vllm_slo.wire.front_protocol import TOKEN_VARIABLE, token_in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,6 @@ def source_of_arguments(args: argparse.Namespace) -> Source:
     Raises:
         ConfigError: there are none, or a flag cannot be used.
     """
-    token: str | None = os.environ.get(TOKEN_VARIABLE, "").strip() or None
-    if args.token_file is not None:
-        token = read_token(args.token_file)
+    from_file = args.token_file is not None
+    token = read_token(args.token_file) if from_file else token_in(os.environ)
     return source_of(args.replica, args.replicas_from, token)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from vllm_slo.config.yaml_nodes import line_of, near, parse
 from vllm_slo.errors import ConfigError
 from vllm_slo.router.replica_spec import ReplicaSpec
+from vllm_slo.wire.front_protocol import check_token
 
 logger = logging.getLogger("vllm_slo.front")
 
@@ -30,8 +31,6 @@ silence."""
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 _FIELDS: Final = ("name", "url", "token")
 _DNS: Final = re.compile(r"dns:(?P<name>[^:\s/]+):(?P<port>[0-9]{1,5})", re.IGNORECASE)
-_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")
-"""What a header, and a command of HAProxy, can have."""
 _NO_ADDRESS: Final = frozenset(
     getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)
 )
@@ -64,8 +63,7 @@ def spec_of_url(url: str, token: str | None, where: str, *, name: str | None = N
             f"{where}: no token; name the file with the replicas' token (--token-file), or give "
             "the entry a token of its own"
         )
-    if not _TOKEN.fullmatch(token):
-        raise ConfigError(f"{where}: the token: use ASCII letters, digits and ._~+/=- only")
+    check_token(token, where)
     if name is not None and not name.isprintable():
         raise ConfigError(f"{where}: the name has characters that a header cannot have")
     address = address_of(host, port)

@@ -8,7 +8,11 @@ tells what became of each request.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Final
+
+from vllm_slo.errors import ConfigError
 
 STATE_PATH: Final = "/vllm-slo/state"
 """GET: JSON lines, see `engine.http.state_feed`."""
@@ -31,3 +35,30 @@ TOKEN_VARIABLE: Final = "VLLMSLO_FRONT_TOKEN"
 front."""
 PRIVATE_VARIABLE: Final = "VLLMSLO_FRONT_ONLY"
 """Environment variable: if it is 1, a server answers the front alone."""
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")
+"""What a header, and a command of HAProxy, can have."""
+
+
+def check_token(token: str, where: str) -> None:
+    """Refuse a token that cannot be sent.
+
+    ``where``: begins the text of the error.
+
+    Raises:
+        ConfigError: it has other characters than a token may have.
+    """
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(f"{where}: the token: use ASCII letters, digits and ._~+/=- only")
+
+
+def token_in(environment: Mapping[str, str]) -> str | None:
+    """The front's token in an environment; None: there is none.
+
+    Raises:
+        ConfigError: as `check_token`.
+    """
+    token = environment.get(TOKEN_VARIABLE, "").strip()
+    if not token:
+        return None
+    check_token(token, TOKEN_VARIABLE)
+    return token

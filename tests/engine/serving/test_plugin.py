@@ -272,6 +272,16 @@ def test_another_vllm_ends_the_server_in_one_line(
 # --- behind a front ------------------------------------------------------------------------------
 
 
+def test_a_token_that_cannot_be_sent_ends_the_server_in_one_line(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "two words")
+    with pytest.raises(SystemExit, match=f"^vllm-slo: error: {TOKEN_VARIABLE}: the token: use"):
+        process.register(*SERVE, *OURS)
+    monkeypatch.setenv(TOKEN_VARIABLE, " ")
+    assert process.register(*SERVE, *OURS) == [*SERVE, *OURS, "--middleware", MIDDLEWARE]
+
+
 def test_several_engines_behind_a_front_end_the_server_in_one_line(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:

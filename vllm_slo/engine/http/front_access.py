@@ -34,8 +34,8 @@ from vllm_slo.wire.front_protocol import (
     STATE_PATH,
     TICKET_HEADER,
     TOKEN_HEADER,
-    TOKEN_VARIABLE,
     UNATTAINABLE_HEADER,
+    token_in,
 )
 
 if TYPE_CHECKING:
@@ -76,9 +76,13 @@ class FrontAccess:
 
     @classmethod
     def from_environment(cls) -> FrontAccess | None:
-        """The access that the environment asks for; None: this server has no front."""
-        token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        if not token:
+        """The access that the environment asks for; None: this server has no front.
+
+        Raises:
+            ConfigError: the token cannot be used.
+        """
+        token = token_in(os.environ)
+        if token is None:
             return None
         only = os.environ.get(PRIVATE_VARIABLE) == "1"
         return cls(token, only=only, feed=StateFeed(os.environ.get(SOCKET_VARIABLE)))

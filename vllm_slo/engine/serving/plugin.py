@@ -31,7 +31,7 @@ from vllm_slo.engine.serving import lifeline
 from vllm_slo.engine.serving.front_check import check_single
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
 from vllm_slo.errors import VllmSLOError
-from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
+from vllm_slo.wire.front_protocol import token_in
 from vllm_slo.wire.socket_folder import make_socket_folder
 
 
@@ -91,7 +91,7 @@ def _check_or_exit(flags: Flags) -> None:
             Access(config.access)
         if config.profile is not None:
             profiles.load(config.profile)  # only the engine knows whether the profile is its own
-        if os.environ.get(TOKEN_VARIABLE):
+        if token_in(os.environ) is not None:
             check_single(flags)
     except VllmSLOError as error:
         raise SystemExit(f"vllm-slo: error: {error}") from None
@@ -134,7 +134,7 @@ def _open_to_front() -> None:
     The engine's processes end with this one, because a front sends nothing to a server that died,
     and its engine would hold the memory of the next one.
     """
-    if not os.environ.get(TOKEN_VARIABLE):
+    if token_in(os.environ) is None:
         return
     folder = make_socket_folder("vllm-slo-")
     lifeline.hold(folder)
