@@ -196,10 +196,15 @@ def compare_routing(args: argparse.Namespace, console: Console) -> BenchReport:
     return BenchReport(workload, zero, tuple(runs), command=command_line(args))
 
 
-def bursts(args: argparse.Namespace, zero: ZeroLoad) -> WorkloadOptions:
-    """The requests to replicas, the same for each policy of routing."""
+def bursts(
+    args: argparse.Namespace, zero: ZeroLoad, load: float = REPLICAS_LOAD
+) -> WorkloadOptions:
+    """The requests to replicas, the same for each policy of routing.
+
+    ``load``: offered tokens per second, as a share of what the machine can process.
+    """
     return WorkloadOptions(
-        rate=args.replicas * rate_at(REPLICAS_LOAD, zero),
+        rate=args.replicas * rate_at(load, zero),
         duration_s=args.duration or REPLICAS_DURATION_S,
         seed=args.seed,
         arrivals="square",

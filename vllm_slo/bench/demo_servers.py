@@ -95,7 +95,7 @@ def candidates(replicas: int, *, speculate: bool = False) -> tuple[Candidate, ..
     """
     if replicas == 1:
         return (*CANDIDATES, WITH_TREES) if speculate else CANDIDATES
-    ways: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "slo")
+    ways: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "scorers", "slo")
     return tuple(
         Candidate(way.replace("_", " "), OURS, replicas=replicas, routing=way) for way in ways
     )
@@ -129,7 +129,7 @@ def servers(
             for candidate in asked
         ]
         for candidate, (url, process, log) in zip(asked, started, strict=True):
-            _wait_until_ready(url, candidate.replicas, process, log)
+            wait_until_ready(url, candidate.replicas, process, log)
         yield [url for url, _, _ in started]
 
 
@@ -172,7 +172,12 @@ def _environment() -> dict[str, str]:
     return kept | SERVER_ENV
 
 
-def _wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_ready(url: str, replicas: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for a server, or for a front until so many of its replicas are ready.
+
+    Raises:
+        BenchError: it has ended, or takes too long; the end of its log.
+    """
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
