@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from vllm_slo.bench.report import machine, versions
+from vllm_slo.sim.statistics import mean_interval
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,6 +40,12 @@ def write_result(name: str, text: str, table: str, *, note: str = "") -> Path:
     path.write_text("\n\n".join(parts) + "\n")
     sys.stdout.write(f"{table}\n\nwritten: {path}\n")
     return path
+
+
+def mean_points(values: Sequence[float]) -> str:
+    """The mean of differences with its 95% interval, for a table; the mean alone of one value."""
+    mean, half = mean_interval(values)
+    return f"{mean:+.1f}" + ("" if half is None else f" +- {half:.1f}")
 
 
 def times(ratio: tuple[float, float, float] | None) -> str:

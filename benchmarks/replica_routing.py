@@ -11,6 +11,7 @@ and 10 times what a lone request gets, TPOT 6 and 12 lone steps.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import statistics
@@ -24,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
-from common import markdown, write_result
+from common import markdown, mean_points, write_result
 from rich.console import Console
 
 from vllm_slo.bench.client import ClientOptions, ServerRun, measure_zero_load
@@ -36,7 +37,6 @@ from vllm_slo.bench.main import bench_server, build_workload
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.attainment import summarise, summarise_class
 from vllm_slo.core.types import RoutingPolicy
-from vllm_slo.sim.statistics import mean_interval
 from vllm_slo.wire.front_protocol import TOKEN_VARIABLE
 from vllm_slo.wire.ports import free_port
 
@@ -66,20 +66,19 @@ def front(policy: RoutingPolicy, urls: Sequence[str], folder: Path) -> Iterator[
 
 
 def row_of(run: ServerRun) -> dict[str, float]:
-    """What the table says of a run."""
+    """What the table says of a run; NaN where nothing is counted."""
     total = summarise_class("total", run.records, run.elapsed_s)
     tight = summarise(run.records, run.elapsed_s)["code"]
     promised = [record for record in run.records if record.outcome == "admitted"]
     whole = summarise_class("promised", promised, run.elapsed_s)
-    return {
-        "asked": total.with_objective,
-        "kept": total.attainment or 0.0,
-        "tight": tight.attainment or 0.0,
-        "promised": len(promised),
-        "promises kept": whole.attainment or 0.0,
-        "ttft_p50_s": total.ttft_p50_s or 0.0,
-        "ttft_p99_s": total.ttft_p99_s or 0.0,
+    found = {
+        "kept": total.attainment,
+        "tight": tight.attainment,
+        "promises kept": whole.attainment,
+        "ttft_p50_s": total.ttft_p50_s,
+        "ttft_p99_s": total.ttft_p99_s,
     }
+    return {name: math.nan if value is None else value for name, value in found.items()}
 
 
 Found = dict[tuple[float, RoutingPolicy], list[dict[str, float]]]
@@ -96,9 +95,8 @@ def table_of(found: Found) -> str:
 
         ahead = ""
         if policy != "slo":
-            points = [100 * (a["kept"] - b["kept"]) for a, b in zip(ours, runs, strict=True)]
-            middle, half = mean_interval(points)
-            ahead = f"{middle:+.1f}" + ("" if half is None else f" +- {half:.1f}")
+            pairs = zip(ours, runs, strict=True)
+            ahead = mean_points([100 * (a["kept"] - b["kept"]) for a, b in pairs])
         rows.append(
             [
                 f"{load:g}",
@@ -146,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--loads", default="0.4,0.6", help="shares of what the machine can process")
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--duration", type=float, help="seconds of arrivals")
+    parser.add_argument("--quick", action="store_true", help="shows that it runs; writes nothing")
     args = parser.parse_args()
     os.environ |= {
         TOKEN_VARIABLE: secrets.token_urlsafe(16),
@@ -154,9 +152,15 @@ def main() -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     console, began_s = Console(stderr=True), time.monotonic()
-    loads = [float(load) for load in args.loads.split(",")]
+    loads, seeds = [float(load) for load in args.loads.split(",")], args.seeds
+    duration_s = None
+    if args.quick:
+        loads, seeds, duration_s = loads[:1], 1, 8.0
     with tempfile.TemporaryDirectory() as folder:
-        found, zero = measured(loads, args.seeds, args.duration, Path(folder), console)
+        found, zero = measured(loads, seeds, duration_s, Path(folder), console)
+    if args.quick:
+        sys.stdout.write(table_of(found) + "\n")
+        return
     note = (
         f"Loads are shares of the tokens that the machine can process. {args.seeds} seeds; "
         f"differences are paired by seed, with 95% intervals. A lone request's TTFT is "

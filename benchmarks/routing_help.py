@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from common import markdown, write_result
+from common import markdown, mean_points, write_result
 from routing_worlds import HARDWARE, WORLDS, World
 
 from vllm_slo.core.types import RoutingPolicy
@@ -121,8 +121,9 @@ def shown(values: Sequence[float], *, percent: bool = True) -> str:
 
 def difference(values: Sequence[float], ours: Sequence[float]) -> str:
     """Points by which ``slo`` keeps more, with its interval over seeds; bold if it excludes 0."""
-    mean, half = mean_interval([100 * (b - a) for a, b in zip(values, ours, strict=True)])
-    text = f"{mean:+.1f}" + ("" if half is None else f" +- {half:.1f}")
+    ahead = [100 * (b - a) for a, b in zip(values, ours, strict=True)]
+    mean, half = mean_interval(ahead)
+    text = mean_points(ahead)
     return f"**{text}**" if half is not None and abs(mean) > half else text
 
 

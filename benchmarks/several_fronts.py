@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Final
 
-from common import markdown, write_result
+from common import markdown, mean_points, write_result
 from routing_help import Figures, difference, figures, shown
 from routing_worlds import HARDWARE, WORLDS
 
 from vllm_slo.core.routing.state_pace import EARNED_S
 from vllm_slo.sim.cluster import Simulation
 from vllm_slo.sim.conditions import Conditions
-from vllm_slo.sim.statistics import mean_interval
 from vllm_slo.sim.systems import OURS
 from vllm_slo.sim.workers import Workers, quiet, run_tasks
 
@@ -65,12 +63,6 @@ def _wrong(run: Run) -> float:
     return run[1]
 
 
-def _points(cells: Sequence[float]) -> str:
-    """Mean over cells, with its 95% interval."""
-    mean, half = mean_interval(cells)
-    return f"{mean:+.1f}" + ("" if half is None else f" +- {half:.1f}")
-
-
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -110,7 +102,7 @@ def main() -> None:
     summary = markdown(
         ["fronts", "cells", "attained against one front, points", "promises kept, points"],
         [
-            [str(fronts), str(len(attained)), *(_points(each) for each in (attained, kept))]
+            [str(fronts), str(len(attained)), *(mean_points(each) for each in (attained, kept))]
             for fronts, (attained, kept) in points.items()
         ],
     )

@@ -241,7 +241,7 @@ async def volley(
     waiting_tokens: int = 3,
     lead_s: float = 0.3,
 ) -> Volley:
-    """Start the streams, then, once ``begun`` of them run, the others; ``lead_s`` later kill."""
+    """Start the streams. When ``begun`` of them run, start the others. Kill after ``lead_s``."""
     async with openai.AsyncOpenAI(
         base_url=f"{live.url}/v1", api_key="none", max_retries=retries, timeout=HANG_S
     ) as api:

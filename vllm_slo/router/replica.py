@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from vllm_slo.errors import ConfigError, VllmSLOError
+from vllm_slo.errors import VllmSLOError
 from vllm_slo.wire.front_protocol import (
     PRIVATE_VARIABLE,
     TOKEN_HEADER,
@@ -40,10 +40,7 @@ ANSWER_S: Final = 5.0
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one replica in this process."""
     options, served = _options(sys.argv[1:] if argv is None else argv)
-    try:
-        token = token_in(os.environ) or secrets.token_urlsafe(32)
-    except ConfigError as error:
-        sys.exit(f"vllm-slo: error: {error}")
+    token = token_in(os.environ) or secrets.token_urlsafe(32)
     announce = _separate_stdout()
     _end_with_stdin()
     host, port = options.private_host, free_port(options.private_host)
