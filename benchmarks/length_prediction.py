@@ -34,10 +34,11 @@ from scipy.stats import spearmanr
 from tokenizers import Tokenizer
 
 import vllm_slo.tiny
-from vllm_slo.bench.traces import TraceRow, data_folder, read_recording, standin_azure
+from vllm_slo.bench.traces import data_folder, read_recording, standin_azure
 from vllm_slo.core.lengths.forecast import LengthForecaster, LengthQuery, QuantileForecaster
 from vllm_slo.core.lengths.output_length import OutputLengthPredictor
 from vllm_slo.engine.scheduling.length_regressor import BATCH, LengthRegressor
+from vllm_slo.traces.request import TraceRequest
 
 MAX_TOKENS = 4_096
 IN_FLIGHT = 50
@@ -68,13 +69,13 @@ class Played(NamedTuple):
     sources: NDArray[np.str_]
 
 
-def _row(row: TraceRow) -> Request:
+def _row(row: TraceRequest) -> Request:
     return Request(LengthQuery(row.slo_class, row.prompt_tokens, MAX_TOKENS), row.output_tokens)
 
 
 def azure(folder: Path | None) -> Iterator[tuple[str, list[Request]]]:
     """Each trace, and both together; stand-ins without the files."""
-    both: list[TraceRow] = []
+    both: list[TraceRequest] = []
     for kind, slo_class in (("conv", "chat"), ("code", "code")):
         path = folder / f"azure_llm_2023_{kind}.csv" if folder else None
         if path is not None and path.is_file():

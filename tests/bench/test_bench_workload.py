@@ -21,6 +21,7 @@ from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.main import build_workload, parse_classes, parse_server
 from vllm_slo.bench.workload import DEFAULT_CLASSES, ClassSpec, Lengths, Workload, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
+from vllm_slo.traces.errors import TraceError
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
 
@@ -286,7 +287,7 @@ def test_malformed_csv(tmp_path: Path, text: str, message: str | None) -> None:
     if message is None:
         assert len(from_file(path, "azure-code").requests) == 1
         return
-    with pytest.raises(BenchError, match="--workload-file") as caught:
+    with pytest.raises(TraceError) as caught:
         from_file(path, "azure-code")
     assert message in str(caught.value)
 
@@ -310,7 +311,7 @@ def test_malformed_csv(tmp_path: Path, text: str, message: str | None) -> None:
 def test_malformed_adaserve(tmp_path: Path, data: Any, message: str) -> None:
     path = tmp_path / "emission.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
-    with pytest.raises(BenchError, match="--workload-file") as caught:
+    with pytest.raises(TraceError) as caught:
         from_file(path, "adaserve")
     assert message in str(caught.value)
 
@@ -335,7 +336,6 @@ def test_malformed_adaserve(tmp_path: Path, data: Any, message: str) -> None:
         ({"slo_scale": -2.0}, "--slo-scale"),
         ({"workload_file": Path("x.csv")}, "--workload-file"),
         ({"workload": "azure", "workload_file": Path("x.csv")}, "--workload-file"),
-        ({"workload": "azure-code", "workload_file": Path("no/such.csv")}, "--workload-file"),
         ({"workload": "azure-code", "classes": DEFAULT_CLASSES[:1]}, "--classes"),
         ({"workload": "azure-code", "rate": 1e6}, "--duration"),
         ({"workload": "azure-code", "rate": -3.0}, "--rate"),
@@ -347,6 +347,11 @@ def test_bad_workload_options(changes: dict[str, Any], option: str) -> None:
         synthetic(**changes)
     assert caught.value.option == option
     assert str(caught.value).startswith(f"{option}: ")
+
+
+def test_a_trace_that_is_not_there() -> None:
+    with pytest.raises(TraceError, match="cannot read no/such.csv: No such file"):
+        synthetic(workload="azure-code", workload_file=Path("no/such.csv"))
 
 
 def test_classes_option(tmp_path: Path) -> None:

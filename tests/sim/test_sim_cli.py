@@ -82,7 +82,7 @@ def run(capsys, *words):
         (["--rate", "1", "--systems", "magic"], "systems: 'magic'"),
         (["--rate", "1", "--hardware", "abacus"], "hardware"),
         (["--rate", "1", "--kv-tokens", "x"], "--kv-tokens"),
-        (["--rate", "1", "--trace-file", "/nowhere.csv"], "trace_file"),
+        (["--rate", "1", "--trace-file", "/nowhere.csv"], "cannot read"),
         (["--rate", "1", "--out", "/dev/null/x"], "--out"),
     ],
 )

@@ -40,6 +40,7 @@ from vllm_slo.bench.workload import (
     synthetic,
 )
 from vllm_slo.bench.zero_load import ZeroLoad, load_zero_load
+from vllm_slo.traces.errors import TraceError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -303,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
             targets, _workload_options(args), _client_options(args), zero_load, console, command
         )
         finish(report, console, args.out_json, args.out_png)
-    except BenchError as error:
+    except (BenchError, TraceError) as error:
         _say(f"error: {error}", style="red")
         return 2
     return 0 if any(r.finished for server_run in report.runs for r in server_run.records) else 1

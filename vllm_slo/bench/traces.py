@@ -3,8 +3,8 @@
 
 The Azure files are in github.com/Azure/AzurePublicDataset (CC-BY 4.0), AdaServe's in its artifact
 (Apache-2.0, ``emission_*.json``). They are looked for in `data_folder`. Without them a seeded
-stand-in with the same statistics is made; ``Workload.source`` says so. ``trace_files.py`` reads
-files of these and other formats.
+stand-in with the same statistics is made; ``Workload.source`` says so. ``vllm_slo.traces``
+reads files of these and other formats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Final, Literal
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.trace_files import BLOCK_TOKENS, Format, detect, format_name, read
 from vllm_slo.bench.workload import (
     Lengths,
     PlannedRequest,
@@ -31,6 +30,9 @@ from vllm_slo.bench.workload import (
     scaled_lengths,
 )
 from vllm_slo.bench.zero_load import ZeroLoad
+from vllm_slo.traces.errors import TraceError
+from vllm_slo.traces.files import Format, detect, format_name, read
+from vllm_slo.traces.request import TraceRequest
 
 ADASERVE_ZERO_LOAD_TPOT_S: Final = 0.040 / 1.2
 """Zero-load step of AdaServe's machines, seconds: 1.2 times it "aligns with" 40 ms (6.1)."""
@@ -39,18 +41,6 @@ AzureKind = Literal["code", "conv"]
 _AZURE_CLASS: Final[Mapping[str, str]] = {"code": "code", "conv": "chat"}
 _WITHOUT_OBJECTIVES: Final[tuple[Format, ...]] = ("azure", "burstgpt", "mooncake")
 _ADASERVE_CLASS: Final[Mapping[float, str]] = {-50.0: "chatbot", -150.0: "summarization"}
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One recorded request with its class; see `RecordedRequest` for its other fields."""
-
-    at_s: float
-    slo_class: str
-    prompt_tokens: int
-    output_tokens: int
-    slo_ratio: float | None = None
-    hash_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +54,7 @@ class Recording:
 
     source: str
     format: Format
-    rows: list[TraceRow]
+    rows: list[TraceRequest]
     left_out: int = 0
 
 
@@ -117,26 +107,23 @@ def read_recording(path: Path, slo_class: str | None = None) -> Recording:
     AdaServe's, whose objectives give the class.
 
     Raises:
-        BenchError: the file cannot be read or is of another format; names format, line and field.
+        TraceError: the file cannot be read or is of another format; names format, line and field.
     """
     form = detect(path)
     wanted: tuple[Format, ...] = ("adaserve",) if slo_class is None else _WITHOUT_OBJECTIVES
     if form not in wanted:
         names = ", ".join(map(format_name, wanted))
-        raise BenchError(
-            "--workload-file", f"{path} looks like {format_name(form)}; this workload takes {names}"
-        )
+        raise TraceError(f"{path} looks like {format_name(form)}; this workload takes {names}")
     rows, left_out = [], 0
     for row in read(path, form):
         if row.prompt_tokens and row.output_tokens:
             name = _adaserve_class(row.slo_ratio or 0.0) if slo_class is None else slo_class
-            lengths = row.prompt_tokens, row.output_tokens
-            rows.append(TraceRow(row.at_s, name, *lengths, row.slo_ratio, row.hash_ids))
+            rows.append(replace(row, slo_class=name))
         else:
             left_out += 1
     if not rows:
         more = " with prompt and output tokens" if left_out else ""
-        raise BenchError("--workload-file", f"{path} has no rows{more}")
+        raise TraceError(f"{path} has no rows{more}")
     return Recording(path.name, form, sorted(rows, key=lambda r: r.at_s), left_out)
 
 
@@ -152,7 +139,7 @@ def _adaserve_class(ratio: float) -> str:
     return "copilot" if ratio > 0 else _ADASERVE_CLASS.get(ratio, f"tpot-{-ratio:g}ms")
 
 
-def standin_azure(kind: AzureKind, seed: int) -> list[TraceRow]:
+def standin_azure(kind: AzureKind, seed: int) -> list[TraceRequest]:
     """An hour with the real trace's rate, lengths and bursts (mean and spread)."""
     rng = np.random.default_rng([seed, 10 if kind == "code" else 11])
     if kind == "code":  # long silences between dense bursts
@@ -166,12 +153,12 @@ def standin_azure(kind: AzureKind, seed: int) -> list[TraceRow]:
     prompts = prompt.sample(rng, count)
     outputs = output.sample(rng, count)
     return [
-        TraceRow(float(t), _AZURE_CLASS[kind], min(p, 14050), min(o, 1899))
+        TraceRequest(float(t), min(p, 14050), min(o, 1899), _AZURE_CLASS[kind])
         for t, p, o in zip(times, prompts, outputs, strict=True)
     ]
 
 
-def standin_adaserve(seed: int) -> list[TraceRow]:
+def standin_adaserve(seed: int) -> list[TraceRequest]:
     """Six minutes like ``emission_fluctuating``: each class has its peak at another time."""
     rng = np.random.default_rng([seed, 12])
     shapes = (
@@ -184,7 +171,8 @@ def standin_adaserve(seed: int) -> list[TraceRow]:
         times = np.clip(rng.normal(peak_s, width_s, count), 0, 360)
         lengths = prompt.sample(rng, count)
         rows += [
-            TraceRow(float(t), name, n, 256, ratio) for t, n in zip(times, lengths, strict=True)
+            TraceRequest(float(t), n, 256, name, slo_ratio=ratio)
+            for t, n in zip(times, lengths, strict=True)
         ]
     return sorted(rows, key=lambda r: r.at_s)
 
@@ -201,8 +189,8 @@ def _needed(options: WorkloadOptions, rate: float, available: int) -> int:
 
 
 def _fit_time(
-    rows: Sequence[TraceRow], count: int, options: WorkloadOptions, rng: np.random.Generator
-) -> list[tuple[float, TraceRow]]:
+    rows: Sequence[TraceRequest], count: int, options: WorkloadOptions, rng: np.random.Generator
+) -> list[tuple[float, TraceRequest]]:
     """``count`` rows of a seeded stretch of the trace, with times in [0, duration)."""
     first = int(rng.integers(0, len(rows) - count + 1))
     chosen = rows[first : first + count]
@@ -234,8 +222,8 @@ def azure(kinds: Sequence[AzureKind], options: WorkloadOptions, zero_load: ZeroL
         raise BenchError("--classes", f"this trace needs a class named {missing[0]!r}")
     total_share = sum(specs[_AZURE_CLASS[k]].share for k in kinds)
     rng = np.random.default_rng([options.seed, 20])
-    timed: list[tuple[float, TraceRow]] = []
-    everything: list[TraceRow] = []
+    timed: list[tuple[float, TraceRequest]] = []
+    everything: list[TraceRequest] = []
     recordings = [_recording(kind, options) for kind in kinds]
     for kind, recording in zip(kinds, recordings, strict=True):
         rows = recording.rows
@@ -251,7 +239,8 @@ def azure(kinds: Sequence[AzureKind], options: WorkloadOptions, zero_load: ZeroL
     for i, ((at_s, row), pair) in enumerate(zip(timed, lengths, strict=True)):
         name, spec = f"{row.slo_class}-{i}", specs[row.slo_class]
         request = planned(name, at_s, spec, pair, options.max_context, zero_load)
-        requests.append(replace(request, hash_ids=row.hash_ids, block_tokens=BLOCK_TOKENS * factor))
+        block_tokens = row.block_tokens * factor
+        requests.append(replace(request, hash_ids=row.hash_ids, block_tokens=block_tokens))
     return Workload(
         "-".join([recordings[0].format, *kinds]),
         options.seed,
@@ -262,7 +251,7 @@ def azure(kinds: Sequence[AzureKind], options: WorkloadOptions, zero_load: ZeroL
     )
 
 
-def _length_factor(rows: Sequence[TraceRow], options: WorkloadOptions) -> float:
+def _length_factor(rows: Sequence[TraceRequest], options: WorkloadOptions) -> float:
     """The factor on all token counts of a trace; it does not depend on the chosen rows.
 
     Prompts and answers have the same factor, which keeps the trace's ratio of prefill to decode.
@@ -274,7 +263,7 @@ def _length_factor(rows: Sequence[TraceRow], options: WorkloadOptions) -> float:
 
 
 def _scaled(
-    chosen: Sequence[TraceRow], options: WorkloadOptions, factor: float
+    chosen: Sequence[TraceRequest], options: WorkloadOptions, factor: float
 ) -> list[tuple[int, int]]:
     pairs = [(r.prompt_tokens, r.output_tokens) for r in chosen]
     return scaled_lengths(pairs, options.max_context, factor)
@@ -318,8 +307,8 @@ def adaserve(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
 
 
 def _adaserve_times(
-    rows: Sequence[TraceRow], options: WorkloadOptions, slower: float
-) -> list[tuple[float, TraceRow]]:
+    rows: Sequence[TraceRequest], options: WorkloadOptions, slower: float
+) -> list[tuple[float, TraceRequest]]:
     first_s = rows[0].at_s
     if options.rate is None:
         timed = [((r.at_s - first_s) * slower, r) for r in rows]

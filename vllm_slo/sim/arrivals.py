@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.bench import traces
-from vllm_slo.bench.errors import BenchError
 from vllm_slo.sim.errors import SimulationError
+from vllm_slo.traces.errors import TraceError
+from vllm_slo.traces.request import TraceRequest
 
 ARRIVALS: Final = ("azure-code", "azure-conv", "poisson", "square")
 TRACES: Final = ("azure-code", "azure-conv", "adaserve")
@@ -49,7 +50,7 @@ class Trace:
 
     source: str
     at_s: Floats
-    rows: tuple[traces.TraceRow, ...]
+    rows: tuple[TraceRequest, ...]
     rows_left_out: int = 0
 
     @property
@@ -63,7 +64,7 @@ class Stretch:
     """Arrivals: ``at`` in mean gaps, sorted, in [0, count); ``rows`` of a trace, or ()."""
 
     at: Floats
-    rows: tuple[traces.TraceRow, ...] = ()
+    rows: tuple[TraceRequest, ...] = ()
 
 
 def draw(
@@ -200,7 +201,7 @@ def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     take those without objectives. A file is read again only after it has changed.
 
     Raises:
-        SimulationError: the file cannot be read or is broken; names file, line and field.
+        TraceError: the file cannot be read or is broken; names file, line and field.
     """
     path = trace_file or traces.data_file(_FILES[kind])
     if path is None:
@@ -208,16 +209,13 @@ def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     try:
         stat = Path(path).stat()
     except OSError as error:
-        raise SimulationError(f"trace_file: cannot read {path}: {error.strerror}") from error
+        raise TraceError(f"cannot read {path}: {error.strerror}") from error
     return _read(kind, Path(path), stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=8)
 def _read(kind: str, path: Path, _mtime_ns: int, _size: int) -> Trace:
-    try:
-        recording = traces.read_recording(path, None if kind == "adaserve" else kind)
-    except BenchError as error:
-        raise SimulationError(str(error).replace(f"{error.option}:", "trace_file:", 1)) from error
+    recording = traces.read_recording(path, None if kind == "adaserve" else kind)
     return _trace(recording.source, recording.rows, recording.left_out)
 
 
@@ -229,9 +227,9 @@ def _standin(kind: str) -> Trace:
     return _trace(source, traces.standin_azure("code" if kind == "azure-code" else "conv", 0))
 
 
-def _trace(source: str, rows: list[traces.TraceRow], left_out: int = 0) -> Trace:
+def _trace(source: str, rows: list[TraceRequest], left_out: int = 0) -> Trace:
     at_s = np.array([row.at_s for row in rows], dtype=np.float64)
     if not math.isfinite(float(at_s.sum())):
-        raise SimulationError(f"trace_file: {source} has a time that is not finite")
+        raise TraceError(f"{source} has a time that is not finite")
     at_s.setflags(write=False)
     return Trace(source, at_s, tuple(rows), left_out)

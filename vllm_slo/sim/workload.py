@@ -10,12 +10,12 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_slo.bench.traces import TraceRow
 from vllm_slo.sim.arrivals import ARRIVALS, Fit, Stretch, draw
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, Round, Stage
 from vllm_slo.sim.scenarios import Application, Scenario, scenario_of
+from vllm_slo.traces.request import TraceRequest
 
 
 def make_jobs(
@@ -65,7 +65,7 @@ def make_jobs(
             f"trace_file: {scenario} arrives by {' and '.join(k for k, _ in groups)}; "
             "name one kind with arrivals"
         )
-    arriving: list[tuple[float, Application, TraceRow | None]] = []
+    arriving: list[tuple[float, Application, TraceRequest | None]] = []
     for kind, members in groups:
         share = len(members) / count
         stretch = draw(
@@ -130,7 +130,7 @@ def _groups(
 
 def _rows(
     kind: str, stretch: Stretch, members: Sequence[Application], lengths: str
-) -> Sequence[TraceRow | None]:
+) -> Sequence[TraceRequest | None]:
     if lengths == "table":
         return [None] * len(members)
     if not stretch.rows:
@@ -147,7 +147,7 @@ def _rows(
 
 
 def _jobs(
-    arriving: Sequence[tuple[float, Application, TraceRow | None]],
+    arriving: Sequence[tuple[float, Application, TraceRequest | None]],
     hardware: Hardware,
     rate: float,
     seed: int,
@@ -180,7 +180,7 @@ class _Maker:
         self._rounds = iter(rounds.tolist())
         self._drawn = iter(zip(prompts, zip(*answers, strict=True), waits, strict=True))
 
-    def next_rounds(self, row: TraceRow | None) -> tuple[Round, ...]:
+    def next_rounds(self, row: TraceRequest | None) -> tuple[Round, ...]:
         """The rounds of the next job; ``row`` overrides the lengths of a single round."""
         drawn = [next(self._drawn) for _ in range(next(self._rounds))]
         if row is not None:

@@ -6,20 +6,22 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_slo import cli
-from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.main import build_workload
-from vllm_slo.bench.trace_files import Format, RecordedRequest, detect, read
 from vllm_slo.bench.workload import Workload, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.sim import main, plan
 from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.errors import SimulationError
+from vllm_slo.traces.errors import TraceError
+from vllm_slo.traces.files import Format, detect, read
+from vllm_slo.traces.request import TraceRequest
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
 
@@ -69,7 +71,7 @@ def written(tmp_path: Path, content: str | bytes, name: str = "trace.dat") -> Pa
     return path
 
 
-def requests(path: Path) -> list[RecordedRequest]:
+def requests(path: Path) -> list[TraceRequest]:
     return list(read(path, detect(path)))
 
 
@@ -107,7 +109,7 @@ def test_what_each_format_says(tmp_path: Path) -> None:
     hashed = [r.hash_ids for r in requests(written(tmp_path, MOONCAKE))]
     assert hashed == [(46, 47, 48), (46, 47, 2366), (2353,)]
     (one,) = requests(written(tmp_path, ADASERVE))
-    assert one == RecordedRequest(1.0, 4, 5, slo_ratio=1.2)
+    assert one == TraceRequest(1.0, 4, 5, slo_ratio=1.2)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_dates_with_zones_and_fractions(tmp_path: Path, text: str, seconds: floa
 )
 def test_what_is_no_date(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, f"{AZURE_2024}{text},1,1\n")
-    with pytest.raises(BenchError, match=r"line 4, field TIMESTAMP: .* is not a date and time"):
+    with pytest.raises(TraceError, match=r"line 4, field TIMESTAMP: .* is not a date and time"):
         requests(path)
 
 
@@ -163,7 +165,7 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     for text in (AZURE_2024 + "x\n", BURSTGPT + "x\n", MOONCAKE + "x\n"):
         path = written(tmp_path, text)
         assert next(read(path, detect(path))).output_tokens > 0
-        with pytest.raises(BenchError):
+        with pytest.raises(TraceError):
             requests(path)
 
 
@@ -235,30 +237,28 @@ def test_a_mistake_is_told_with_format_line_and_field(
     tmp_path: Path, content: str | bytes, message: str
 ) -> None:
     path = written(tmp_path, content)
-    with pytest.raises(BenchError) as caught:
+    with pytest.raises(TraceError) as caught:
         requests(path)
-    assert caught.value.option == "--workload-file"
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 700
-    with pytest.raises(SimulationError, match=r"^trace_file: ") as simulated:
+    with pytest.raises(TraceError, match=re.escape(str(path))):
         read_trace("azure-conv", path)
-    assert "--workload-file" not in str(simulated.value)
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.csv"):
-        with pytest.raises(BenchError, match=f"cannot read {path}: "):
+        with pytest.raises(TraceError, match=f"cannot read {path}: "):
             detect(path)
 
 
 def test_a_format_that_does_not_fit_the_workload(tmp_path: Path) -> None:
     for text, name in ((MOONCAKE, "Mooncake JSON lines"), (AZURE_2024, "Azure CSV")):
-        with pytest.raises(BenchError, match=f"looks like {name}; .* takes AdaServe JSON"):
+        with pytest.raises(TraceError, match=f"looks like {name}; .* takes AdaServe JSON"):
             workload(written(tmp_path, text), "adaserve")
-    with pytest.raises(BenchError, match=r"looks like AdaServe JSON; .* takes Azure CSV, Burst"):
+    with pytest.raises(TraceError, match=r"looks like AdaServe JSON; .* takes Azure CSV, Burst"):
         workload(written(tmp_path, ADASERVE))
-    with pytest.raises(SimulationError, match="looks like AdaServe JSON"):
+    with pytest.raises(TraceError, match="looks like AdaServe JSON"):
         read_trace("azure-code", written(tmp_path, ADASERVE))
 
 
@@ -290,7 +290,7 @@ def test_rows_without_tokens_are_left_out(
 
 def test_a_file_of_failures_has_no_rows(tmp_path: Path) -> None:
     path = written(tmp_path, BURST_HEAD + "5,ChatGPT,472,0,472,Conversation log\n")
-    with pytest.raises(BenchError, match="has no rows with prompt and output tokens"):
+    with pytest.raises(TraceError, match="has no rows with prompt and output tokens"):
         workload(path)
 
 

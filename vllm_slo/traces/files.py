@@ -10,7 +10,7 @@ The format is found by the content of a file, not by its name. A file may be com
 | Mooncake JSON lines | ``{"timestamp", "input_length", "output_length", "hash_ids"}`` | ms |
 | AdaServe JSON | a list of ``{"emission_time_ms", "input_length", ..., "slo_ratio"}`` | ms |
 
-For a mistake in a file, a `BenchError` names the file, its likely format, line and field.
+For a mistake in a file, a `TraceError` names the file, its likely format, line and field.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
-from vllm_slo.bench.errors import BenchError
+from vllm_slo.traces.errors import TraceError
+from vllm_slo.traces.request import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 Format = Literal["azure", "burstgpt", "mooncake", "adaserve"]
 
-BLOCK_TOKENS: Final = 512
-"""Prompt tokens that one of Mooncake's hash ids stands for (its trace's README)."""
-
-_OPTION: Final = "--workload-file"
 _GZIP: Final = b"\x1f\x8b"
 _HEAD: Final = 4096
 """Characters of a file's first line that are enough to find its format."""
@@ -50,24 +47,6 @@ _DATE: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
-    """One recorded request; its token counts may be 0.
-
-    Attributes:
-        at_s: when it arrived, in seconds from an origin that depends on the trace.
-        slo_ratio: AdaServe's TPOT objective; None in the other formats.
-        hash_ids: Mooncake's, one for each `BLOCK_TOKENS` of the prompt. Requests with the same
-            leading ids had the same beginning.
-    """
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    slo_ratio: float | None = None
-    hash_ids: tuple[int, ...] = ()
-
-
 class _RecordError(ValueError):
     """A mistake and its place in the file, without the file's name."""
 
@@ -76,7 +55,7 @@ def detect(path: Path) -> Format:
     """The format of a file, by its first line.
 
     Raises:
-        BenchError: the file cannot be read, or has none of the formats.
+        TraceError: the file cannot be read, or has none of the formats.
     """
     with _text(path) as text:
         head = text.readline(_HEAD)
@@ -84,7 +63,7 @@ def detect(path: Path) -> Format:
             head = text.readline(_HEAD)
     head = head.strip()
     if not head:
-        raise BenchError(_OPTION, f"{path} is empty")
+        raise TraceError(f"{path} is empty")
     if head.startswith("["):
         return "adaserve"
     if head.startswith("{"):
@@ -95,9 +74,9 @@ def detect(path: Path) -> Format:
     if shared[likeliest]:
         return likeliest
     if head.startswith("version https://git-lfs"):
-        raise BenchError(_OPTION, f"{path} is a Git LFS pointer to the trace; run 'git lfs pull'")
+        raise TraceError(f"{path} is a Git LFS pointer to the trace; run 'git lfs pull'")
     known = "; ".join(f"{reader.name} ({', '.join(reader.fields)})" for reader in _FORMATS.values())
-    raise BenchError(_OPTION, f"{path} line 1: {head[:60]!r} begins no known trace; known: {known}")
+    raise TraceError(f"{path} line 1: {head[:60]!r} begins no known trace; known: {known}")
 
 
 def format_name(form: Format) -> str:
@@ -105,13 +84,13 @@ def format_name(form: Format) -> str:
     return _FORMATS[form].name
 
 
-def read(path: Path, form: Format) -> Iterator[RecordedRequest]:
+def read(path: Path, form: Format) -> Iterator[TraceRequest]:
     """The requests of a file, in its order, one at a time.
 
     AdaServe's file is one JSON value and is read at once.
 
     Raises:
-        BenchError: the file cannot be read, or a line of it; earlier lines have been yielded.
+        TraceError: the file cannot be read, or a line of it; earlier lines have been yielded.
     """
     reader = _FORMATS[form]
     try:
@@ -119,47 +98,47 @@ def read(path: Path, form: Format) -> Iterator[RecordedRequest]:
             for where, record in reader.records(text):
                 yield reader.request(where, record)
     except _RecordError as error:
-        raise BenchError(_OPTION, f"{path} looks like {reader.name}; {error}") from None
+        raise TraceError(f"{path} looks like {reader.name}; {error}") from None
 
 
 @contextmanager
 def _text(path: Path) -> Iterator[TextIO]:
-    """The text of a file, decompressed if needed; BenchError if it cannot be read."""
+    """The text of a file, decompressed if needed; TraceError if it cannot be read."""
     try:
         with path.open("rb") as raw:
             packed = raw.peek(len(_GZIP)).startswith(_GZIP)
             stream = gzip.GzipFile(fileobj=raw) if packed else raw
             yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     except UnicodeDecodeError as error:
-        raise BenchError(_OPTION, f"{path} is not UTF-8 text: {error.reason}") from error
+        raise TraceError(f"{path} is not UTF-8 text: {error.reason}") from error
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
-        raise BenchError(_OPTION, f"cannot read {path}: {why}") from error
+        raise TraceError(f"cannot read {path}: {why}") from error
 
 
 # --- one function per format ---------------------------------------------------------------------
 
 
-def _azure(where: str, row: Mapping[str, Any]) -> RecordedRequest:
-    return RecordedRequest(
+def _azure(where: str, row: Mapping[str, Any]) -> TraceRequest:
+    return TraceRequest(
         _date_s(where, "TIMESTAMP", row["TIMESTAMP"]),
         _tokens(where, "ContextTokens", row["ContextTokens"]),
         _tokens(where, "GeneratedTokens", row["GeneratedTokens"]),
     )
 
 
-def _burstgpt(where: str, row: Mapping[str, Any]) -> RecordedRequest:
-    return RecordedRequest(
+def _burstgpt(where: str, row: Mapping[str, Any]) -> TraceRequest:
+    return TraceRequest(
         _number(where, "Timestamp", row["Timestamp"]),
         _tokens(where, "Request tokens", row["Request tokens"]),
         _tokens(where, "Response tokens", row["Response tokens"]),
     )
 
 
-def _mooncake(where: str, item: Mapping[str, Any]) -> RecordedRequest:
+def _mooncake(where: str, item: Mapping[str, Any]) -> TraceRequest:
     _present(where, item, "timestamp", "input_length", "output_length")
     prompt_tokens = _tokens(where, "input_length", item["input_length"])
-    return RecordedRequest(
+    return TraceRequest(
         _number(where, "timestamp", item["timestamp"]) / 1e3,
         prompt_tokens,
         _tokens(where, "output_length", item["output_length"]),
@@ -167,7 +146,7 @@ def _mooncake(where: str, item: Mapping[str, Any]) -> RecordedRequest:
     )
 
 
-def _adaserve(where: str, item: Mapping[str, Any]) -> RecordedRequest:
+def _adaserve(where: str, item: Mapping[str, Any]) -> TraceRequest:
     _present(where, item, "emission_time_ms", "input_length", "output_length", "slo_ratio")
     at_ms = _number(where, "emission_time_ms", item["emission_time_ms"])
     ratio = _number(where, "slo_ratio", item["slo_ratio"])
@@ -175,7 +154,7 @@ def _adaserve(where: str, item: Mapping[str, Any]) -> RecordedRequest:
         raise _RecordError(f"{where}, field emission_time_ms: {at_ms} is negative")
     if ratio == 0:
         raise _RecordError(f"{where}, field slo_ratio: 0 is no objective")
-    return RecordedRequest(
+    return TraceRequest(
         at_ms / 1e3,
         _tokens(where, "input_length", item["input_length"]),
         _tokens(where, "output_length", item["output_length"]),
@@ -252,7 +231,7 @@ class _Reader:
     name: str
     fields: tuple[str, ...]
     records: _Records
-    request: Callable[[str, Mapping[str, Any]], RecordedRequest]
+    request: Callable[[str, Mapping[str, Any]], TraceRequest]
 
 
 _AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -334,9 +313,9 @@ def _hash_ids(where: str, value: object, prompt_tokens: int) -> tuple[int, ...]:
     """The ids of a prompt's blocks; the last block may be shorter."""
     if not isinstance(value, list) or any(type(hash_id) is not int for hash_id in value):
         raise _bad(where, "hash_ids", value, "a list of whole numbers")
-    if len(value) > math.ceil(prompt_tokens / BLOCK_TOKENS):
+    if len(value) > math.ceil(prompt_tokens / MOONCAKE_BLOCK_TOKENS):
         raise _RecordError(
             f"{where}, field hash_ids: {len(value)} ids are too many for {prompt_tokens} tokens "
-            f"in blocks of {BLOCK_TOKENS}"
+            f"in blocks of {MOONCAKE_BLOCK_TOKENS}"
         )
     return tuple(value)
