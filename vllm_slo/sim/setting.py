@@ -51,6 +51,17 @@ class Setting:
         """Whether its jobs are recorded requests."""
         return bool(self.traffic) and self.lengths == "trace"
 
+    @property
+    def unit(self) -> str:
+        """What is counted: a job, or a request where each has a class of the operator."""
+        return "request" if self.recorded else "job"
+
+    @property
+    def own_rate(self) -> float:
+        """Requests per second of all its traffic."""
+        requests = sum(len(traffic.recording.requests) for traffic in self.traffic)
+        return requests / sum(traffic.duration_s for traffic in self.traffic)
+
     def make(self, rate: float | None, count: int, seed: int) -> list[Job]:
         """Jobs at ``rate`` jobs/s in all, of recorded traffic requests/s; None: as recorded.
 
@@ -124,6 +135,10 @@ class Case:
     def rate(self, per_gpu: float | None) -> float | None:
         """The rate of all GPUs."""
         return None if per_gpu is None else per_gpu * self.gpus
+
+    def shown_rate(self, per_gpu: float | None) -> float:
+        """Jobs/s per GPU, those of traffic at its own pace included."""
+        return self.setting.own_rate / self.gpus if per_gpu is None else per_gpu
 
     def window(self, rate: float | None, seed: int) -> list[Job]:
         """Jobs of one window at ``rate`` jobs/s per GPU; None: as recorded."""

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
+import msgspec
 import numpy as np
 
 from vllm_slo.bench.traces import adaserve_class
@@ -119,7 +120,7 @@ class Traffic:
         times = [request.at_s for request in self.recording.requests]
         low, high = np.searchsorted(times, (from_s, to_s)).tolist()
         requests = tuple(
-            replace(request, at_s=request.at_s - from_s)
+            msgspec.structs.replace(request, at_s=request.at_s - from_s)
             for request in self.recording.requests[low:high]
         )
         recording = replace(self.recording, requests=requests)

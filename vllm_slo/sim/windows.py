@@ -109,6 +109,7 @@ class Point:
     Attributes:
         half_width: of the 95% interval of the attainment over windows; None for one window.
         load: of the first window; None if not measured.
+        own_pace: whether the jobs arrived as they were recorded.
     """
 
     rate: float
@@ -117,9 +118,10 @@ class Point:
     half_width: float | None
     load: Load | None
     wall_s: float
+    own_pace: bool = False
 
     @classmethod
-    def of(cls, rate: float, windows: Sequence[Window]) -> Point:
+    def of(cls, rate: float, windows: Sequence[Window], *, own_pace: bool = False) -> Point:
         pooled = summarise(
             [measure for window in windows for measure in window.measures],
             sum(window.window_s for window in windows),
@@ -132,4 +134,5 @@ class Point:
             mean_interval(shares)[1],
             windows[0].load,
             sum(window.wall_s for window in windows),
+            own_pace,
         )
