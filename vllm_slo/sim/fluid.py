@@ -28,17 +28,22 @@ class Fluid:
 
     Attributes:
         busy: engines that the work keeps busy on average over all windows, whatever is due.
-        replicas: with fewer, no schedule keeps the attainment in every window; None: nor with the
-            most that were allowed.
+        allowing: with fewer, no schedule keeps the attainment in every window, even if it drops
+            all the others; None: nor with the most that were allowed.
     """
 
     busy: float
-    replicas: int | None
+    allowing: int | None
 
     @property
     def without_objectives(self) -> int:
         """With fewer replicas the queue grows without end."""
         return max(1, math.ceil(self.busy - 1e-9))
+
+    @property
+    def replicas(self) -> int | None:
+        """The least number that keeps the attainment and serves the others some time."""
+        return self.allowing and max(self.allowing, self.without_objectives)
 
 
 def least_work_s(jobs: Sequence[Job], hardware: Hardware) -> float:

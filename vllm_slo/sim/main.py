@@ -272,9 +272,10 @@ def run(args: argparse.Namespace) -> int:
         from vllm_slo.sim.plot import write_pictures
 
         path = options.out / "simulate.json"
+        notes = bars if only_json(args.json) else console
         write_json(report.to_dict(), path, lambda text: SimulationError(f"--out: {text}"))
         for written in (path, *write_pictures(report, options.out, options.targets[0])):
-            bars.print(f"written: {written}", soft_wrap=True)
+            notes.print(f"written: {written}", soft_wrap=True)
     points = [point for row in rows for point in row.points]
     too_few = options.least is not None and any(
         point.summary.attainment < options.least for point in points

@@ -53,7 +53,8 @@ class Answer:
         """Whether the replicas that are allowed are enough."""
         if self.plans:
             return all(plan.enough is not None for plan in self.plans)
-        return self.fluid is not None and self.fluid.replicas is not None
+        least = self.fluid and self.fluid.replicas
+        return least is not None and least <= self.max_replicas
 
     @property
     def title(self) -> str:
@@ -71,15 +72,10 @@ def counted(replicas: int) -> str:
 def fluid_text(fluid: Fluid, question: Question, most: int) -> str:
     """The bounds in words."""
     free = fluid.without_objectives
-    text = f"without objectives at least {counted(free)} ({fluid.busy:.2f} are busy on average); "
-    if fluid.replicas is None:
-        return f"{text}no schedule without drafts keeps {question.percent} with {counted(most)}"
-    if fluid.replicas == 1:
-        return f"{text}with objectives at least 1 replica"
-    return (
-        f"{text}no schedule without drafts keeps {question.percent} with fewer than "
-        f"{counted(fluid.replicas)}"
-    )
+    text = f"without objectives at least {counted(free)} ({fluid.busy:.2f} are busy on average)"
+    least = fluid.replicas
+    needed = f"more than {most}" if least is None or least > most else f"at least {counted(least)}"
+    return f"{text}; to keep {question.percent} without drafts {needed}"
 
 
 def verdict(plan: Plan) -> str:
