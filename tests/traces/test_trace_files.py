@@ -192,7 +192,7 @@ def moon(**changes: Any) -> str:
         ("", "is empty"),
         (" \n\n", "is empty"),
         ("hello\n", "line 1: 'hello' begins no known trace"),
-        ("time,prompt,answer\n1,2,3\n", "Mooncake JSON lines (timestamp, input_length"),
+        ("time,prompt,answer\n1,2,3\n", "no column of prompt tokens among time, prompt, answer; "),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
         (b"PK\x03\x04\xff\xfe", "is not UTF-8 text"),
         (gzip.compress(AZURE_2024.encode(), mtime=0)[:-9], "cannot read"),
@@ -247,9 +247,11 @@ def test_a_mistake_is_told_with_format_line_and_field(
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing.csv"):
-        with pytest.raises(TraceError, match=f"cannot read {path}: "):
-            detect(path)
+    path = tmp_path / "missing.csv"
+    with pytest.raises(TraceError, match=f"cannot read {path}: No such file"):
+        detect(path)
+    with pytest.raises(TraceError, match=f"{tmp_path} holds no recording"):
+        requests(tmp_path)
 
 
 def test_a_format_that_does_not_fit_the_workload(tmp_path: Path) -> None:

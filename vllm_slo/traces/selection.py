@@ -10,19 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final
 
 from msgspec.structs import replace
 
 from vllm_slo import arguments
 from vllm_slo.traces.errors import TraceError
-from vllm_slo.traces.files import detect, format_name, read
+from vllm_slo.traces.files import detect, format_name, in_time_order, read
 from vllm_slo.traces.request import TraceRequest
 from vllm_slo.traces.times import is_dated, moment_of, parse_date_s, seconds_of
 
 Moment = float | datetime
-_IN_TIME_ORDER: Final = frozenset({"azure", "burstgpt", "mooncake", "adaserve"})
-"""Formats whose first row is the earliest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ def load(path: Path, selection: Selection = Selection()) -> Recording:
     """
     form = detect(path)
     start_s = math.nan
-    if form not in _IN_TIME_ORDER and not (selection.from_s is selection.to_s is None):
+    if not in_time_order(form) and not (selection.from_s is selection.to_s is None):
         start_s = min((request.at_s for request in read(path, form)), default=start_s)
     chosen = list(selected(read(path, form), selection, start_s))
     if not chosen:
