@@ -24,6 +24,7 @@ COMMANDS = {
     ),
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),
+    "record": ("vllm_slo.traces.command", "turn logs, spans or a trace into a recording to share"),
     "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),
 }
 """Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""

@@ -69,7 +69,10 @@ def bailian(text: TextIO) -> Iterator[TraceRequest]:
 
 
 def adaserve(text: TextIO) -> Iterator[TraceRequest]:
-    """AdaServe's workload, one JSON list that is read whole; times are ms."""
+    """AdaServe's workload, one JSON list that is read whole; times are ms.
+
+    A negative ratio is a TPOT in ms. A positive one is a multiple of a machine's zero-load step.
+    """
     return fields.requests_of(json_list(text), _adaserve)
 
 
@@ -85,5 +88,6 @@ def _adaserve(item: Mapping[str, Any]) -> TraceRequest:
         at_ms / 1e3,
         fields.tokens("input_length", item["input_length"]),
         fields.tokens("output_length", item["output_length"]),
+        tpot_ms=-ratio if ratio < 0 else None,
         slo_ratio=ratio,
     )

@@ -108,27 +108,47 @@ def _bound(moment: Moment | None, start_s: float, open_end: float) -> float:
     return seconds_of(moment)
 
 
+def select(path: Path, selection: Selection) -> Iterator[TraceRequest]:
+    """The selected requests of a file or folder, in its order; one is held at a time.
+
+    A file whose first request may not be the earliest is read twice if ``from`` or ``to`` counts
+    from its first request.
+
+    Raises:
+        TraceError: as `files.read` and `selected`.
+    """
+    form = detect(path)
+    start_s = math.nan
+    from_start = any(isinstance(m, float | int) for m in (selection.from_s, selection.to_s))
+    if from_start and not in_time_order(form):
+        start_s = min((request.at_s for request in read(path, form)), default=start_s)
+    return selected(read(path, form), selection, start_s)
+
+
 def load(path: Path, selection: Selection = Selection()) -> Recording:
     """The selected requests of a trace that can be sent or simulated, by time.
 
     Raises:
         TraceError: the trace cannot be read, or nothing of it is selected.
     """
-    form = detect(path)
-    start_s = math.nan
-    if not in_time_order(form) and not (selection.from_s is selection.to_s is None):
-        start_s = min((request.at_s for request in read(path, form)), default=start_s)
-    chosen = list(selected(read(path, form), selection, start_s))
+    chosen = list(select(path, selection))
     if not chosen:
-        where = "" if selection == Selection() else " in this selection"
-        raise TraceError(f"{path} has no rows{where}")
+        raise no_rows(path, selection)
     chosen.sort(key=lambda request: request.at_s)
     usable, estimated = _with_lengths(chosen, selection.seed)
     if not usable:
         raise TraceError(f"{path} has no rows with prompt and output tokens")
     first_s = usable[0].at_s
     requests = tuple(replace(request, at_s=request.at_s - first_s) for request in usable)
-    return Recording(path.name, format_name(form), requests, len(chosen) - len(usable), estimated)
+    return Recording(
+        path.name, format_name(detect(path)), requests, len(chosen) - len(usable), estimated
+    )
+
+
+def no_rows(path: Path, selection: Selection) -> TraceError:
+    """The error for a trace of which nothing is selected."""
+    where = "" if selection == Selection() else " in this selection"
+    return TraceError(f"{path} has no rows{where}")
 
 
 def _with_lengths(chosen: list[TraceRequest], seed: int) -> tuple[list[TraceRequest], int]:
