@@ -47,6 +47,7 @@ EXAMPLES: Final = {
     "endpoint-picker": "vllm-slo endpoint-picker --replicas-from DNS:vllm:8000 --token-file token",
     "draft-server": "vllm-slo draft-server --model tiny --connect tcp://10.0.0.1:5700",
     "quote": "vllm-slo quote --prompt 'def parse(' --ttft-ms 500 --tpot-ms 50",
+    "record": "vllm-slo record trace.csv --from 600 --to 1200 --out traffic.jsonl.zst",
     "plan": "vllm-slo plan --scenario mixed --rate 20 --hardware a100-opt-13b",
     "check": "vllm-slo check slo.yaml trace.csv",
     "completion": "vllm-slo completion bash > ~/.local/share/bash-completion/completions/vllm-slo",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, TextIO
+from typing import TextIO
 
 from msgspec.structs import replace
 
@@ -25,12 +25,9 @@ from vllm_slo.traces.selection import add_selection_arguments, no_rows, select, 
 from vllm_slo.traces.summary import Summary
 from vllm_slo.traces.times import is_dated, moment_of
 
-EXAMPLE: Final = "vllm-slo record spans.jsonl --from 600 --to 1200 --out traffic.jsonl.zst"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``vllm-slo record``."""
-    parser.epilog = f"example: {EXAMPLE}"
     add = parser.add_argument
     add("source", metavar="SOURCE", type=Path,
         help="a trace, a log, spans or a report in a format that is detected, or a folder of "

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -74,19 +75,20 @@ def selected(
     Raises:
         TraceError: the selection has dates and the trace has none.
     """
-    drawn = random.Random(selection.seed)
+    draw, thin, speed = random.Random(selection.seed).random, selection.thin, selection.speed
     left = selection.rows or -1
-    low = high = 0.0
-    for place, request in enumerate(requests):
-        if place == 0:
-            start_s = request.at_s if math.isnan(start_s) else start_s
-            low = _bound(selection.from_s, start_s, -math.inf)
-            high = _bound(selection.to_s, start_s, math.inf)
+    rest = iter(requests)
+    first = next(rest, None)
+    if first is None:
+        return
+    start_s = first.at_s if math.isnan(start_s) else start_s
+    low = _bound(selection.from_s, start_s, -math.inf)
+    high = _bound(selection.to_s, start_s, math.inf)
+    for request in chain((first,), rest):
         # Each row takes its own draw, so that a row stays or goes wherever the stretch begins.
-        stays = selection.thin == 1.0 or drawn.random() < selection.thin
-        if not (stays and low <= request.at_s < high):
+        if (thin < 1.0 and draw() >= thin) or not low <= request.at_s < high:
             continue
-        yield request if selection.speed == 1.0 else _faster(request, start_s, selection.speed)
+        yield request if speed == 1.0 else _faster(request, start_s, speed)
         left -= 1
         if left == 0:
             return

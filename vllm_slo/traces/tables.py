@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Final, TextIO
 
 from vllm_slo.traces import fields
-from vllm_slo.traces.csv_rows import CSVRows, cell
+from vllm_slo.traces.csv_rows import CSVRows, cell, is_blank
 from vllm_slo.traces.errors import FieldError, RecordError
 from vllm_slo.traces.request import TraceRequest
 from vllm_slo.traces.times import ORIGIN, at_of
@@ -26,21 +26,22 @@ def azure(text: TextIO) -> Iterator[TraceRequest]:
     rows = CSVRows(text)
     when, prompt, output = rows.places(AZURE_COLUMNS)
     parse, origin, most = datetime.fromisoformat, ORIGIN, fields.MOST_TOKENS
-    for row in rows:
-        try:
-            date, prompt_tokens, output_tokens = row[when], int(row[prompt]), int(row[output])
-            if not (
-                len(date) == _WITH_MICROSECONDS
-                and 0 <= prompt_tokens <= most
-                and 0 <= output_tokens <= most
-            ):
-                raise ValueError
-            request = TraceRequest(
-                (parse(date) - origin).total_seconds(), prompt_tokens, output_tokens
-            )
-        except (ValueError, IndexError, TypeError):
-            request = _azure(rows, row, when, prompt, output)
-        yield request
+    with rows.errors():
+        for row in rows.rows:
+            try:
+                date, prompt_tokens, output_tokens = row[when], int(row[prompt]), int(row[output])
+                if not (
+                    len(date) == _WITH_MICROSECONDS
+                    and 0 <= prompt_tokens <= most
+                    and 0 <= output_tokens <= most
+                ):
+                    raise ValueError
+                at_s = (parse(date) - origin).total_seconds()
+            except (ValueError, IndexError, TypeError):
+                if not is_blank(row):
+                    yield _azure(rows, row, when, prompt, output)
+                continue
+            yield TraceRequest(at_s, prompt_tokens, output_tokens)
 
 
 def _azure(rows: CSVRows, row: list[str], when: int, prompt: int, output: int) -> TraceRequest:
