@@ -101,7 +101,8 @@ class Parser(argparse.ArgumentParser):
             if action.help is not argparse.SUPPRESS
         ]
         flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
-        near = get_close_matches(flag, shown, 1)
+        longer = [name for name in shown if flag and name.startswith(flag)]
+        near = longer or get_close_matches(flag, shown, 1, cutoff=0.7)
         hint = f"; did you mean {near[0]}?" if near else ""
         self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
 

@@ -95,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich has heeded it
             return NO_READER
+        if isinstance(stop.code, str):  # the plugin refuses to serve
+            print(stop.code, file=sys.stderr)
+            return USAGE
         raise
     except Exception as error:  # noqa: BLE001 (its traceback is printed)
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
