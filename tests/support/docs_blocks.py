@@ -75,8 +75,9 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell reads them; comments are dropped."""
-        return shlex.split(self.text.replace("\\\n", " "), comments=True)
+        """As a shell reads them; comments are dropped, and where output goes."""
+        words = shlex.split(self.text.replace("\\\n", " "), comments=True)
+        return words[: words.index(">")] if ">" in words else words
 
     @property
     def program(self) -> str:
