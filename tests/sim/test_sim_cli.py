@@ -455,7 +455,9 @@ def test_a_plan_for_a_trace_with_prices(faked, capsys, trace, classes):
 def test_without_a_price_gpu_hours_are_told(faked, capsys):
     out = run(capsys, "plan", "--rate", "1", "--systems", "fcfs-4000", *QUICK)[1]
     assert "no price is known; --gpu-price USD gives one" in out
-    assert Cost.of(4, None, 100.0, 1000.0) == Cost(pytest.approx(4 / 0.36), None, None, None)
+    cost = Cost.of(4, None, 100.0, 1000.0)
+    assert cost.gpu_hours_per_mtok == pytest.approx(4 / 0.36)
+    assert cost.dollars_per_hour is cost.dollars_per_mtok is None
     assert Cost.of(1, 2.0, 0.0, 0.0) == Cost(None, 2.0, None, None)
 
 

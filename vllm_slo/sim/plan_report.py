@@ -53,7 +53,7 @@ class Answer:
         """Whether the replicas that are allowed are enough."""
         if self.plans:
             return all(plan.enough is not None for plan in self.plans)
-        least = self.fluid and self.fluid.replicas
+        least = self.fluid.replicas if self.fluid else None
         return least is not None and least <= self.max_replicas
 
     @property
