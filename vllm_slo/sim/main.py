@@ -32,7 +32,6 @@ from vllm_slo.sim.terminal import (
     bar,
     make_folder,
     need_vllm,
-    only_json,
     put_json,
     say_notes,
     wide_console,
@@ -264,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
         rows = (run_capacities if args.find_capacity else run_rates)(options, bars)
     command = shlex.join(["vllm-slo", *sys.argv[1:]])
     report = Report(tuple(rows), options.seeds, command)
-    if not only_json(args.json):
+    if not arguments.standard_output(args.json):
         console.print(render(report))
     if args.json is not None:
         put_json(report.to_dict(), args.json)
@@ -272,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
         from vllm_slo.sim.plot import write_pictures
 
         path = options.out / "simulate.json"
-        notes = bars if only_json(args.json) else console
+        notes = bars if arguments.standard_output(args.json) else console
         write_json(report.to_dict(), path, lambda text: SimulationError(f"--out: {text}"))
         for written in (path, *write_pictures(report, options.out, options.targets[0])):
             notes.print(f"written: {written}", soft_wrap=True)

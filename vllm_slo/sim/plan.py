@@ -27,7 +27,7 @@ from vllm_slo.sim.replicas_needed import Search
 from vllm_slo.sim.setting import Setting
 from vllm_slo.sim.stretches import chosen
 from vllm_slo.sim.systems import OURS, System
-from vllm_slo.sim.terminal import bar, need_vllm, only_json, put_json, say_notes, wide_console
+from vllm_slo.sim.terminal import bar, need_vllm, put_json, say_notes, wide_console
 from vllm_slo.sim.traffic import Traffic
 from vllm_slo.sim.workers import Processes, Progress, Workers, quiet
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         command = shlex.join(["vllm-slo", *sys.argv[1:]])
         put_json(to_dict(answers, command), args.json)
-    if not only_json(args.json):
+    if not arguments.standard_output(args.json):
         console = wide_console()
         for answer in answers:
             console.print(render(answer))

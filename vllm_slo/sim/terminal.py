@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_slo.arguments import standard_output
 from vllm_slo.bench.style import write_json
 from vllm_slo.bench.traces import left_out_line
 from vllm_slo.sim.arrivals import TRACES, read_trace
@@ -44,14 +45,9 @@ def make_folder(path: Path | None) -> None:
         raise SimulationError(f"--out: cannot make {path}: {error.strerror}") from error
 
 
-def only_json(path: Path | None) -> bool:
-    """Whether ``--json -`` asks for JSON alone."""
-    return path == Path("-")
-
-
 def put_json(data: Mapping[str, Any], path: Path) -> None:
     """Write a report to a file, or for ``-`` to standard output."""
-    if only_json(path):
+    if standard_output(path):
         sys.stdout.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
     else:
         write_json(data, path, lambda text: SimulationError(f"--json: {text}"))
