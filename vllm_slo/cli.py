@@ -50,7 +50,7 @@ EXAMPLES: Final = {
 """Command -> one command line that works, for its help."""
 
 NOTES: Final = {
-    "serve": "All other flags go to 'vllm serve', which has some 300; 'vllm serve --help=all' "
+    "serve": "All other flags go to 'vllm serve'; 'vllm serve --help=all' "
     "lists them, 'vllm serve --help=max' those with 'max' in their name. The model comes before "
     "them.",
     "draft-server": "All other flags go to vLLM's engine, as with 'vllm serve'.",
