@@ -42,7 +42,7 @@ def test_spans_in_the_json_of_opentelemetry(tmp_path: Path) -> None:
     from opentelemetry.sdk.trace import TracerProvider
 
     start = UNIX_ORIGIN_S + 700_000_000
-    told = {
+    told: dict[str, Any] = {
         "gen_ai.request.id": "cmpl-1", "gen_ai.usage.prompt_tokens": 100,
         "gen_ai.usage.completion_tokens": 11, "gen_ai.latency.time_to_first_token": 0.5,
     }  # fmt: skip
