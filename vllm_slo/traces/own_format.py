@@ -6,7 +6,8 @@ The first line is the header, an object with ``schema``, ``created`` (ISO 8601, 
 a request. Its keys are Mooncake's where Mooncake has them; a key without a value is left out.
 Times are in ms, `timestamp` counts from ``created``. Lines come in order of the requests' ends.
 
-Files may be joined: another header counts for the lines after it.
+Files may be joined: another header counts for the lines after it. A part of a line at the end of a
+file, which a machine left that stopped, is left out.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def requests(text: TextIO) -> Iterator[TraceRequest]:
         RecordError: a line is broken.
     """
     header: _Header | None = None
-    for where, item in json_lines(text):
+    for where, item in json_lines(text, may_be_torn=True):
         try:
             if "schema" in item:
                 header = _Header(item)

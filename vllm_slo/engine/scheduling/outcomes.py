@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of requests: reports to their clients, metrics, spans."""
+"""What became of requests: reports to their clients, metrics, spans, the recording."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from vllm.v1.request import Request
 
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.request_recorder import RequestRecorder
 from vllm_slo.engine.telemetry.tracing import RequestSpans
 
 
@@ -18,6 +21,7 @@ class Outcomes:
 
     Args:
         spans: makes a span for each request; None where tracing is off.
+        recorder: records requests, those without an SLO, too; None where nothing is recorded.
     """
 
     def __init__(
@@ -27,12 +31,14 @@ class Outcomes:
         clock: StepClock,
         metrics: SchedulerMetrics,
         spans: RequestSpans | None,
+        recorder: RequestRecorder | None,
     ) -> None:
         self._tracker = tracker
         self._sessions = sessions
         self._clock = clock
         self._metrics = metrics
         self._spans = spans
+        self._recorder = recorder
 
     def ended(self, tracked: SLORequest, attained: bool | None, *, by_itself: bool) -> None:
         """Count a request that has ended, and make its span.
@@ -61,6 +67,14 @@ class Outcomes:
             self.publish_soon()
         if self._spans is not None:
             self._spans.ended(tracked, attained, self._clock.clock)
+        if self._recorder is not None:
+            now_s, request = self._clock.now_s, tracked.request
+            self._recorder.ended(request, tracked, attained, now_s, by_itself=by_itself)
+
+    def ended_untracked(self, request: Request, *, by_itself: bool) -> None:
+        """A request has ended that has no SLO, or was refused as it arrived."""
+        if self._recorder is not None:
+            self._recorder.ended(request, None, None, self._clock.now_s, by_itself=by_itself)
 
     def report_now(self, tracked: SLORequest) -> dict[str, Any]:
         """The report of a live request as it would be if it ended here."""
