@@ -11,7 +11,7 @@ from vllm_slo.engine.telemetry.prompt_hashes import PromptHashes
 SALT = bytes(range(16))
 HASHES = PromptHashes(SALT, 4)
 
-tokens = st.lists(st.integers(0, 2**31), max_size=40)
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
 
 @given(beginning=tokens, one=tokens, other=tokens)

@@ -58,7 +58,8 @@ class Controller:
         quotas: how much each tenant may be promised; None: as much as there is.
         best_effort: in which order requests without a promise are served; None: as they arrive.
         responsive: how long a step may be that no promise limits.
-        recorder: is told of arrivals; None: nothing is recorded.
+        recorder: is told of arrivals, and of the ends that `outcomes` is not told of; None: nothing
+            is recorded.
         endings: ends the requests that are not served.
         containment: holds the faults that cost one request or one series, and no step's plan.
         tpot_window: tokens over which a TPOT is judged.
@@ -242,8 +243,10 @@ class Controller:
             cut_off = request_facts.is_cut_off(request)
             self._workload.lengths.observe(label, request.num_output_tokens, cut_off=cut_off)
         if tracked is None:
-            with self._containment.single:
-                self._outcomes.ended_untracked(request, by_itself=by_itself)
+            if self._recorder is not None:
+                now_s = self._clock.now_s
+                with self._containment.single:
+                    self._recorder.ended(request, None, None, now_s, by_itself=by_itself)
             return self._recovery.report_of_lost(name)
         return self._finish(tracked, blocks, by_itself=by_itself)
 

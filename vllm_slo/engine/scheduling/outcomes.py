@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.request import Request
-
 from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.slo_request import SLORequest
@@ -21,7 +19,7 @@ class Outcomes:
 
     Args:
         spans: makes a span for each request; None where tracing is off.
-        recorder: records requests, those without an SLO, too; None where nothing is recorded.
+        recorder: is told of each request; None: nothing is recorded.
     """
 
     def __init__(
@@ -70,11 +68,6 @@ class Outcomes:
         if self._recorder is not None:
             now_s, request = self._clock.now_s, tracked.request
             self._recorder.ended(request, tracked, attained, now_s, by_itself=by_itself)
-
-    def ended_untracked(self, request: Request, *, by_itself: bool) -> None:
-        """A request has ended that has no SLO, or was refused as it arrived."""
-        if self._recorder is not None:
-            self._recorder.ended(request, None, None, self._clock.now_s, by_itself=by_itself)
 
     def report_now(self, tracked: SLORequest) -> dict[str, Any]:
         """The report of a live request as it would be if it ended here."""

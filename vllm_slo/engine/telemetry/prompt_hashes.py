@@ -51,7 +51,7 @@ class PromptHashes:
         later = iter((*inputs, (len(token_ids), "")))
         place, identity = next(later)
         for end in range(size, len(token_ids) + 1, size):
-            hashed.update(array("q", token_ids[end - size : end]))
+            hashed.update(array("i", token_ids[end - size : end]))
             while place < end:
                 hashed.update(_framed(identity))
                 place, identity = next(later)
