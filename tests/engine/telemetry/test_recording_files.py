@@ -80,12 +80,15 @@ def test_the_file_of_an_earlier_run_is_put_aside(tmp_path: Path) -> None:
     assert [lengths(tmp_path / name) for name in ("r.jsonl", "r.jsonl.1")] == [[2], [1]]
 
 
-def test_an_empty_file_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", HEADER])
+def test_a_file_without_a_request_pushes_out_no_other(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "r.jsonl"
-    path.touch()
+    path.write_bytes(content)
+    for _ in range(3):
+        opened(path).close()
     opened(path).write(line(1))
     assert lengths(path) == [1]
-    assert not (tmp_path / "r.jsonl.1").exists()
+    assert everything(tmp_path) == ["r.jsonl", "r.jsonl.lock"]
 
 
 def test_a_file_that_was_moved_away_is_left_alone(tmp_path: Path) -> None:
@@ -138,6 +141,7 @@ def test_what_is_no_recording_is_not_touched(tmp_path: Path) -> None:
         f"recording.path {str(path)!r}: it is no recording; move it away, or name another file"
     )
     assert path.read_text() == "remember the milk\n"
+    assert everything(tmp_path) == ["notes.txt"]
 
 
 @pytest.mark.parametrize("fails", ["half", "all"])

@@ -60,10 +60,11 @@ class RecordingFiles:
         self._size = 0
         check_path(path)
         try:
+            _check_content(path)
             self._lock = _lock(path)
             try:
-                self._begin()
-            except BaseException:
+                self._next()
+            except OSError:
                 os.close(self._lock)
                 raise
         except OSError as error:
@@ -98,26 +99,15 @@ class RecordingFiles:
         self._leave()
         os.close(self._lock)
 
-    def _begin(self) -> None:
-        """Begin the first file.
-
-        Raises:
-            ConfigError: there is one that is no recording.
-            OSError: it cannot be written.
-        """
-        with suppress(FileNotFoundError), self.path.open("rb") as old:
-            head = old.readline(_HEAD_BYTES)
-            if head and SCHEMA.encode() not in head:
-                raise refused(self.path, "it is no recording; move it away, or name another file")
-            if not head:
-                self.path.unlink()
-        self._next()
-
     def _next(self) -> None:
-        """Begin a new file. The others get the next number, and the oldest goes."""
+        """Begin a new file. The others get the next number, and the oldest goes. One without a
+        request is not kept: else a server that starts again and again would push out all others."""
         self._leave()
-        if self.path.exists():
-            self._shift()
+        with suppress(FileNotFoundError):
+            if _holds_requests(self.path):
+                self._shift()
+            else:
+                self.path.unlink()
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
         try:
@@ -161,6 +151,26 @@ class RecordingFiles:
             return os.path.samestat(self.path.stat(), os.fstat(self._file))
         except FileNotFoundError:
             return False
+
+
+def _holds_requests(path: Path) -> bool:
+    """Whether there is anything behind the header of a file."""
+    with path.open("rb") as file:
+        file.readline()
+        return bool(file.read(1))
+
+
+def _check_content(path: Path) -> None:
+    """Refuse a file that holds something else.
+
+    Raises:
+        ConfigError: it does.
+        OSError: it cannot be read.
+    """
+    with suppress(FileNotFoundError), path.open("rb") as old:
+        head = old.readline(_HEAD_BYTES)
+        if head and SCHEMA.encode() not in head:
+            raise refused(path, "it is no recording; move it away, or name another file")
 
 
 def _lock(path: Path) -> int:
