@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -127,11 +126,10 @@ def test_a_salt_that_is_none_is_refused(given: str) -> None:
 
 
 def command_line(*argv: str) -> list[str]:
+    from vllm_slo import cli
     from vllm_slo.engine.serving import serve
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    return serve.command_line(*parser.parse_known_args(argv))
+    return serve.command_line(*cli.parse(["serve", *argv]))
 
 
 def test_the_flag_sets_it_for_one_server() -> None:
@@ -146,15 +144,12 @@ def test_the_flag_sets_it_for_replicas_with_the_whole_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm")
-    from vllm_slo.engine.serving import serve as engine_serve
+    from vllm_slo import cli
     from vllm_slo.router import serve
     from vllm_slo.router.arguments import AppArgs, embedded_config
 
     monkeypatch.chdir(tmp_path)
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    engine_serve.add_arguments(parser)
-    serve.add_arguments(parser)
-    args, rest = parser.parse_known_args(["m", "--replicas", "2", "--record", "r.jsonl"])
+    args, rest = cli.parse(["serve", "m", "--replicas", "2", "--record", "r.jsonl"])
     said = AppArgs.checked(serve.app_args(args, rest)).additional_config()
     assert said["record"] == str(tmp_path / "r.jsonl")
     said = embedded_config({"recording": {"path": "x/r.jsonl", "files": 2}}, None)

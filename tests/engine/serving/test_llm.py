@@ -94,7 +94,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(recording: Path) -> Iterator[LLM]:
     parser = SUPPORT / "first_line_parser.py"
     thinking = {"reasoning_parser": "first_line", "reasoning_parser_plugin": str(parser)}
-    config = {"classes": CLASSES, "recording": {"path": str(recording), "block_tokens": 4}}
+    config = {"classes": CLASSES, "recording": {"path": str(recording), "block_tokens": 1}}
     engine = LLM("tiny", slo_config=config, structured_outputs_config=thinking, **OPTIONS)
     yield engine
     engine.llm_engine.engine_core.shutdown()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from msgspec.structs import replace
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs
