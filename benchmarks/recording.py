@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recording costs: time of a step, time of a line, bytes of a request.
 
-The first table: schedule() + update_from_output() per step, with a recording over without one. Both
-are vllm-slo's scheduler on the same requests, step by step in alternation in one process, with the
-recording's thread beside them.
+The first table: add_request() + schedule() + update_from_output() per step, with a recording over
+without one. Both are vllm-slo's scheduler on the same requests, step by step in turns in one
+process, with the recording's thread beside them. It is the processor time of the scheduler's
+thread, so that other work on the machine counts little.
 
 - `decode`: all requests decode. With objectives nothing is to be done for the recording in a step.
   Without, the tokens of each request are counted.
@@ -12,8 +13,9 @@ recording's thread beside them.
   end in a second: many more than an engine serves.
 
 The second table: a request of which nothing is shared, by the length of its prompt. The step that
-ends it makes a record of it (the scheduler's thread); later a thread hashes the prompt and writes
-the line. The interpreter runs one thread at a time, so a step can wait for that once.
+ends it makes a record of it; later a thread hashes the prompt and makes the line. Processor time,
+too. The interpreter runs one thread at a time: while a line is made, a step can wait for it, by at
+most 5 ms (Python's switch interval).
 
 The third table: bytes of a request in a recording of Azure's traces (2023, the first 10,000 rows,
 with a class, a tenant and objectives of two kinds, as served), plain and with gzip. Nothing is
@@ -30,28 +32,20 @@ import os
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import gc
 import gzip
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 from common import markdown, write_result
-from scheduler_overhead import (
-    RUNNING,
-    TIERS,
-    Took,
-    busy_engine,
-    engine,
-    middle,
-    ratio,
-    timed,
-)
+from scheduler_overhead import RUNNING, TIERS, Took, busy_engine, engine, feed, middle, ratio
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
@@ -64,7 +58,8 @@ from vllm_slo.traces.files import read
 from vllm_slo.traces.request import TraceRequest
 
 BASE: Final = "without"
-REPEATS: Final = 3
+REPEATS: Final = 2
+STEPS: Final = 150
 CONFIG: Final = RecordingConfig()
 PROMPTS: Final = (400, 4_000, 32_000, 128_000)
 ROWS: Final = 10_000
@@ -75,22 +70,50 @@ SLOS: Final = (
 )
 
 
+def timed(scheduler: Scheduler) -> list[float]:
+    """The processor time of a scheduler's calls, seconds, as they come."""
+    took: list[float] = []
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                took.append(time.thread_time() - began_s)
+
+        return counted
+
+    for name in ("add_request", "schedule", "update_from_output"):
+        setattr(scheduler, name, around(getattr(scheduler, name)))
+    return took
+
+
 def pair(running: int, arriving: bool, slos: Sequence[SLO | None], folder: Path) -> dict[str, Took]:
     """Milliseconds per step of vllm-slo's scheduler without and with a recording."""
-    makers: dict[str, dict[str, Any]] = {
-        BASE: {},
-        "with": {"records": True, "recording": {"path": str(folder / "r.jsonl")}},
-    }
-    engines: dict[str, tuple[Any, type[Scheduler]]] = {}
-    for name, options in makers.items():
+    recording: dict[str, Any] = {"records": True, "recording": {"path": str(folder / "r.jsonl")}}
+    engines = {}
+    for name, options in ((BASE, {}), ("with", recording)):
         if arriving:
             one = busy_engine(Scheduler, running, slos, **options)
         else:
             one = engine(Scheduler, running, slos=slos, **options)
-        engines[name] = one, Scheduler
-    took = timed(engines, running if arriving else 0, slos)
+        engines[name] = one, timed(one.scheduler)
+    steps: dict[str, list[float]] = {name: [] for name in engines}
+    gc.collect()
+    gc.freeze()
+    for step in range(STEPS):
+        for name, (one, took) in engines.items():
+            took.clear()
+            if arriving:
+                feed(one, Scheduler, running, slos, step)
+            one.step()
+            steps[name].append(sum(took) * 1e3)
     engines["with"][0].scheduler.shutdown()
-    return took
+    return {
+        name: Took(statistics.median(ms), statistics.quantiles(ms, n=20)[-1])
+        for name, ms in steps.items()
+    }
 
 
 def loads() -> Iterator[tuple[str, int, Sequence[SLO | None], str]]:
@@ -171,13 +194,13 @@ def line_table() -> str:
         for number in range(30):
             row = TraceRequest(1.0, tokens, 100)
             request, did = request_of(row, number, rng), served(row)
-            began_s = time.perf_counter()
+            began_s = time.thread_time()
             recorder.arrived(request, SLOS[0], 1.0)
             recorder.ended(request, did, True, 9.0, by_itself=True)
-            ended_s = time.perf_counter()
+            ended_s = time.thread_time()
             line = writer.makers.pop()()
             record.append(ended_s - began_s)
-            make.append(time.perf_counter() - ended_s)
+            make.append(time.thread_time() - ended_s)
         cells = [statistics.median(times) * 1e6 for times in (record, make)]
         rows.append([f"{tokens:,}", *(f"{cell:,.0f}" for cell in cells), f"{len(line):,}"])
     head = [
