@@ -122,6 +122,8 @@ MISTAKES: Final = {
         "check bad_value.yaml",
         "check not_yaml.yaml",
         "check doubtful.yaml",
+        "check rules.yaml",
+        "check slo.yaml rules.yaml",
         "check broken.csv",
         "check notes.txt",
         "check slo.yaml broken.csv nowhere.yaml",
@@ -141,6 +143,7 @@ FILES: Final = {
     "not_yaml.yaml": "classes:\n  chat: {ttft_ms: 500\n",
     "doubtful.yaml": "classes: {chat: {tpot_ms: 20}, code: {tpot_ms: 50}, idle: {value: 2}}\n"
     "default_class: chat\nservice_tiers: {flex: code}\n",
+    "rules.yaml": "rules: [{class: chat}, {class: bulk, share: 0.5}]\n",
     "trace.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     "2024-05-10 00:00:00,100,20\n2024-05-10 00:00:30,300,40\n",
     "broken.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,many,20\n",

@@ -100,8 +100,11 @@ def test_a_folder_of_recordings_with_blocks_of_two_sizes(tmp_path: Path) -> None
         start = datetime(2026, 11, 30, 12, number, tzinfo=UTC)
         one = TraceRequest(0.5, 30, 0, hash_ids=(1,), block_tokens=block_tokens, served=served)
         text = header_line(start, block_tokens, "tiny") + request_line(one, 0.0)
-        (folder / f"part-{number}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    (folder / "notes.txt").write_text("not a recording")
+        name = ("a.jsonl", "a.jsonl.1", "a.jsonl.2.gz")[number]
+        packed = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        (folder / name).write_bytes(packed)
+    for name in ("notes.txt", "a.jsonl.lock", ".b.jsonl.part", ".c.jsonl"):
+        (folder / name).write_text("not a recording")
     assert cli.main(["record", str(folder), "--out", str(out)]) == 0
     assert list(read(out)) == list(read(folder))
     assert [(r.block_tokens, r.model, r.served) for r in read(out)] == [

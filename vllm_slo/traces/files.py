@@ -91,6 +91,8 @@ _KEYS: Final[tuple[tuple[str, Format], ...]] = (
 )
 """A key near the beginning of a JSON object -> its format; the first that is there counts."""
 _TABLES: Final[tuple[Format, ...]] = ("azure", "burstgpt")
+_RECORDING: Final = re.compile(r"^[^.].*\.jsonl(\.\d+)?(\.gz|\.zst)?$", re.ASCII)
+"""Names of recordings: as a server rotates them, and as people pack them."""
 _KEY: Final = re.compile(r'"(\w+)"\s*:', re.ASCII)
 
 
@@ -173,9 +175,9 @@ def read(path: Path, form: Format | None = None) -> Iterator[TraceRequest]:
 def _recordings(folder: Path) -> list[Path]:
     """The recordings in a folder, by name."""
     try:
-        files = sorted(p for p in folder.iterdir() if p.is_file() and ".jsonl" in p.suffixes)
+        files = sorted(p for p in folder.iterdir() if p.is_file() and _RECORDING.search(p.name))
     except OSError as error:
         raise TraceError(f"cannot read {folder}: {error.strerror}") from error
     if not files:
-        raise TraceError(f"{folder} holds no recording (*.jsonl, *.jsonl.gz, *.jsonl.zst)")
+        raise TraceError(f"{folder} holds no recording (*.jsonl, *.jsonl.1, *.jsonl.zst)")
     return files

@@ -11,12 +11,11 @@ from vllm_slo.traces.errors import RecordError
 
 
 def json_lines(
-    text: TextIO, *, may_be_torn: bool = False
+    text: TextIO, *, may_be_cut: bool = False
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(``line N``, object) of a file of JSON lines.
 
-    ``may_be_torn``: the machine may have stopped while the last line was written. A part of a line
-    at the end of the file is left out.
+    ``may_be_cut``: a part of a line at the end of the file, without a line break, is passed over.
     """
     for line_number, line in enumerate(text, 1):
         if not line.strip():
@@ -24,7 +23,7 @@ def json_lines(
         try:
             item = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if may_be_torn and not line.endswith("\n"):
+            if may_be_cut and not line.endswith("\n"):
                 return
             raise RecordError(f"line {line_number} is not JSON: {error}") from error
         if not isinstance(item, dict):

@@ -6,8 +6,7 @@ The first line is the header, an object with ``schema``, ``created`` (ISO 8601, 
 a request. Its keys are Mooncake's where Mooncake has them; a key without a value is left out.
 Times are in ms, `timestamp` counts from ``created``. Lines come in order of the requests' ends.
 
-Files may be joined: another header counts for the lines after it. A part of a line at the end of a
-file, which a machine left that stopped, is left out.
+Files may be joined: another header counts for the lines after it.
 """
 
 from __future__ import annotations
@@ -77,11 +76,13 @@ def request_line(request: TraceRequest, created_s: float) -> str:
 def requests(text: TextIO) -> Iterator[TraceRequest]:
     """The requests of a file, in its order; ``at_s`` is seconds since 2000.
 
+    A server may be writing the file: a part of a line at its end is passed over.
+
     Raises:
         RecordError: a line is broken.
     """
     header: _Header | None = None
-    for where, item in json_lines(text, may_be_torn=True):
+    for where, item in json_lines(text, may_be_cut=True):
         try:
             if "schema" in item:
                 header = _Header(item)
