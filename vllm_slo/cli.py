@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("vllm_slo.engine.serving.serve", "serve a model with multi-SLO scheduling"),
     "demo": ("vllm_slo.bench.demo", "stock vLLM and vllm-slo side by side on a built-in model"),
     "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
+    "replay": ("vllm_slo.bench.replay", "send recorded traffic to a live endpoint"),
     "profile": ("vllm_slo.engine.serving.profile", "measure a model's step times on this machine"),
     "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
     "front": ("vllm_slo.router.front_command", "one port before servers that run already"),
