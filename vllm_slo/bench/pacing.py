@@ -36,11 +36,15 @@ async def open_loop(
     """
     tasks: list[asyncio.Task[T | None]] = []
     last_round: dict[str, asyncio.Task[T | None]] = {}
+    ended_s: dict[asyncio.Task[T | None], float] = {}
+
+    def note_end(task: asyncio.Task[T | None]) -> None:
+        ended_s[task] = now_s()
 
     async def in_turn(request: PlannedRequest, previous: asyncio.Task[T | None]) -> T | None:
         try:
             await asyncio.wait([previous])
-            due_s = max(request.at_s, now_s() + request.think_s)
+            due_s = max(request.at_s, ended_s[previous] + request.think_s)
             await asyncio.sleep(due_s - now_s())
         except asyncio.CancelledError:
             return None
@@ -55,6 +59,7 @@ async def open_loop(
             send(request, request.at_s) if previous is None else in_turn(request, previous)
         )
         task = asyncio.create_task(sending)
+        task.add_done_callback(note_end)  # before those who wait for the task
         tasks.append(task)
         if request.session:
             last_round[request.session] = task

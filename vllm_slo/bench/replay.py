@@ -118,13 +118,13 @@ def _say_left_out(recording: Recording, replay: Replay) -> None:
         command.note(left_out_line(recording.source, recording.left_out))
     if recording.estimated:
         command.note(
-            f"{recording.source}: {recording.estimated} requests had no answer; they ask for as "
-            "many tokens as others of their class"
+            f"{recording.source}: the lengths of {recording.estimated} answers were not recorded; "
+            "lengths of others of their class are used"
         )
     if replay.too_long:
         command.note(
-            f"{recording.source}: {replay.too_long} requests are too long for the server and left "
-            "out; --length-scale makes all shorter"
+            f"{recording.source}: requests too long for the server, left out: {replay.too_long}; "
+            "--length-scale makes all shorter"
         )
 
 

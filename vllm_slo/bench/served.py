@@ -143,9 +143,9 @@ def latency_table(served: Mapping[str, Mapping[str, ServedClass]]) -> Table:
     table = style.table("p50 / p95 / p99 of the same requests; lower is better")
     table.add_column("class", no_wrap=True)
     table.add_column("served by", no_wrap=True)
-    headings = ("SLO\nkept", "late/\ndecl./\nfailed", "TTFT\nms", "TPOT\nms", "end to\nend s")
+    headings = ("SLO\nkept", "late/\ndecl./\nfailed", "TTFT\ns", "TPOT\nms", "end to\nend s")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     names = list(dict.fromkeys(name for classes in served.values() for name in classes))
     for name in sorted(names, key=lambda n: n == TOTAL):
         table.add_section()
@@ -159,7 +159,7 @@ def _cells(one: ServedClass) -> list[str]:
     return [
         "-" if one.attainment is None else f"{one.attainment:.0%}",
         f"{one.late}/{one.declined}/{one.failed}",
-        _shown(one.ttft, 1e3),
+        _shown(one.ttft, 1.0),
         _shown(one.tpot, 1e3),
         _shown(one.e2e, 1.0),
     ]
@@ -173,4 +173,7 @@ def _shown(percentiles: Percentiles | None, factor: float) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.3g}"
+    """Four characters at most, of numbers below 10,000."""
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
