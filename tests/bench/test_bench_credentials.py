@@ -33,7 +33,8 @@ def fake() -> Iterator[Fake]:
 
 @pytest.fixture(autouse=True)
 def _no_key_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def bench(url: str, tmp_path: Path, *extra: str) -> int:
@@ -203,6 +204,24 @@ def test_the_servers_of_the_demo_ask_for_no_key(monkeypatch: pytest.MonkeyPatch)
     for name in ("VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, KEY)
     assert KEY not in map(demo_servers._environment().get, ("VLLM_API_KEY", "OPENAI_API_KEY"))
+
+
+# --- where answers of quote go -------------------------------------------------------------------
+
+
+def test_the_answer_of_a_quote_as_json(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--json`` without a value is what it was before it took a file."""
+    for words in (["--json"], ["--json", "-"]):
+        assert quote(fake.url, *words) == 0
+        assert json.loads(capsys.readouterr().out)["object"] == "slo.quote"
+    assert quote(fake.url, "--json", str(tmp_path / "quote.json")) == 0
+    assert capsys.readouterr().out.startswith("promised: yes")
+    assert json.loads((tmp_path / "quote.json").read_text())["promised"] is True
+    (tmp_path / "file").write_text("")
+    assert quote(fake.url, "--json", str(tmp_path / "file" / "quote.json")) == 2
+    assert "vllm-slo: error: --json: cannot write" in capsys.readouterr().err
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_openai import Fake, prompt_tokens, serving
+from msgspec.structs import replace
 
 from vllm_slo import cli
 from vllm_slo.bench import served

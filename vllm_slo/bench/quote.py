@@ -103,7 +103,8 @@ def _body(args: argparse.Namespace, credentials: Credentials) -> dict[str, Any]:
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise BenchError("--prompt", f"cannot read {text[1:]!r}: {error}") from error
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise BenchError("--prompt", f"cannot read {text[1:]!r}: {why}") from error
     model = args.model or _first_model(args.base_url, credentials)
     asked = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
     given = {name: value for name, value in slo.items() if value is not None}
@@ -128,9 +129,14 @@ def _call(url: str, body: bytes | None, credentials: Credentials) -> dict[str, A
         text = credentials.hide(error.read().decode(errors="replace"))
         location = error.headers.get("location", "")
         refused(url, credentials, error.code, _message(text), location)
-    except (OSError, ValueError) as error:
-        text = credentials.hide(f"{url}: {error}; is the server up?")
-        raise BenchError("--base-url", text) from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or reason
+        text = f"cannot reach {url}: {why}; is the server running?"
+        raise BenchError("--base-url", credentials.hide(text)) from error
+    except ValueError as error:
+        text = f"{url} does not answer with JSON: {error}"
+        raise BenchError("--base-url", credentials.hide(text)) from error
 
 
 def _message(text: str) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from vllm_slo.bench.errors import BenchError
 from vllm_slo.bench.planned import PlannedRequest, Workload
 from vllm_slo.traces.classes import TrafficClasses
@@ -42,7 +44,7 @@ def at_rate(recording: Recording, rate: float) -> tuple[Recording, float]:
     if span_s <= 0:
         raise BenchError("--rate", "the requests of the trace came all at once; leave it out")
     speed = rate * span_s / (len(recording.requests) - 1)
-    requests = tuple(replace(r, at_s=r.at_s / speed) for r in recording.requests)
+    requests = tuple(structs.replace(r, at_s=r.at_s / speed) for r in recording.requests)
     return replace(recording, requests=requests), speed
 
 

@@ -297,7 +297,9 @@ def comparison_table(report: BenchReport) -> Table:
         for i, (run, summary) in enumerate(rows):
             best = len(rows) > 1 and top > 0 and summary.attainment == top
             table.add_row(
-                escape(name or "-") if i == 0 else "", escape(run.target.name), *_cells(summary, best)
+                escape(name or "-") if i == 0 else "",
+                escape(run.target.name),
+                *_cells(summary, best),
             )
     return table
 

@@ -467,7 +467,7 @@ def test_the_command_that_quotes(server: LiveServer) -> None:
     assert "configured classes: chat, code" in unknown.stderr
     away = run("--prompt", "hello", "--ttft-ms", "5", url="http://127.0.0.1:9")
     assert away.returncode == 2
-    assert "is the server up?" in away.stderr
+    assert "is the server running?" in away.stderr
 
 
 # --- recorded traffic ----------------------------------------------------------------------------
