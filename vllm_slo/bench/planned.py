@@ -94,8 +94,6 @@ class PlannedRequest:
         if send == "class":
             named = self.slo_class if self.slo is None else self.slo.slo_class
             body = {"class": named} if named else {}
-            if self.slo is not None and self.slo.tenant is not None:
-                body["tenant"] = self.slo.tenant
         elif self.slo is not None:
             body = _body(self.slo, in_session=bool(session_id))
         elif self.has_objective:
