@@ -478,6 +478,10 @@ def test_shares_and_rules_of_configured_classes(
     assert bench(*words, "--rules", str(rules), "--send", "class") == 0
     asked = Counter(body["slo"]["class"] for body in fake.bodies[4:])
     assert asked == {"chat": 11, "report": 1}  # the mix has a tenth of batch
+    rules.write_text("rules: [{class: report, recorded_class: batch}]\n")
+    fake.bodies.clear()
+    assert bench(*words, "--rules", str(rules), "--send", "class") == 0
+    assert [body.get("slo") for body in fake.bodies[4:]].count(None) == 11  # also of its own chat
     capsys.readouterr()
     assert bench(*words, "--rules", str(rules), "--classes", "chat") == 2
     assert "--classes: leave it out; --rules give the classes" in capsys.readouterr().err

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.planned import Workload
+from vllm_slo.bench.planned import PlannedRequest, Workload
 from vllm_slo.bench.workload import DEFAULT_CLASSES, ClassSpec, class_from_mapping, class_sequence
 from vllm_slo.traces.classes import TrafficClasses
 from vllm_slo.traces.request import TraceRequest
+from vllm_slo.traces.rules import Rules
 
 
 def parse_classes(text: str) -> tuple[ClassSpec, ...]:
@@ -75,7 +76,8 @@ def _classes_from_file(path: Path) -> tuple[ClassSpec, ...]:
 def configured(workload: Workload, classes: TrafficClasses, shares: str | None) -> Workload:
     """The same requests with classes of a server's configuration, and their objectives.
 
-    Rules decide by a request's lengths and by its class in the workload (``recorded_class``).
+    Rules decide by a request's lengths and by its class in the workload (``recorded_class``). What
+    no rule matches has the default class, if there is one.
     Without rules the classes are drawn by ``shares``, ``name[=share],...``; None: as many requests
     of each.
 
@@ -85,21 +87,30 @@ def configured(workload: Workload, classes: TrafficClasses, shares: str | None) 
     known = sorted(classes.config.classes)
     if not known:
         raise BenchError("--slo-config", "the file has no classes")
-    if classes.rules is not None:
-        if shares is not None:
-            raise BenchError("--classes", "leave it out; --rules give the classes")
-        rows = [
-            TraceRequest(r.at_s, r.prompt_tokens, r.output_tokens, r.slo_class)
-            for r in workload.requests
-        ]
-    else:
+    if classes.rules is None:
         drawn = parse_shares(shares, known) if shares is not None else [(n, None) for n in known]
         rows = _drawn(workload, drawn)
+    elif shares is None:
+        rows = _ruled(workload, classes.rules)
+    else:
+        raise BenchError("--classes", "leave it out; --rules give the classes")
+    named = TrafficClasses(classes.config)
     requests = []
     for index, (request, row) in enumerate(zip(workload.requests, rows, strict=True)):
-        named = replace(request, slo_class=classes.class_of(row, index))
-        requests.append(named.asking(classes.slo_of(row, index)))
+        of_class = replace(request, slo_class=named.class_of(row, index))
+        requests.append(of_class.asking(named.slo_of(row, index)))
     return replace(workload, requests=tuple(requests))
+
+
+def _row(request: PlannedRequest, slo_class: str) -> TraceRequest:
+    return TraceRequest(request.at_s, request.prompt_tokens, request.output_tokens, slo_class)
+
+
+def _ruled(workload: Workload, rules: Rules) -> list[TraceRequest]:
+    """The workload's requests with the classes of rules; empty where none matches."""
+    rows = [_row(request, request.slo_class) for request in workload.requests]
+    names = [rules.class_of(row, index) or "" for index, row in enumerate(rows)]
+    return [_row(request, name) for request, name in zip(workload.requests, names, strict=True)]
 
 
 def _drawn(workload: Workload, shares: Sequence[tuple[str, float | None]]) -> list[TraceRequest]:
@@ -109,6 +120,5 @@ def _drawn(workload: Workload, shares: Sequence[tuple[str, float | None]]) -> li
     rng = np.random.default_rng([workload.seed, 30])
     sequence = class_sequence(specs, len(workload.requests), rng)
     return [
-        TraceRequest(request.at_s, request.prompt_tokens, request.output_tokens, spec.name)
-        for request, spec in zip(workload.requests, sequence, strict=True)
+        _row(request, spec.name) for request, spec in zip(workload.requests, sequence, strict=True)
     ]
