@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers and findings of a what-if report in words, for the page and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from vllm_slo.sim.report import percent
+from vllm_slo.sim.whatif.numbers import Cell, ClassRow, Column, Gain, Numbers, Objectives
+
+NONE: Final = "–"
+NO_CLASS: Final = "(no class)"
+
+
+def duration(seconds: float | None) -> str:
+    """A time with its unit, three digits."""
+    if seconds is None:
+        return NONE
+    if seconds < 0.9995:
+        ms = seconds * 1e3
+        return f"{ms:.0f} ms" if ms >= 9.95 else f"{ms:.1f} ms"
+    if seconds < 99.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    return f"{seconds:,.0f} s"
+
+
+def objectives(row: Objectives) -> str:
+    """What a class asks for."""
+    parts = []
+    for name, span in (("TTFT", row.ttft_ms), ("TPOT", row.tpot_ms), ("end to end", row.e2e_ms)):
+        if span is not None:
+            low, high = (duration(bound / 1e3) for bound in span)
+            parts.append(f"{name} {low}" if low == high else f"{name} {low} to {high}")
+    return ", ".join(parts) or "no objective"
+
+
+def class_name(row: ClassRow) -> str:
+    """The name of a class, also of none."""
+    return row.name or NO_CLASS
+
+
+def rate(per_s: float) -> str:
+    """A rate, three digits."""
+    return f"{per_s:,.0f}" if per_s >= 99.5 else f"{per_s:.3g}"
+
+
+def attained(cell: Cell) -> str:
+    """A share that attained."""
+    return NONE if cell.attained is None else f"{percent(cell.attained.share)}%"
+
+
+def interval(cell: Cell) -> str:
+    """Its 95% interval; empty: there is none."""
+    if cell.attained is None or cell.attained.low is None or cell.attained.high is None:
+        return ""
+    return f"{percent(cell.attained.low)} to {percent(cell.attained.high)}%"
+
+
+def points(share: float) -> str:
+    """A difference of shares, in percentage points."""
+    return f"{100 * share:+.1f}".replace("-", "−")
+
+
+def gain(one: Gain) -> str:
+    """A difference and its interval."""
+    if one.half_width is None:
+        return points(one.share)
+    low, high = one.share - one.half_width, one.share + one.half_width
+    return f"{points(one.share)} ({points(low)} to {points(high)})"
+
+
+def is_clear(one: Gain) -> bool:
+    """Whether the interval of a difference leaves out 0."""
+    return one.half_width is not None and abs(one.share) > one.half_width
+
+
+def called(column: Column) -> str:
+    """A system within a sentence."""
+    return column.title.lower() if column.kind == "served" else column.title
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def headline(numbers: Numbers) -> str:
+    """What matters first, in one sentence."""
+    ours = next((i for i, c in enumerate(numbers.columns) if c.kind == "ours"), None)
+    row = numbers.all
+    if ours is None or row.cells[ours].attained is None:
+        if row.objectives.any:
+            return "vllm-slo is not among the systems that were compared."
+        return "No request of this trace has an objective, so there is nothing to attain."
+    first = (
+        f"With {called(numbers.columns[ours])}, {attained(row.cells[ours])} of the requests that "
+        "have an objective keep it"
+    )
+    return f"{first}: {_listed([_against(numbers, one) for one in row.gains])}." if row.gains else (
+        f"{first}."
+    )
+
+
+def _against(numbers: Numbers, one: Gain) -> str:
+    column = next(c for c in numbers.columns if c.system == one.over)
+    kind = "more" if one.share >= 0 else "fewer"
+    over = called(column) if column.kind == "served" else f"with {column.title}"
+    text = f"{abs(100 * one.share):.1f} points {kind} than {over}"
+    return text if one.half_width is None or is_clear(one) else f"{text} (no clear difference)"
+
+
+def findings(numbers: Numbers) -> list[str]:
+    """What else an operator asks first: who loses, and what batch work gets."""
+    told = []
+    worse = {
+        class_name(row): one
+        for row in numbers.classes
+        for one in row.gains
+        if is_clear(one) and one.share < 0
+    }
+    names = {c.system: called(c) for c in numbers.columns}
+    for name, one in worse.items():
+        over = names[one.over] if one.over == "served" else f"with {names[one.over]}"
+        told.append(f"{name} loses: {abs(100 * one.share):.1f} points fewer than {over}.")
+    if not worse and numbers.all.gains:
+        told.append("No class clearly attains less.")
+    if numbers.batch is not None:
+        each = [
+            f"{called(column)} {rate(tokens)}"
+            for column, tokens in zip(numbers.columns, numbers.batch, strict=True)
+        ]
+        told.append(f"Requests without an objective get, in tokens a second: {_listed(each)}.")
+    return told
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
