@@ -24,6 +24,10 @@ COMMANDS = {
     ),
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),
+    "whatif": (
+        "vllm_slo.sim.whatif.command",
+        "a recorded trace as it was served, as stock vLLM would, as vllm-slo would",
+    ),
     "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),
 }
 """Command -> (module with ``add_arguments(parser)`` and ``run(args)``, one line of help)."""

@@ -36,9 +36,10 @@ def bar(share: float, low: float | None = None, high: float | None = None) -> Ma
     ]
     if low is not None and high is not None:
         ends = (100 * low, 100 * high)
-        parts.append(
-            Markup('<line class="whisker" x1="{:.2f}%" x2="{:.2f}%" y1="8" y2="8"/>').format(*ends)
-        )
+        parts += [
+            Markup('<line class="{}" x1="{:.2f}%" x2="{:.2f}%" y1="8" y2="8"/>').format(kind, *ends)
+            for kind in ("halo", "whisker")
+        ]
         parts += [
             Markup('<line class="whisker" x1="{:.2f}%" x2="{:.2f}%" y1="5" y2="11"/>').format(x, x)
             for x in ends

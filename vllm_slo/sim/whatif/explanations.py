@@ -9,7 +9,7 @@ from typing import Final
 
 from vllm_slo.sim.report import percent
 from vllm_slo.sim.whatif.report import Report
-from vllm_slo.sim.whatif.words import count, duration
+from vllm_slo.sim.whatif.words import count, stretch
 
 VALIDATED: Final = (
     "Checked against the real engine on a CPU (sim_validation.md): the share of requests that keep "
@@ -24,15 +24,17 @@ VALIDATED: Final = (
 def reading(report: Report) -> Iterator[str]:
     """How to read the page."""
     trace, served = report.trace, report.numbers.columns[0].kind == "served"
+    window = report.setup.window_tokens
     yield (
-        "A request keeps its objectives if it is answered to its end, its first token comes within "
-        "its TTFT, every window of ten tokens keeps its TPOT, and the whole answer comes within its "
-        "end-to-end time. TTFT and end-to-end time count from arrival, queueing included."
+        "A request keeps its objectives if it is answered to its end, its first token comes "
+        f"within its TTFT, every window of {count(window, 'token')} keeps its TPOT, and the whole "
+        "answer comes within its end-to-end time. TTFT and end-to-end time count from arrival, "
+        "queueing included."
     )
     yield (
         "p50, p95 and p99 are the times within which 50, 95 and 99 of 100 requests stay. TPOT is "
-        "that of the worst window of ten tokens of each request. Requests that got no token have no "
-        "times: a system that declines can look faster than it is, so read times beside shares."
+        "that of the worst window of each request. Requests that got no token have no times. "
+        "So a system that declines can look faster than it is: read times beside shares."
     )
     yield (
         "An interval says how far a share would move on other traffic of the same kind. It comes "
@@ -47,7 +49,7 @@ def reading(report: Report) -> Iterator[str]:
     )
     yield (
         "Tokens a second are the answer tokens that came while requests arrived "
-        f"({duration(report.numbers.measured.length_s)}). What a system has put off until later is "
+        f"({stretch(report.numbers.measured.length_s)}). What a system has put off until later is "
         "missing in it."
     )
     if served:
@@ -57,8 +59,8 @@ def reading(report: Report) -> Iterator[str]:
         )
         if trace.mean_tpot:
             yield (
-                f"The recording ({trace.format}) has the mean TPOT of each request, not that of its "
-                "worst window. So it is judged more kindly than the simulated systems."
+                f"The recording ({trace.format}) has the mean TPOT of each request, not that of "
+                "its worst window. So it is judged more kindly than the simulated systems."
             )
     yield from _counted(report)
 
@@ -90,8 +92,13 @@ def _counted(report: Report) -> Iterator[str]:
             )
     if trace.estimated:
         yield (
-            f"{count(trace.estimated, 'request')} ended before their first token. In the simulation "
-            "their answers are as long as those of other requests of their class, drawn at random."
+            f"{count(trace.estimated, 'request')} ended before their first token. Simulated, their "
+            "answers are as long as those of other requests of their class, drawn at random."
+        )
+    if trace.clipped:
+        yield (
+            f"{count(trace.clipped, 'request')} are longer than the context of the hardware; they "
+            "are cut to it."
         )
     if trace.left_out:
         yield f"{count(trace.left_out, 'row')} of the trace without tokens are left out."
@@ -142,8 +149,6 @@ def origin(report: Report) -> Iterator[tuple[str, str]]:
     )
     if setup.replicas > 1:
         yield "routing", setup.routing
-    for name, source in setup.hardware.sources.items():
-        yield name, source
     yield "systems", ", ".join(column.system for column in report.numbers.columns)
     yield "seed", str(setup.seed)
     yield "command", made.command

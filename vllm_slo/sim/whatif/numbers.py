@@ -183,10 +183,8 @@ def compare(
         raise SimulationError("trace: no request is left that counts; select more of it")
     names = {each.slo_class for each in asked}
     known = [name for name in order if name in names]
-    known += sorted(names - set(known), key=lambda name: (not name, name))
-    places = {
-        name: [i for i, each in enumerate(asked) if each.slo_class == name] for name in known
-    }
+    known += sorted(names - set(known))
+    places = {name: [i for i, each in enumerate(asked) if each.slo_class == name] for name in known}
     every = range(len(asked))
     plain = [i for i in every if not asked[i].has_objective]
     return Numbers(

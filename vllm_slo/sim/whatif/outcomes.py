@@ -7,7 +7,6 @@ counts from arrival, a TPOT is the worst window of ten tokens (``core.attainment
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ End = Literal["completed", "declined", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that counts, its class (empty: none), and what it asks for (None: nothing)."""
+    """A request that counts, the name of its class, and what it asks for (None: nothing)."""
 
     request: TraceRequest
     slo_class: str
@@ -107,16 +106,13 @@ def _kept(asked: Asked, served: Served) -> bool | None:
     held = (request.ttft_ms, request.tpot_ms, request.e2e_ms)
     if served.attained is not None and held == (slo.ttft_ms, slo.tpot_ms, slo.e2e_ms):
         return served.attained
-    tpots_ms = [stage.tpot_ms for stage in slo.answer_stages if stage.tpot_ms is not None]
-    verdicts = [
+    verdicts = (
         _within(served.ttft_s, slo.ttft_ms),
+        _within(served.tpot_s, None if request.output_tokens < 2 else slo.tightest_tpot_ms),
         _within(served.e2e_s, slo.e2e_ms),
-        True if request.output_tokens < 2 else _within(served.tpot_s, min(tpots_ms, default=None)),
-    ]
+    )
     if False in verdicts:
-        # The recorded TPOT is that of the worst stage, and it may be one with more time.
-        staged = len(tpots_ms) > 1 and verdicts[:2] == [True, True]
-        return None if staged and _within(served.tpot_s, max(tpots_ms)) else False
+        return False
     return None if None in verdicts else True
 
 
@@ -144,19 +140,14 @@ def _tokens_within(request: TraceRequest, served: Served, measured: Measured) ->
 # --- simulated -----------------------------------------------------------------------------------
 
 
-def as_simulated(asked: Asked, result: JobResult, measured: Measured) -> Outcome:
-    """What a simulation made of the same request."""
+def as_simulated(result: JobResult, measured: Measured) -> Outcome:
+    """What a simulation made of a request, which is a job of one round (``by_request``)."""
     job = measure_job(result)
     times_s = [time_s for got in result.rounds for time_s in got.token_times_s]
-    attained = None
-    if asked.has_objective:
-        assert asked.slo is not None
-        in_time = _within(math.inf if job.latency_s is None else job.latency_s, asked.slo.e2e_ms)
-        attained = job.attained and in_time is True
     unanswered: End = "failed" if times_s else "declined"
     return Outcome(
         "completed" if job.finished else unanswered,
-        attained,
+        job.attained if job.has_objective else None,
         job.ttfts_s[0] if job.ttfts_s else None,
         max(job.tpots_s, default=None),
         job.latency_s,

@@ -26,7 +26,7 @@ from vllm_slo.sim.whatif.report import Report
 
 _FOLDER: Final = Path(__file__).parent
 _LOAD_BEYOND: Final = 1.25
-"""The picture of the load ends at this multiple of the trace's length, if work goes on for longer."""
+"""The picture of the load ends at this multiple of the trace's length, if work goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,19 @@ def render(report: Report) -> str:
         ],
         promises=any(cell.promised is not None for cell in numbers.all.cells),
         loads=loads,
-        load_end=words.duration(end_s),
+        load_end=words.stretch(end_s),
         tables=[
-            {"title": _title(row, numbers), "about": _about(row), "lines": list(table_lines(row))}
+            {
+                "title": _title(row, numbers),
+                "about": _about(row),
+                "lines": list(table_lines(row, numbers.columns)),
+            }
             for row in rows
         ],
         reading=list(reading(report)),
         assumptions=list(assumptions(report)),
         origin=list(origin(report)),
+        sources=list(report.setup.hardware.sources.items()),
     )
 
 
@@ -106,14 +111,14 @@ def _summary(report: Report) -> str:
     served = words.count(setup.replicas, "replica")
     return (
         f"{words.count(numbers.all.requests, 'request')} in "
-        f"{words.duration(numbers.measured.length_s)} "
+        f"{words.stretch(numbers.measured.length_s)} "
         f"({words.rate(numbers.all.requests_per_s)} a second), simulated on {served} of "
         f"{setup.hardware.name}."
     )
 
 
 def _title(row: ClassRow, numbers: Numbers) -> str:
-    return "All classes" if row is numbers.all else words.class_name(row)
+    return "All classes" if row is numbers.all else row.name
 
 
 def _about(row: ClassRow) -> str:
@@ -158,7 +163,7 @@ def _ranges(
         objective_s = tightest.get(row.name)
         made.append(
             {
-                "title": words.class_name(row),
+                "title": row.name,
                 "objective": None if objective_s is None else words.duration(objective_s),
                 "ranges": [
                     (
@@ -207,12 +212,15 @@ def _loads(
 # --- the table of a class ------------------------------------------------------------------------
 
 
-def table_lines(row: ClassRow) -> Iterator[dict[str, Any]]:
+def table_lines(row: ClassRow, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
     """The lines of a class's table; what no system has is left out."""
     cells = row.cells
     if row.objectives.any:
         shares = [(words.attained(cell), words.interval(cell)) for cell in cells]
         yield _line("kept objectives", shares, "strong")
+    if row.gains:
+        gains = {one.over: words.gain(one) for one in row.gains}
+        yield _line("vllm-slo, points more", [gains.get(c.system, ("", "")) for c in columns])
     for name, field in (("TTFT", "ttft"), ("TPOT", "tpot"), ("End to end", "e2e")):
         for place, q in enumerate(("p50", "p95", "p99")):
             times = [

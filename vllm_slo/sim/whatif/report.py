@@ -36,6 +36,7 @@ class Trace:
         left_out: rows that could not be used.
         estimated: requests that ended before their first token, so that the lengths of their
             answers are those of others of their class.
+        clipped: requests that are cut to the context of the hardware.
         aborted: requests whose client left; they are simulated and do not count.
         warmup: requests at the beginning that are simulated and do not count.
         unrecorded: why there is no column of the recorded outcome; None: there is one.
@@ -48,6 +49,7 @@ class Trace:
     requests: int
     left_out: int
     estimated: int
+    clipped: int
     aborted: int
     warmup: int
     unrecorded: str | None
@@ -56,10 +58,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was simulated: file names of the configuration and the rules, and the machine."""
+    """What was simulated: file names of the configuration and the rules, and the machine.
+
+    ``window_tokens``: over which TPOT is judged.
+    """
 
     slo_config: str | None
     rules: str | None
+    window_tokens: int
     hardware: Hardware
     replicas: int
     routing: str

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from vllm_slo.sim.report import percent
-from vllm_slo.sim.whatif.numbers import Cell, ClassRow, Column, Gain, Numbers, Objectives
+from vllm_slo.sim.whatif.numbers import Cell, Column, Gain, Numbers, Objectives
 
-NONE: Final = "–"
-NO_CLASS: Final = "(no class)"
+NONE: Final = "\N{EN DASH}"
 
 
 def duration(seconds: float | None) -> str:
@@ -25,6 +24,18 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:,.0f} s"
 
 
+def stretch(seconds: float) -> str:
+    """The length of a part of a trace, in two units at most."""
+    whole = round(seconds)
+    if whole < 120:
+        return duration(seconds)
+    minutes, rest = divmod(whole, 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
 def objectives(row: Objectives) -> str:
     """What a class asks for."""
     parts = []
@@ -33,11 +44,6 @@ def objectives(row: Objectives) -> str:
             low, high = (duration(bound / 1e3) for bound in span)
             parts.append(f"{name} {low}" if low == high else f"{name} {low} to {high}")
     return ", ".join(parts) or "no objective"
-
-
-def class_name(row: ClassRow) -> str:
-    """The name of a class, also of none."""
-    return row.name or NO_CLASS
 
 
 def rate(per_s: float) -> str:
@@ -59,15 +65,15 @@ def interval(cell: Cell) -> str:
 
 def points(share: float) -> str:
     """A difference of shares, in percentage points."""
-    return f"{100 * share:+.1f}".replace("-", "−")
+    return f"{100 * share:+.1f}".replace("-", "\N{MINUS SIGN}")
 
 
-def gain(one: Gain) -> str:
-    """A difference and its interval."""
+def gain(one: Gain) -> tuple[str, str]:
+    """A difference in points, and its 95% interval; empty: there is none."""
     if one.half_width is None:
-        return points(one.share)
+        return points(one.share), ""
     low, high = one.share - one.half_width, one.share + one.half_width
-    return f"{points(one.share)} ({points(low)} to {points(high)})"
+    return points(one.share), f"{points(low)} to {points(high)}"
 
 
 def is_clear(one: Gain) -> bool:
@@ -75,9 +81,10 @@ def is_clear(one: Gain) -> bool:
     return one.half_width is not None and abs(one.share) > one.half_width
 
 
-def called(column: Column) -> str:
+def with_system(column: Column) -> str:
     """A system within a sentence."""
-    return column.title.lower() if column.kind == "served" else column.title
+    name = column.title.replace("Stock ", "stock ")
+    return "as served" if column.kind == "served" else f"with {name}"
 
 
 def count(number: int, noun: str) -> str:
@@ -89,48 +96,45 @@ def headline(numbers: Numbers) -> str:
     """What matters first, in one sentence."""
     ours = next((i for i, c in enumerate(numbers.columns) if c.kind == "ours"), None)
     row = numbers.all
-    if ours is None or row.cells[ours].attained is None:
-        if row.objectives.any:
-            return "vllm-slo is not among the systems that were compared."
-        return "No request of this trace has an objective, so there is nothing to attain."
+    if not row.objectives.any:
+        return "No request of this trace has an objective, so there is none to keep."
+    if ours is None:
+        return "vllm-slo is not among the systems that are compared."
     first = (
-        f"With {called(numbers.columns[ours])}, {attained(row.cells[ours])} of the requests that "
-        "have an objective keep it"
+        f"With vllm-slo, {attained(row.cells[ours])} of the requests that have an objective would "
+        "have kept it"
     )
-    return f"{first}: {_listed([_against(numbers, one) for one in row.gains])}." if row.gains else (
-        f"{first}."
-    )
+    compared = [_against(numbers, one) for one in row.gains]
+    return f"{first}: {_listed(compared)}." if compared else f"{first}."
 
 
 def _against(numbers: Numbers, one: Gain) -> str:
     column = next(c for c in numbers.columns if c.system == one.over)
-    kind = "more" if one.share >= 0 else "fewer"
-    over = called(column) if column.kind == "served" else f"with {column.title}"
-    text = f"{abs(100 * one.share):.1f} points {kind} than {over}"
+    text = f"{_difference(one)} than {with_system(column)}"
     return text if one.half_width is None or is_clear(one) else f"{text} (no clear difference)"
 
 
+def _difference(one: Gain) -> str:
+    return f"{abs(100 * one.share):.1f} points {'more' if one.share >= 0 else 'fewer'}"
+
+
 def findings(numbers: Numbers) -> list[str]:
-    """What else an operator asks first: who loses, and what batch work gets."""
-    told = []
-    worse = {
-        class_name(row): one
+    """What else an operator asks first: which class loses, and what batch work gets."""
+    names = {column.system: with_system(column) for column in numbers.columns}
+    told = [
+        f"{row.name} is worse off: {_difference(one)} than {names[one.over]}."
         for row in numbers.classes
         for one in row.gains
         if is_clear(one) and one.share < 0
-    }
-    names = {c.system: called(c) for c in numbers.columns}
-    for name, one in worse.items():
-        over = names[one.over] if one.over == "served" else f"with {names[one.over]}"
-        told.append(f"{name} loses: {abs(100 * one.share):.1f} points fewer than {over}.")
-    if not worse and numbers.all.gains:
-        told.append("No class clearly attains less.")
+    ]
+    if not told and len(numbers.classes) > 1 and numbers.all.gains:
+        told.append("No class is clearly worse off.")
     if numbers.batch is not None:
         each = [
-            f"{called(column)} {rate(tokens)}"
+            f"{rate(tokens)} {names[column.system]}"
             for column, tokens in zip(numbers.columns, numbers.batch, strict=True)
         ]
-        told.append(f"Requests without an objective get, in tokens a second: {_listed(each)}.")
+        told.append(f"Requests without an objective get, in tokens a second, {_listed(each)}.")
     return told
 
 
