@@ -31,7 +31,7 @@ CLOSED: dict[str, set[str]] = {
     "vllm_slo.errors": set(),
     "vllm_slo.live": {"prometheus_client"},
     "vllm_slo.slo": {"msgspec", "pydantic"},
-    "vllm_slo.traces": {"backports", "numpy", "pydantic", "yaml"},
+    "vllm_slo.traces": {"backports", "msgspec", "pydantic", "yaml"},
     "vllm_slo.wire": {"msgspec", "zmq"},
 }
 """Module or package -> the foreign packages that it may import."""

@@ -81,7 +81,7 @@ def test_what_is_written_is_read_again(
     assert len(back) == len(made)
     for before, after in zip(made, back, strict=True):
         assert after.at_s - seconds_of(CREATED) == pytest.approx(before.at_s, abs=3e-7, rel=0)
-        for field in TraceRequest.__slots__:
+        for field in TraceRequest.__struct_fields__:
             if field not in ("at_s", "served"):
                 assert getattr(after, field) == getattr(before, field)
         assert (after.served is None) == (before.served is None)

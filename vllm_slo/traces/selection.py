@@ -7,10 +7,12 @@ import argparse
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_slo import arguments
 from vllm_slo.traces.errors import TraceError
