@@ -927,7 +927,7 @@ def test_whatever_the_traffic(
     hardware = replace(
         HARDWARE, kv_tokens=2560, max_model_len=2560, max_num_seqs=6, frontend_s=frontend_s
     )
-    of_trees = hardware.kv_tokens - kv_tokens_for_requests(system, hardware)
+    of_trees = hardware.kv_tokens - kv_tokens_for_requests(system, hardware, Conditions())
     hardware = replace(hardware, kv_tokens=hardware.kv_tokens + of_trees)
     run = simulate(jobs, system, hardware, Conditions(replicas=replicas))
     assert [result.job for result in run.results] == jobs

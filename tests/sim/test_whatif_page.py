@@ -177,7 +177,9 @@ def test_the_page_says_which_requests_count(made: str) -> None:
 def test_the_errors_that_it_states_are_those_that_were_measured() -> None:
     results = (ROOT / "benchmarks" / "results" / "sim_validation.md").read_text()
     rows = [line.split(" | ") for line in results.splitlines()]
-    against = {row[0].removeprefix("| "): row for row in rows if row[1:2] == ["simulated, against real"]}
+    against = {
+        row[0].removeprefix("| "): row for row in rows if row[1:2] == ["simulated, against real"]
+    }
     stock, ours = against["stock vLLM"], against["vllm-slo"]
     p50 = [float(row[place].split("%")[0]) for place in (6, 7) for row in (stock, ours)]
     p99 = [float(row[6].split(" / ")[2].rstrip("%")) for row in (stock, ours)]
@@ -313,8 +315,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("screen", [{"width": 1280, "height": 900}, PHONE, {"width": 320, "height": 600}])
-def test_it_opens_anywhere(browser: Any, written: Path, scheme: str, screen: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "screen", [{"width": 1280, "height": 900}, PHONE, {"width": 320, "height": 600}]
+)
+def test_it_opens_anywhere(
+    browser: Any, written: Path, scheme: str, screen: dict[str, int]
+) -> None:
     settings = {"color_scheme": scheme, "viewport": screen}
     with visiting(browser, written.as_uri(), **settings) as visit:
         wide, window = visit.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")

@@ -118,11 +118,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", help="simulations at the same time (default: one per core)")
 
 
-def acceptance(
-    text: str, scenarios: Sequence[str], trace_file: Path | None = None
-) -> dict[str, float]:
+def acceptance(text: str, scenarios: Sequence[str]) -> dict[str, float]:
     """``--acceptance``: one share for every application of ``scenarios``, or name=share pairs."""
-    known = sorted({each for name in scenarios for each in applications_of(name, trace_file)})
+    known = sorted({each for name in scenarios for each in applications_of(name)})
     shares = {}
     for part in text.split(","):
         name, given, share = part.rpartition("=")
@@ -153,7 +151,6 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     if args.draft_step_ms is not None:
         step_ms = number("--draft-step-ms", args.draft_step_ms, 0, 60_000)
         hardware = hardware.with_draft_step(step_ms / 1e3)
-    trace_file = None if args.trace_file is None else Path(args.trace_file)
     setting = Setting(
         scenario=names[0],
         hardware=hardware,
@@ -164,13 +161,12 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
             exact=args.exact or args.overhead == "measured",
             routing=one_of("--routing", args.routing, get_args(RoutingPolicy)),  # type: ignore[arg-type]
             overhead=one_of("--overhead", args.overhead, get_args(Overhead)),  # type: ignore[arg-type]
-            acceptance=acceptance(args.acceptance, names, trace_file),
+            acceptance=acceptance(args.acceptance, names),
         ),
         jobs=whole("--jobs", args.jobs, 1),
         warmup=number("--warmup", args.warmup, 0, 0.95),
         arrivals=args.arrivals,
         fit=one_of("--fit", args.fit, ("rescale", "thin")),  # type: ignore[arg-type]
-        trace_file=trace_file,
     )
     settings = [replace(setting, scenario=name) for name in names]
     for each in settings:
@@ -249,7 +245,7 @@ def say_left_out(settings: Sequence[Setting], console: Console) -> None:
         spec = SCENARIOS[setting.scenario]
         kinds = spec.arrivals if spec.trace or setting.arrivals is None else (setting.arrivals,)
         for kind in set(kinds).intersection(TRACES):
-            trace = read_trace(kind, setting.trace_file)
+            trace = read_trace(kind)
             if trace.rows_left_out:
                 lines[left_out_line(trace.source, trace.rows_left_out)] = None
     for line in lines:

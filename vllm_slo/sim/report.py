@@ -99,7 +99,7 @@ def _row_dict(row: Row, base: Row | None) -> dict[str, Any]:
         "arrivals": setting.arrivals,
         "fit": setting.fit,
         "lengths": setting.lengths,
-        "trace_file": str(setting.trace_file) if setting.trace_file else None,
+        "trace": setting.traffic[0].recording.source if setting.traffic else None,
         "points": [_point_dict(point) for point in row.points],
         "capacities": [
             _capacity_dict(capacity, base.capacities[place] if base else None)

@@ -16,6 +16,7 @@ from vllm_slo.sim.measure import (
     JobMeasure,
     Load,
     Summary,
+    counted,
     load_over_time,
     measure_counted,
     summarise,
@@ -85,14 +86,14 @@ class Window:
     scheduler_s: float
 
 
-def measure_window(case: Case, rate: float, seed: int, with_load: bool = False) -> Window:
-    """Run one window at ``rate`` jobs/s per GPU and measure it."""
-    jobs = case.window(rate, seed)
+def measure_window(case: Case, rate: float | None, seed: int, with_load: bool = False) -> Window:
+    """Run one window at ``rate`` jobs/s per GPU, or None as recorded, and measure it."""
+    jobs, warmup = case.window(rate, seed), case.setting.warmup
     run, _ = run_jobs(case, jobs, seed)
-    measures = tuple(measure_counted(run.results, case.setting.warmup))
+    measures = tuple(measure_counted(run.results, warmup))
     return Window(
         measures,
-        len(measures) / (rate * case.gpus),
+        case.setting.window_s(case.rate(rate), seed, len(jobs), counted(jobs, warmup)),
         load_over_time(run.results) if with_load else None,
         run.steps,
         run.end_s,

@@ -46,13 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is simulated")
     add = group.add_argument
     add("--systems", metavar="NAME,...", default=DEFAULT_SYSTEMS,
-        type=arguments.listed(str), help="systems to compare, as in 'simulate --systems'; fcfs-N is "
-        f"stock vLLM with N tokens per step (default: {DEFAULT_SYSTEMS})")  # fmt: skip
+        type=arguments.listed(str),
+        help="systems to compare, as in 'simulate --systems'; fcfs-N is stock vLLM with N tokens "
+        f"per step (default: {DEFAULT_SYSTEMS})")  # fmt: skip
     add("--replicas", metavar="N", type=arguments.whole(1), default=1,
         help="replicas that share the requests (default: 1)")  # fmt: skip
     add("--routing", metavar="POLICY", type=arguments.one_of(get_args(RoutingPolicy)),
         default="slo",
-        help=f"how a replica is chosen: {', '.join(get_args(RoutingPolicy))} (default: slo)")  # fmt: skip
+        help=f"how a replica is chosen: {', '.join(get_args(RoutingPolicy))} "
+        "(default: slo)")  # fmt: skip
     add("--kv-tokens", metavar="N", type=arguments.whole(1),
         help="KV-cache size of one engine, tokens (default: the hardware's)")  # fmt: skip
     add("--max-num-seqs", metavar="N", type=arguments.whole(1),
@@ -73,10 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed of all that is drawn (default: 0)")  # fmt: skip
     add("--processes", metavar="N", type=arguments.whole(1),
         help="systems simulated at the same time (default: one per core)")  # fmt: skip
-    group = parser.add_argument_group("output")
-    arguments.add_json(group)
-    group.add_argument("--out", metavar="FILE.html|DIR", type=Path,
-                       help="write the page; into a folder also the JSON file")  # fmt: skip
+    arguments.add_json(parser)
+    parser.add_argument("--out", metavar="FILE.html|DIR", type=Path,
+                        help="write the page; into a folder also the JSON file")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_slo.bench.style import milliseconds
 from vllm_slo.sim.report import percent, table
 from vllm_slo.sim.whatif import words
-from vllm_slo.sim.whatif.numbers import Cell, ClassRow, Column, Percentiles
+from vllm_slo.sim.whatif.numbers import Cell, Percentiles
 from vllm_slo.sim.whatif.report import Report
 
 if TYPE_CHECKING:
