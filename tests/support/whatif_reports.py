@@ -19,12 +19,13 @@ CLASSES: Mapping[str, SLO | None] = {
     "code": SLO(ttft_ms=1000, tpot_ms=30, e2e_ms=20_000),
     "batch": None,
 }
-SYSTEMS: Sequence[tuple[str, str, Kind, float]] = (
+System = tuple[str, str, Kind, float]
+"""Name, title, kind, and how slow it is."""
+SYSTEMS: Sequence[System] = (
     ("served", "As served", "served", 2.2),
     ("fcfs-2048", "Stock vLLM", "stock", 2.0),
     ("vllm-slo", "vllm-slo", "ours", 1.2),
 )
-"""Name, title, kind, and how slow it is."""
 
 
 def asked(
@@ -42,7 +43,7 @@ def asked(
     return made
 
 
-def column(requests: Sequence[Asked], system: tuple[str, str, Kind, float], seed: int) -> Column:
+def column(requests: Sequence[Asked], system: System, seed: int) -> Column:
     """A system that makes something of each request; ours promises."""
     name, title, kind, slow = system
     rng, outcomes, spans = random.Random(seed), [], []
@@ -66,7 +67,7 @@ def column(requests: Sequence[Asked], system: tuple[str, str, Kind, float], seed
 
 def report(
     classes: Mapping[str, SLO | None] = CLASSES,
-    systems: Sequence[tuple[str, str, Kind, float]] = SYSTEMS,
+    systems: Sequence[System] = SYSTEMS,
     count: int = 300,
     **trace: Any,
 ) -> Report:

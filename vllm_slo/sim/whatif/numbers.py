@@ -153,18 +153,22 @@ class ClassRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """All that is compared.
+class Batch:
+    """Requests without an objective in one system."""
 
-    ``batch``: of each column, answer tokens per second of requests without an objective; None: all
-    requests have one.
-    """
+    tokens_per_s: float
+    e2e: Percentiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """All that is compared. ``batch``: one for each column; None: all requests have an objective."""
 
     measured: Measured
     columns: tuple[Column, ...]
     all: ClassRow
     classes: tuple[ClassRow, ...]
-    batch: tuple[float, ...] | None
+    batch: tuple[Batch, ...] | None
 
 
 def compare(
@@ -192,7 +196,7 @@ def compare(
         tuple(columns),
         _row("", every, asked, columns, measured),
         tuple(_row(name, places[name], asked, columns, measured) for name in known),
-        tuple(_tokens_per_s(column, plain, measured) for column in columns) if plain else None,
+        tuple(_batch(column, plain, measured) for column in columns) if plain else None,
     )
 
 
@@ -268,6 +272,11 @@ def _cell(
         (share.kept if share else 0) / measured.length_s,
         _tokens_per_s(column, places, measured),
     )
+
+
+def _batch(column: Column, places: Sequence[int], measured: Measured) -> Batch:
+    e2e = Percentiles.of(column.outcomes[i].e2e_s for i in places)
+    return Batch(_tokens_per_s(column, places, measured), e2e)
 
 
 def _tokens_per_s(column: Column, places: Iterable[int], measured: Measured) -> float:

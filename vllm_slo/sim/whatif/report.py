@@ -108,8 +108,10 @@ class Report:
             ],
             "all": self._row(numbers.all),
             "classes": [self._row(row) for row in numbers.classes],
-            "batch_tokens_per_s": (
-                dict(zip(self._systems(), numbers.batch, strict=True)) if numbers.batch else None
+            "batch": (
+                dict(zip(self._systems(), map(asdict, numbers.batch), strict=True))
+                if numbers.batch
+                else None
             ),
         }
 

@@ -10,6 +10,8 @@ from vllm_slo.sim.report import percent
 from vllm_slo.sim.whatif.numbers import Cell, Column, Gain, Numbers, Objectives
 
 NONE: Final = "\N{EN DASH}"
+WORTH_SAYING: Final = 0.01
+"""A loss of attainment that is named even if its interval holds 0."""
 
 
 def duration(seconds: float | None) -> str:
@@ -110,32 +112,41 @@ def headline(numbers: Numbers) -> str:
 
 def _against(numbers: Numbers, one: Gain) -> str:
     column = next(c for c in numbers.columns if c.system == one.over)
-    text = f"{_difference(one)} than {with_system(column)}"
-    return text if one.half_width is None or is_clear(one) else f"{text} (no clear difference)"
+    return f"{_difference(one)} than {with_system(column)}{_unclear(one)}"
 
 
 def _difference(one: Gain) -> str:
     return f"{abs(100 * one.share):.1f} points {'more' if one.share >= 0 else 'fewer'}"
 
 
+def _unclear(one: Gain) -> str:
+    return "" if one.half_width is None or is_clear(one) else " (no clear difference)"
+
+
 def findings(numbers: Numbers) -> list[str]:
     """What else an operator asks first: which class loses, and what batch work gets."""
     names = {column.system: with_system(column) for column in numbers.columns}
     told = [
-        f"{row.name} is worse off: {_difference(one)} than {names[one.over]}."
+        f"{row.name} is worse off: {_difference(one)} than {names[one.over]}{_unclear(one)}."
         for row in numbers.classes
         for one in row.gains
-        if is_clear(one) and one.share < 0
+        if one.share < 0 and (is_clear(one) or one.share <= -WORTH_SAYING)
     ]
     if not told and len(numbers.classes) > 1 and numbers.all.gains:
-        told.append("No class is clearly worse off.")
+        told.append("No class is worse off.")
     if numbers.batch is not None:
-        each = [
-            f"{rate(tokens)} {names[column.system]}"
-            for column, tokens in zip(numbers.columns, numbers.batch, strict=True)
-        ]
-        told.append(f"Requests without an objective get, in tokens a second, {_listed(each)}.")
+        systems = [names[column.system] for column in numbers.columns]
+        tokens = [rate(batch.tokens_per_s) for batch in numbers.batch]
+        medians = [duration(batch.e2e.p50_s) if batch.e2e else NONE for batch in numbers.batch]
+        told.append(
+            f"Requests without an objective get, in tokens a second, {_each(tokens, systems)}. "
+            f"Half of them are answered within {_each(medians, systems)}."
+        )
     return told
+
+
+def _each(values: Sequence[str], systems: Sequence[str]) -> str:
+    return _listed([f"{value} {system}" for value, system in zip(values, systems, strict=True)])
 
 
 def _listed(parts: Sequence[str]) -> str:
