@@ -213,15 +213,34 @@ def test_the_table_of_the_terminal_has_every_class_and_system() -> None:
 # --- no harm, no network -------------------------------------------------------------------------
 
 
-def test_the_page_refers_to_nothing_elsewhere_and_has_no_script(made: str) -> None:
-    html = Page(made)
-    for tag, attributes in html.elements:
+def check_alone(html: str) -> None:
+    """Raise AssertionError if a page has a script or refers to something elsewhere."""
+    for tag, attributes in Page(html).elements:
         assert tag not in ("script", "img", "iframe", "object", "embed", "form", "base")
         for name, value in attributes.items():
             assert not name.startswith("on") and name not in ("src", "style", "action")
             if name == "href":
                 assert value == "data:,"
-    assert "http:" not in made and "https:" not in made and "url(" not in made
+    assert "http:" not in html and "https:" not in html and "url(" not in html
+
+
+def test_the_page_refers_to_nothing_elsewhere_and_has_no_script(made: str) -> None:
+    check_alone(made)
+    for broken in ("<script>1</script>", "<img src=x>", "<p onclick=x></p>", "<a href='/'></a>"):
+        with pytest.raises(AssertionError):
+            check_alone(made.replace("</main>", f"{broken}</main>"))
+
+
+def test_the_example_in_the_documentation_is_such_a_page(made: str) -> None:
+    """If this fails for its style, make it anew as `docs/reports/example_recording.py` says."""
+    example = (ROOT / "docs" / "reports" / "whatif-example.html").read_text(encoding="utf-8")
+    check_alone(example)
+    assert re.findall(r"<style>.*?</style>", example, re.DOTALL) == re.findall(
+        r"<style>.*?</style>", made, re.DOTALL
+    )
+    headings = [re.findall(r"<h2[^>]*>(.*?)</h2>", html) for html in (example, made)]
+    assert headings[0] == headings[1]
+    assert "As served" in Page(example).text and "examples/slo.yaml" in Page(example).text
 
 
 def test_the_policy_allows_this_style_sheet_and_nothing_else(made: str) -> None:
