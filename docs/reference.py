@@ -7,7 +7,6 @@ ends the build with a ``ValueError`` that names it.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import asyncio
 import inspect
@@ -716,24 +715,15 @@ def http() -> str:
 # --- commands ------------------------------------------------------------------------------------
 
 
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of ``vllm-slo COMMAND``."""
-    module, text = cli.COMMANDS[command]
-    parser = argparse.ArgumentParser(prog=f"vllm-slo {command}", description=text)
-    import_module(module).add_arguments(parser)
-    if command == "serve":
-        import_module(cli.REPLICAS).add_arguments(parser)
-    return parser
-
-
 def commands() -> str:
     """The help of every command."""
     parts = ["# Commands", "`vllm-slo --version` says which one this is."]
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "88"
     try:
+        parsers = cli.parsers()
         for command in cli.COMMANDS:
-            told = parser_of(command).format_help().rstrip()
+            told = parsers[command].format_help().rstrip()
             parts += [f"## vllm-slo {command}", f"```text\n{told}\n```"]
     finally:
         if before is None:

@@ -40,14 +40,7 @@ COMMANDS = docs_blocks.commands()
 MOST_SKIPS = 12
 """Blocks and commands that are left out, with their reasons; one more is to be thought about."""
 
-PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in ("serve", "demo", "profile")))
-PARSED += tuple(
-    f"vllm-slo {name}"
-    for name in (
-        *("bench", "draft-server", "endpoint-picker", "front", "plan", "quote", "simulate"),
-        "whatif",
-    )
-)
+PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in cli.COMMANDS))
 """Commands whose arguments are checked, by the parsers that read them."""
 QUICK = {
     "simulate": [
