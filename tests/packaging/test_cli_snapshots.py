@@ -95,6 +95,18 @@ MISTAKES: Final = {
         "draft-server --model tiny --connect tcp://127.0.0.1:1 --token-file nowhere",
     ),
     "quote": ("quote",),
+    "whatif": (
+        "whatif",
+        "whatif trace.csv",
+        "whatif trace.csv --hardware abacus",
+        "whatif trace.csv --hardware h100-llama-8b --slo-config unknown_key.yaml",
+        "whatif trace.csv --hardware h100-llama-8b --rules slo.yaml",
+        "whatif trace.csv --hardware h100-llama-8b --systems magic",
+        "whatif trace.csv --hardware h100-llama-8b --from 2024-05-11",
+        "whatif trace.csv --hardware h100-llama-8b --out notes.txt/folder",
+        "whatif trace.csv --hardware h100-llama-8b --json notes.txt/result.json",
+        "whatif broken.csv --hardware h100-llama-8b",
+    ),
     "plan": ("plan",),
     "check": (
         "check",

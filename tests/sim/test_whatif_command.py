@@ -138,6 +138,7 @@ GOOD = ["own.jsonl", "--slo-config", "slo.yaml", "--hardware", "h100-llama-8b"]
         ([*GOOD, "--rules", "none.yaml"], "cannot read none.yaml"),
         ([*GOOD, "--out", "/dev/null/x"], "--out: cannot make /dev/null/x"),
         ([*GOOD, "--out", "/dev/null/x.html"], "--out: cannot make /dev/null"),
+        ([*GOOD, "--json", "/dev/null/x.json"], "--json: cannot make /dev/null"),
         (
             [*GOOD, "--hardware", "a100-qwen-1.5b", "--systems", "vllm-slo-spec"],
             "hardware a100-qwen-1.5b: it has no draft",
@@ -215,6 +216,15 @@ def test_the_columns_are_judged_by_the_new_objectives(numbers_of: Any) -> None:
     assert chat.cells[0].promised_kept == len(kept)
     assert [row.name for row in numbers.classes] == ["chat", "batch"]
     assert numbers.batch is not None and numbers.batch[2].tokens_per_s > 0
+
+
+def test_a_server_that_promised_nothing_is_one_that_never_does(
+    numbers_of: Any, folder: Path
+) -> None:
+    (folder / "own.jsonl").write_text(recording().replace('"in_time"', '"none"'))
+    _, numbers = numbers_of("own.jsonl")
+    assert (numbers.all.cells[0].promised, numbers.all.cells[0].late) == (None, None)
+    assert not numbers.columns[0].load(30.0).promises
 
 
 def test_a_trace_without_outcomes_has_no_served_column_and_rules_give_classes(

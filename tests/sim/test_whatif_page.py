@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def test_the_tables_have_the_numbers_of_the_json_file(made: str) -> None:
                 assert told[0] == f"{name} {q}"
                 assert told[1:] == [words.duration(cell[key][f"{q}_s"]) for cell in cells]
         told = next(rows)
-        if told[0] == "promises in time kept":
+        if told[0] == "promises kept":
             ours = cells[-1]
             assert told[-1] == f"{ours['promised_kept']} of {ours['promised']}"
             assert next(rows)[-1] == f"{ours['late_kept']} of {ours['late']}"
@@ -273,8 +274,9 @@ def test_a_logarithmic_axis_holds_its_times_and_names_some() -> None:
         scale = charts.LogAxis.around(times)
         assert all(0 < scale.place(time_s) < 100 for time_s in times)
         ticks = scale.ticks()
-        assert len(ticks) >= 2 and ticks == sorted(ticks)
-        assert all(3 <= scale.place(tick) <= 97 for tick in ticks)
+        places = [scale.place(tick) for tick in ticks]
+        assert len(places) >= 2 and all(3 <= place <= 97 for place in places)
+        assert all(b - a >= 22 for a, b in itertools.pairwise(places))
     scale = charts.LogAxis(0.01, 1.0)
     assert scale.place(0.1) == pytest.approx(50)
     assert (scale.place(1e-9), scale.place(1e9)) == (0, 100)

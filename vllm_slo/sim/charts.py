@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from markupsafe import Markup
 
 from vllm_slo.sim.measure import Load
+
+_LABEL_ROOM: Final = 22.0
+"""Percentage of the width that the label of an axis takes on a phone: 40 of 180 pixels."""
 
 
 def _joined(parts: Iterable[Markup]) -> Markup:
@@ -70,14 +74,19 @@ class LogAxis:
         return 100 * min(max(share, 0.0), 1.0)
 
     def ticks(self) -> list[float]:
-        """Powers of ten within the axis; with 2 and 5 times these if there are few."""
+        """Round times within the axis, as many as have room for their labels on a phone."""
         low, high = math.floor(math.log10(self.low_s)), math.ceil(math.log10(self.high_s))
-        for factors in ((1,), (1, 3), (1, 2, 5)):
-            found = [f * 10.0**n for n in range(low, high + 1) for f in factors]
-            found = [t for t in found if 3 <= self.place(t) <= 97]
-            if len(found) >= 3:
-                return found
-        return found
+        powers = [10.0**n for n in range(low, high + 1)]
+        for factors in ((1, 2, 5), (1, 3), (1,)):
+            times_s = (factor * power for power in powers for factor in factors)
+            inside = [time_s for time_s in times_s if 3 <= self.place(time_s) <= 97]
+            apart: list[float] = []
+            for time_s in inside:
+                if not apart or self.place(time_s) - self.place(apart[-1]) >= _LABEL_ROOM:
+                    apart.append(time_s)
+            if apart == inside:
+                break
+        return apart
 
 
 def axis(scale: LogAxis, labels: Sequence[str]) -> Markup:

@@ -7,6 +7,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         hardware.speculating()
     classes = classes_of(args)
     selection = replace(selection_of(args), seed=args.seed)
-    outputs = _outputs(args.out)
+    outputs = _outputs(args)
     traffic = Traffic(load(args.trace, selection), classes)
     conditions = Conditions(
         replicas=args.replicas,
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             versions(),
         ),
     )
-    _write(report, args.json, outputs)
+    _write(report, arguments.standard_output(args.json), outputs)
     return arguments.OK
 
 
@@ -140,18 +141,25 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return hardware.with_draft_step(args.draft_step_ms / 1e3)
 
 
-def _outputs(out: Path | None) -> dict[str, Path]:
-    """The files of ``--out``; their folder is made now, so that a wrong path shows at once."""
-    if out is None:
-        return {}
-    folder = out.parent if out.suffix == ".html" else out
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SimulationError(f"--out: cannot make {folder}: {error.strerror}") from error
-    if out.suffix == ".html":
-        return {"page": out}
-    return {"page": out / "whatif.html", "json": out / "whatif.json"}
+def _outputs(args: argparse.Namespace) -> list[tuple[str, Path]]:
+    """(what, file) of ``--json`` and ``--out``; their folders are made now, so that a wrong path
+    shows before the simulation."""
+    files, out = [], args.out
+    if args.json is not None and not arguments.standard_output(args.json):
+        files.append(("--json", "numbers", args.json))
+    if out is not None and out.suffix == ".html":
+        files.append(("--out", "page", out))
+    elif out is not None:
+        files.append(("--out", "numbers", out / "whatif.json"))
+        files.append(("--out", "page", out / "whatif.html"))
+    for option, _, path in files:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SimulationError(
+                f"{option}: cannot make {path.parent}: {error.strerror}"
+            ) from error
+    return [(what, path) for _, what, path in files]
 
 
 def _in_words(selection: Selection) -> str:
@@ -170,23 +178,20 @@ def _in_words(selection: Selection) -> str:
     return ", ".join(parts)
 
 
-def _write(report: Report, json_file: Path | None, outputs: dict[str, Path]) -> None:
-    only_json = json_file == Path("-")
-    text = json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"
-    if only_json:
-        sys.stdout.write(text)
-    files = [(json_file, text)] if json_file is not None and not only_json else []
-    if "json" in outputs:
-        files.append((outputs["json"], text))
-    if "page" in outputs:
-        files.append((outputs["page"], page.render(report)))
-    for path, content in files:
+def _write(report: Report, only_json: bool, outputs: Sequence[tuple[str, Path]]) -> None:
+    """Write the files, and print the table or only the JSON text."""
+    texts = {"numbers": json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"}
+    if any(what == "page" for what, _ in outputs):
+        texts["page"] = page.render(report)
+    for what, path in outputs:
         try:
-            path.write_text(content, encoding="utf-8")
+            path.write_text(texts[what], encoding="utf-8")
         except OSError as error:
             raise SimulationError(f"cannot write {path}: {error.strerror}") from error
-    if not only_json:
-        console = wide_console()
-        console.print(terminal.render(report))
-        for path, _ in files:
-            console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)
+    if only_json:
+        sys.stdout.write(texts["numbers"])
+        return
+    console = wide_console()
+    console.print(terminal.render(report))
+    for _, path in outputs:
+        console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)

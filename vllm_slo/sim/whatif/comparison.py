@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_slo.sim.cluster import simulate
@@ -19,7 +19,7 @@ from vllm_slo.sim.whatif.outcomes import Asked, Measured, Outcome, as_served, as
 from vllm_slo.sim.whatif.report import Trace
 from vllm_slo.sim.workers import Processes, Progress, run_tasks
 from vllm_slo.traces.files import format_name
-from vllm_slo.traces.request import Promise, TraceRequest
+from vllm_slo.traces.request import TraceRequest
 from vllm_slo.traces.selection import Recording
 
 SERVED: Final = "served"
@@ -133,22 +133,31 @@ class Comparison:
         return compare(self.asked, columns, self._measured, self._order)
 
     def _served(self) -> Column:
-        """The recording as one of the systems."""
+        """The recording as one of the systems.
+
+        A server that promised nothing in the whole recording is taken for one that never does.
+        """
+        promises = any(
+            request.served is not None and request.served.promise in ("in_time", "late")
+            for request in self._recording.requests
+        )
         spans = tuple(
-            (request.at_s, request.at_s + request.served.e2e_s, _promised(request.served.promise))
+            (
+                request.at_s,
+                request.at_s + request.served.e2e_s,
+                request.served.promise == "in_time" if promises else None,
+            )
             for request in self._recording.requests
             if request.served is not None and request.served.e2e_s is not None
         )
-        outcomes = tuple(as_served(each, self._measured) for each in self.asked)
-        return Column(SERVED, "As served", "served", outcomes, spans)
+        outcomes = [as_served(each, self._measured) for each in self.asked]
+        if not promises:
+            outcomes = [replace(outcome, promised=None) for outcome in outcomes]
+        return Column(SERVED, "As served", "served", tuple(outcomes), spans)
 
 
 def _left_by_client(request: TraceRequest) -> bool:
     return request.served is not None and request.served.end == "aborted"
-
-
-def _promised(promise: Promise | None) -> bool | None:
-    return None if promise is None else promise == "in_time"
 
 
 def _why_unrecorded(recording: Recording, asked: Sequence[Asked]) -> str | None:

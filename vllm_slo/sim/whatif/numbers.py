@@ -162,7 +162,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """All that is compared. ``batch``: one for each column; None: all requests have an objective."""
+    """All that is compared. ``batch``: of each column; None: all requests have an objective."""
 
     measured: Measured
     columns: tuple[Column, ...]

@@ -230,7 +230,7 @@ def table_lines(row: ClassRow, columns: Sequence[Column]) -> Iterator[dict[str, 
             if any(time != words.NONE for time in times):
                 yield _line(f"{name} {q}", _plain(times), "" if place else "first")
     more = [
-        ("promises in time kept", [_of(cell.promised_kept, cell.promised) for cell in cells]),
+        ("promises kept", [_of(cell.promised_kept, cell.promised) for cell in cells]),
         ("late promises kept", [_of(cell.late_kept, cell.late) for cell in cells]),
         ("declined", [_some(cell.declined) for cell in cells]),
         ("failed", [_some(cell.failed) for cell in cells]),
@@ -244,7 +244,7 @@ def table_lines(row: ClassRow, columns: Sequence[Column]) -> Iterator[dict[str, 
     yield _line("answer tokens a second", _plain(tokens), "first" if first else "")
     if row.objectives.any:
         kept = [words.rate(cell.attained_per_s) if cell.attained else words.NONE for cell in cells]
-        yield _line("requests a second that kept theirs", _plain(kept))
+        yield _line("kept, requests a second", _plain(kept))
 
 
 def _line(title: str, cells: Sequence[tuple[str, str]], style: str = "") -> dict[str, Any]:

@@ -74,4 +74,9 @@ def _three(times: Percentiles) -> tuple[float, float, float]:
 
 
 def _times(times: Percentiles | None) -> str:
-    return "-" if times is None else " / ".join(milliseconds(t) for t in _three(times))
+    return "-" if times is None else " / ".join(_short(t) for t in _three(times))
+
+
+def _short(time_s: float) -> str:
+    """Milliseconds; from 10 s on seconds with their unit."""
+    return milliseconds(time_s) if time_s < 9.9995 else f"{time_s:,.0f} s"

@@ -12,6 +12,8 @@ from vllm_slo.sim.whatif.numbers import Cell, Column, Gain, Numbers, Objectives
 NONE: Final = "\N{EN DASH}"
 WORTH_SAYING: Final = 0.01
 """A loss of attainment that is named even if its interval holds 0."""
+SAME_THROUGHPUT: Final = 0.01
+"""Relative difference below which throughputs are called the same."""
 
 
 def duration(seconds: float | None) -> str:
@@ -136,10 +138,14 @@ def findings(numbers: Numbers) -> list[str]:
         told.append("No class is worse off.")
     if numbers.batch is not None:
         systems = [names[column.system] for column in numbers.columns]
-        tokens = [rate(batch.tokens_per_s) for batch in numbers.batch]
+        tokens = [batch.tokens_per_s for batch in numbers.batch]
         medians = [duration(batch.e2e.p50_s) if batch.e2e else NONE for batch in numbers.batch]
+        if max(tokens) - min(tokens) <= SAME_THROUGHPUT * max(tokens):
+            got = f"{rate(max(tokens))} tokens a second everywhere"
+        else:
+            got = f"{_each([rate(each) for each in tokens], systems)}, in tokens a second"
         told.append(
-            f"Requests without an objective get, in tokens a second, {_each(tokens, systems)}. "
+            f"Requests without an objective get {got}. "
             f"Half of them are answered within {_each(medians, systems)}."
         )
     return told
