@@ -178,6 +178,8 @@ def test_the_page_says_which_requests_count(made: str) -> None:
         "mine.yaml",
         "rules.yaml",
         "NVIDIA H100 SXM data sheet",
+        "Answers with stages (think)",
+        "Stock vLLM is simulated as fcfs-2048",
     ):
         assert told in text, told
 

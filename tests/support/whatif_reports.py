@@ -92,6 +92,17 @@ def report(
     return Report(
         compare(requests, columns, measured, list(classes)),
         Trace(**facts | trace),
-        Setup("mine.yaml", "rules.yaml", 10, load_hardware("h100-llama-8b"), 2, "slo", 1.0, 0.0, 0),
+        Setup(
+            "mine.yaml",
+            "rules.yaml",
+            10,
+            ("think",),
+            load_hardware("h100-llama-8b"),
+            2,
+            "slo",
+            1.0,
+            0.0,
+            0,
+        ),
         Origin("vllm-slo whatif monday.jsonl", "2026-12-01T12:00:00+00:00", {"vllm-slo": "1"}),
     )

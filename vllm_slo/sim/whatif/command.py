@@ -115,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
             args.slo_config and args.slo_config.name,
             args.rules and args.rules.name,
             classes.config.tpot_window_tokens,
+            tuple(n for n, s in classes.config.slo_classes().items() if len(s.answer_stages) > 1),
             hardware,
             args.replicas,
             args.routing,

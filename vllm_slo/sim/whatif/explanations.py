@@ -43,9 +43,9 @@ def reading(report: Report) -> Iterator[str]:
         "An interval says nothing about errors of the simulator."
     )
     yield (
-        "A promise in time is vllm-slo's word, given at arrival, that a request keeps its "
-        "objectives. A late promise is given to a request that comes too late: it names a later "
-        "time. Stock vLLM promises nothing."
+        "With a promise in time vllm-slo says that a request will keep its objectives. To a "
+        "request that cannot keep them it may promise a later time instead. Stock vLLM promises "
+        "nothing."
     )
     yield (
         "Tokens a second are the answer tokens that came while requests arrived "
@@ -111,6 +111,12 @@ def assumptions(report: Report) -> Iterator[str]:
         "The schedulers are the real ones: vLLM's own, and vllm-slo's on top of it. Only time is "
         f"simulated: each step takes what the profile {setup.hardware.name} says."
     )
+    for column in report.numbers.columns:
+        if column.kind == "stock":
+            yield (
+                f"Stock vLLM is simulated as {column.system}: its policy, and the most tokens of "
+                "a step. --systems compares others."
+            )
     yield (
         "Requests come at their recorded times, whatever happens to those before them, with their "
         "recorded lengths. The schedulers do not know the length of an answer. The next request of "
@@ -120,6 +126,11 @@ def assumptions(report: Report) -> Iterator[str]:
         "Prompts share their beginnings where the trace has hashes of their blocks; without "
         "hashes, no prefix is shared between sessions."
     )
+    if setup.staged:
+        yield (
+            f"Answers with stages ({', '.join(setup.staged)}) are judged by their tightest TPOT, "
+            "because a trace does not say where stages end."
+        )
     if setup.bias == 1.0 and setup.noise == 0.0:
         yield (
             "Step times are exactly as predicted. On a real engine they vary, which costs kept "

@@ -60,12 +60,15 @@ class Trace:
 class Setup:
     """What was simulated: file names of the configuration and the rules, and the machine.
 
-    ``window_tokens``: over which TPOT is judged.
+    Attributes:
+        window_tokens: over which TPOT is judged.
+        staged: classes whose answers have stages.
     """
 
     slo_config: str | None
     rules: str | None
     window_tokens: int
+    staged: tuple[str, ...]
     hardware: Hardware
     replicas: int
     routing: str
