@@ -237,6 +237,26 @@ def test_a_trace_without_outcomes_has_no_served_column_and_rules_give_classes(
     assert numbers.batch is None
 
 
+def test_each_request_of_a_session_counts(numbers_of: Any, folder: Path) -> None:
+    """A session is one job of several rounds; its requests are judged one by one."""
+    lines = []
+    for i in range(12):
+        request = TraceRequest(
+            i * 1.0, 100, 20, "chat", session="a" if i % 3 else None, served=Served(e2e_s=0.5)
+        )
+        lines.append(request_line(request, 0.0))
+    header = header_line(datetime(2026, 11, 30, tzinfo=UTC), 64, None)
+    (folder / "sessions.jsonl").write_text(header + "".join(lines))
+    found, numbers = numbers_of("sessions.jsonl")
+    assert len(found.asked) == 12
+    served, _, ours = numbers.columns
+    assert len(ours.outcomes) == 12 and len(ours.spans) == 12
+    # The recording has no TTFT, so it cannot be judged; the simulation can.
+    assert all(outcome.attained is None for outcome in served.outcomes)
+    cell = numbers.classes[0].cells
+    assert cell[0].attained is None and cell[2].attained.of == 12
+
+
 def test_several_systems_are_told_apart(numbers_of: Any) -> None:
     names = "fcfs-2048,fcfs-8192,vllm-slo,priority-512,shed-edf-512"
     _, numbers = numbers_of("azure.csv", systems=names)
@@ -280,6 +300,16 @@ def test_json_alone_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) 
     assert data["trace"]["selection"] == "" and set(data["all"]["systems"]) == {
         "served", "fcfs-2048", "vllm-slo",
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("faked", "folder")
+def test_a_long_trace_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "MANY", 59)
+    status, _, err = run(capsys, *GOOD, "--processes", "1", "--json", "-")
+    assert status == 0 and err.count("\n") == 1
+    assert err.startswith("vllm-slo: note: 60 requests are simulated") and "--rows" in err
 
 
 @pytest.mark.usefixtures("faked")

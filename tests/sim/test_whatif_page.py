@@ -147,10 +147,13 @@ def test_a_class_that_loses_is_named_and_what_is_unclear_is_said_to_be() -> None
     worse, same = with_ours(stock=0.5, ours=4.0), with_ours(stock=1.2, ours=1.2)
     numbers = whatif_reports.report(systems=worse).numbers
     assert "points fewer than with stock vLLM" in words.headline(numbers)
-    assert any(told.startswith("chat is worse off: ") for told in words.findings(numbers))
+    assert any(
+        told.startswith("chat keeps its objectives less often: ")
+        for told in words.findings(numbers)
+    )
     numbers = whatif_reports.report(systems=same).numbers
     assert "(no clear difference)" in words.headline(numbers)
-    assert "No class is worse off." in words.findings(numbers)
+    assert "No class keeps its objectives less often." in words.findings(numbers)
 
 
 def test_without_objectives_without_ours_without_a_recording() -> None:

@@ -65,6 +65,22 @@ def column(requests: Sequence[Asked], system: System, seed: int) -> Column:
     return Column(name, title, kind, tuple(outcomes), tuple(spans))
 
 
+def setup() -> Setup:
+    """Two replicas, and a class with stages."""
+    return Setup(
+        slo_config="mine.yaml",
+        rules="rules.yaml",
+        window_tokens=10,
+        staged=("think",),
+        hardware=load_hardware("h100-llama-8b"),
+        replicas=2,
+        routing="slo",
+        bias=1.0,
+        noise=0.0,
+        seed=0,
+    )
+
+
 def report(
     classes: Mapping[str, SLO | None] = CLASSES,
     systems: Sequence[System] = SYSTEMS,

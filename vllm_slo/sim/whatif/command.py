@@ -35,6 +35,10 @@ DEFAULT_WARMUP: Final = 0.05
 engine was in use already."""
 
 
+MANY: Final = 10_000
+"""Requests whose simulation takes minutes: a system needs 10 to 20 ms for each."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``vllm-slo whatif``."""
     add = parser.add_argument
@@ -106,6 +110,13 @@ def run(args: argparse.Namespace) -> int:
     need_vllm()
     quiet()
     bars = Console(stderr=True)
+    if len(traffic.recording.requests) > MANY:
+        bars.print(
+            f"vllm-slo: note: {len(traffic.recording.requests):,} requests are simulated with each "
+            "system, which takes minutes; --from, --to and --rows select a part",
+            soft_wrap=True,
+            highlight=False,
+        )
     with Workers(args.processes) as workers, bar(bars, "systems simulated") as progress:
         numbers = comparison.run(systems, workers, progress)
     report = Report(

@@ -129,13 +129,13 @@ def findings(numbers: Numbers) -> list[str]:
     """What else an operator asks first: which class loses, and what batch work gets."""
     names = {column.system: with_system(column) for column in numbers.columns}
     told = [
-        f"{row.name} is worse off: {_difference(one)} than {names[one.over]}{_unclear(one)}."
+        f"{row.name} keeps its objectives less often: {_difference(one)} than {names[one.over]}{_unclear(one)}."
         for row in numbers.classes
         for one in row.gains
         if one.share < 0 and (is_clear(one) or one.share <= -WORTH_SAYING)
     ]
     if not told and len(numbers.classes) > 1 and numbers.all.gains:
-        told.append("No class is worse off.")
+        told.append("No class keeps its objectives less often.")
     if numbers.batch is not None:
         systems = [names[column.system] for column in numbers.columns]
         tokens = [batch.tokens_per_s for batch in numbers.batch]
