@@ -129,7 +129,8 @@ def findings(numbers: Numbers) -> list[str]:
     """What else an operator asks first: which class loses, and what batch work gets."""
     names = {column.system: with_system(column) for column in numbers.columns}
     told = [
-        f"{row.name} keeps its objectives less often: {_difference(one)} than {names[one.over]}{_unclear(one)}."
+        f"{row.name} keeps its objectives less often: {_difference(one)} than {names[one.over]}"
+        f"{_unclear(one)}."
         for row in numbers.classes
         for one in row.gains
         if one.share < 0 and (is_clear(one) or one.share <= -WORTH_SAYING)
