@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 
 import vllm_slo
 from vllm_slo import cli, errors
+from vllm_slo.arguments import Renamed
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http import routes as http_routes
 from vllm_slo.engine.telemetry import metrics, speculation_metrics
@@ -730,7 +731,24 @@ def commands() -> str:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [*parts, "## Old names", OLD_NAMES, table(["command", "old", "new"], old_names())]
+    )
+
+
+OLD_NAMES: Final = "They work for one version, with a note."
+
+
+def old_names() -> list[list[str]]:
+    """(command, old name of an option, its new name)."""
+    return [
+        [code(f"vllm-slo {command}"), code(old), code(action.new)]
+        for command, parser in cli.parsers().items()
+        if command
+        for action in parser.every_action()
+        if isinstance(action, Renamed)
+        for old in action.option_strings
+    ]
 
 
 # --- Python --------------------------------------------------------------------------------------
@@ -796,6 +814,8 @@ def exceptions() -> str:
     return "\n\n".join(parts)
 
 
+SCHEMAS: Final = {"configuration": "slo.schema.json", "rules": "rules.schema.json"}
+"""Kind of file -> the name of its schema, beside the pages."""
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "commands": commands,
     "configuration": configuration,

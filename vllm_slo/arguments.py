@@ -12,10 +12,11 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 T = TypeVar("T")
 
@@ -35,6 +36,13 @@ _SPELLING: Final = re.compile(r"(?<=[\w-])/--[a-z-]*_[a-z_-]*")
 """A second spelling of an option, with underscores, in an error of argparse."""
 ERROR: Final = "vllm-slo: error: "
 """Begins the one line of every error."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is most like a given one; None: none is like it."""
+    from difflib import get_close_matches  # takes as long to import as the rest of the help
+
+    return next(iter(get_close_matches(word, known, 1, cutoff=0.65)), None)
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -98,11 +106,12 @@ class Parser(argparse.ArgumentParser):
         shown = [
             name
             for name, action in self._option_string_actions.items()
-            if action.help is not argparse.SUPPRESS
+            if action.help is not argparse.SUPPRESS and "_" not in name
         ]
         flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
-        near = get_close_matches(flag, shown, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        longer = [name for name in shown if flag and name.startswith(flag)]
+        near = longer[0] if longer else nearest(flag, shown)
+        hint = f"; did you mean {near}?" if near else ""
         self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
@@ -169,8 +178,8 @@ def one_of(known: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text in known:
             return text
-        near = get_close_matches(text, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
+        near = nearest(text, known)
+        hint = f"did you mean {near}?" if near else f"use {', '.join(known)}"
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is unknown; {hint}")
 
     return parse
@@ -199,11 +208,13 @@ def add_model(parser: argparse.ArgumentParser, text: str) -> None:
 
 def standard_output(path: Path | None) -> bool:
     """Whether a file that the user named is ``-``: then nothing else is printed there."""
-    return path == Path("-")
+    return str(path) == "-"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """``--json FILE``: the result as JSON; ``-`` is standard output."""
+    from pathlib import Path
+
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="also write the result as JSON; - prints only it"
     )
@@ -211,6 +222,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser, what: str) -> None:
     """``--out DIR``: the folder for ``what``; it is made if needed."""
+    from pathlib import Path
+
     parser.add_argument("--out", metavar="DIR", type=Path, help=f"write {what} into this folder")
 
 

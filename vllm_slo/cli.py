@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import sys
-import traceback
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Final, TextIO
 
 from vllm_slo import __version__
-from vllm_slo.arguments import BUG, ERROR, INTERRUPTED, NO, NO_READER, OK, USAGE, Parser
+from vllm_slo.arguments import BUG, ERROR, INTERRUPTED, NO, NO_READER, OK, USAGE, Parser, nearest
 from vllm_slo.errors import VllmSLOError
 
 COMMANDS = {
@@ -34,6 +31,7 @@ COMMANDS = {
         "vllm_slo.sim.whatif.command",
         "a recorded trace as it was served, as stock vLLM would, as vllm-slo would",
     ),
+    "record": ("vllm_slo.traces.command", "turn logs, spans or a trace into a recording to share"),
     "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),
     "check": ("vllm_slo.check.command", "say what a file is, and whether it is valid"),
     "completion": ("vllm_slo.completion", "print the script with which a shell completes options"),
@@ -51,6 +49,7 @@ EXAMPLES: Final = {
     "draft-server": "vllm-slo draft-server --model tiny --connect tcp://10.0.0.1:5700",
     "quote": "vllm-slo quote --prompt 'def parse(' --ttft-ms 500 --tpot-ms 50",
     "whatif": "vllm-slo whatif trace.jsonl --slo-config slo.yaml --hardware h100-llama-8b",
+    "record": "vllm-slo record trace.csv --from 600 --to 1200 --out traffic.jsonl.zst",
     "plan": "vllm-slo plan --scenario mixed --rate 20 --hardware a100-opt-13b",
     "check": "vllm-slo check slo.yaml trace.csv",
     "completion": "vllm-slo completion bash > ~/.local/share/bash-completion/completions/vllm-slo",
@@ -100,11 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich has heeded it
             return NO_READER
+        if isinstance(stop.code, str):  # the plugin refuses to serve
+            print(stop.code, file=sys.stderr)
+            return USAGE
         raise
     except Exception as error:  # noqa: BLE001 (its traceback is printed)
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return NO_READER
+        import traceback  # takes as long to import as the rest of the help
+
         traceback.print_exc()
         return BUG
 
@@ -147,8 +151,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     command = next((word for word in argv if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(command, COMMANDS)
+        hint = f"; did you mean {near}?" if near else ""
         parsers(())[""].error(f"{command!r} is not a command{hint}")
     made = parsers(() if command is None else (command,))
     args, rest = made[""].parse_known_args(argv)
@@ -179,6 +183,8 @@ def _run(argv: list[str]) -> int:
 
 def _has_no_reader(stream: TextIO) -> bool:
     """Whether whatever read a stream has closed it, so that a broken pipe is not another one."""
+    import select
+
     try:
         poll = select.poll()
         poll.register(stream, 0)

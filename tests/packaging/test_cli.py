@@ -106,6 +106,17 @@ def test_a_reader_that_leaves_early_ends_it_quietly(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_text_with_which_the_plugin_ends_the_process_is_status_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SystemExit("vllm-slo: error: no such profile")
+
+    monkeypatch.setattr(completion, "run", refuse)
+    assert cli.main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == "vllm-slo: error: no such profile\n"
+
+
 def test_another_broken_pipe_is_a_bug(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

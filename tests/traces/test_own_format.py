@@ -131,6 +131,13 @@ def test_joined_files_keep_their_times_and_models(tmp_path: Path) -> None:
     assert [r.block_tokens for r in (first, second, third)] == [64, 16, 16]
 
 
+def test_a_line_that_is_being_written_is_passed_over(tmp_path: Path) -> None:
+    assert len(requests(written(tmp_path, HEADER, LINE, json.dumps(LINE)[:30]))) == 1
+    assert len(requests(written(tmp_path, HEADER, LINE, json.dumps(LINE)))) == 2
+    with pytest.raises(TraceError, match="line 2 is not JSON"):
+        requests(written(tmp_path, HEADER, json.dumps(LINE)[:30] + "\n"))
+
+
 def test_keys_of_later_versions_are_passed_over(tmp_path: Path) -> None:
     (one,) = requests(written(tmp_path, HEADER, LINE | {"colour": [1], "tenant": None}))
     assert (one.prompt_tokens, one.output_tokens, one.tenant) == (130, 7, None)

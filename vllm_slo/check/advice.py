@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a valid configuration: only of what is surely not meant."""
+"""Warnings about a valid configuration or file of rules: only of what is surely not meant."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.sections import ClassConfig
+from vllm_slo.traces.rules import Rule, Rules
 
-Advice = tuple[tuple[str, ...], str]
-"""(place in the configuration, what is wrong with it)."""
+Advice = tuple[tuple[str | int, ...], str]
+"""(place in the file, what is wrong with it)."""
 
 _BEST_EFFORT_TIER = "flex"
 
@@ -17,6 +18,22 @@ _BEST_EFFORT_TIER = "flex"
 def advice_on(config: SLOConfig) -> list[Advice]:
     """Every warning, in the order of the reference."""
     return [*_classes(config), *_default_class(config), *_tiers(config), *_access(config)]
+
+
+def advice_on_rules(rules: Rules) -> list[Advice]:
+    """A warning if a rule matches every request and something comes after it."""
+    last = len(rules.rules) - 1
+    for place, rule in enumerate(rules.rules):
+        if place == last and rules.default is None:
+            break
+        if rule.share in (None, 1.0) and not _conditions(rule):
+            after = ("rules", place + 1) if place < last else ("default",)
+            return [(after, f"never used, because rules.{place} matches every request")]
+    return []
+
+
+def _conditions(rule: Rule) -> dict[str, object]:
+    return rule.model_dump(exclude={"name", "share"}, exclude_none=True)
 
 
 def _classes(config: SLOConfig) -> Iterator[Advice]:

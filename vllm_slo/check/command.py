@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="FILE",
-        help="configuration, trace, step-time profile, hardware profile or list of replicas",
+        help="configuration, rules (checked against the configuration that is named with them), "
+        "trace, step-time profile, hardware profile or list of replicas",
     )
     add_json(parser)
     parser.add_argument(

@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
 
-from vllm_slo.check.advice import Advice, advice_on
+from vllm_slo.check.advice import Advice, advice_on, advice_on_rules
 from vllm_slo.config import profiles
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.yaml_nodes import line_of, parse
@@ -20,9 +21,10 @@ from vllm_slo.errors import ConfigError, VllmSLOError
 from vllm_slo.router.replica_list import MAX_FILE_BYTES, specs_of_file
 from vllm_slo.sim.hardware import PROFILE_KEYS, load_hardware
 from vllm_slo.traces import files as traces
+from vllm_slo.traces.rules import Rules
 
 Kind = Literal[
-    "configuration", "hardware profile", "list of replicas", "step-time profile", "trace"
+    "configuration", "hardware profile", "list of replicas", "rules", "step-time profile", "trace"
 ]
 
 _YAML: Final = (".yaml", ".yml")
@@ -63,12 +65,27 @@ class _Valid:
     warnings: tuple[tuple[int | None, str], ...] = ()
 
 
+_Check = Callable[[Path], _Valid]
+
+
 def check_files(paths: Sequence[Path]) -> list[Finding]:
-    """The results for files, in order."""
-    return [_check_file(path) for path in paths]
+    """The results for files, in order.
+
+    Rules may name only the classes of the configuration, if exactly one is among the files.
+    """
+    findings = [_check_file(path, _CHECKS) for path in paths]
+    configs = [one for one in findings if one.kind == "configuration" and one.error is None]
+    if len(configs) != 1:
+        return findings
+    classes = configs[0].facts["classes"]
+    checks: dict[Kind, _Check] = {**_CHECKS, "rules": partial(_rules, classes=classes)}
+    return [
+        _check_file(finding.path, checks) if finding.kind == "rules" else finding
+        for finding in findings
+    ]
 
 
-def _check_file(path: Path) -> Finding:
+def _check_file(path: Path, checks: Mapping[Kind, _Check]) -> Finding:
     try:
         with path.open("rb") as file:
             head = file.read(MAX_FILE_BYTES + 1)
@@ -76,7 +93,7 @@ def _check_file(path: Path) -> Finding:
         return Finding(path, None, error=f"cannot read {path}: {error.strerror}")
     kind = kind_of(head, path.suffix.lower())
     try:
-        valid = _CHECKS[kind](path)
+        valid = checks[kind](path)
     except VllmSLOError as error:
         text = str(error)
         return Finding(path, kind, error=text if str(path) in text else f"{path}: {text}")
@@ -123,6 +140,7 @@ def _kind_of_mapping(data: Mapping[Any, Any], is_yaml: bool) -> Kind:
     kinds: dict[Kind, int] = {
         "configuration": len(keys & SLOConfig.model_fields.keys()),
         "hardware profile": len(keys & set(PROFILE_KEYS)),
+        "rules": len(keys & Rules.model_fields.keys()),
     }
     likeliest = max(kinds, key=lambda kind: kinds[kind])
     return likeliest if is_yaml or 2 * kinds[likeliest] > len(keys) else "trace"
@@ -152,10 +170,22 @@ def _configuration(path: Path) -> _Valid:
     return _Valid(told, facts, _with_lines(node, advice_on(config)))
 
 
+def _rules(path: Path, classes: Sequence[str] | None = None) -> _Valid:
+    rules = Rules.load(path, classes)
+    node, _ = parse(path.read_text(encoding="utf-8"), path, ConfigError)
+    named = dict.fromkeys(rule.name for rule in rules.rules)
+    told = f"{_count(len(rules.rules), 'rule', 'rules')} for {', '.join(named)}"
+    told += f", default {rules.default}" if rules.default else ""
+    facts = {"rules": len(rules.rules), "classes": list(named), "default": rules.default}
+    return _Valid(told, facts, _with_lines(node, advice_on_rules(rules)))
+
+
 def _with_lines(
     node: yaml.Node | None, advice: Sequence[Advice]
 ) -> tuple[tuple[int | None, str], ...]:
-    return tuple((line_of(node, place), f"{'.'.join(place)}: {text}") for place, text in advice)
+    return tuple(
+        (line_of(node, place), f"{'.'.join(map(str, place))}: {text}") for place, text in advice
+    )
 
 
 def _hardware(path: Path) -> _Valid:
@@ -213,10 +243,11 @@ def _trace(path: Path) -> _Valid:
     return _Valid(told, facts, () if count else ((None, "there is no request in it"),))
 
 
-_CHECKS: Final[Mapping[Kind, Callable[[Path], _Valid]]] = {
+_CHECKS: Final[Mapping[Kind, _Check]] = {
     "configuration": _configuration,
     "hardware profile": _hardware,
     "list of replicas": _replicas,
+    "rules": _rules,
     "step-time profile": _step_times,
     "trace": _trace,
 }

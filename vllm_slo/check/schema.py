@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.slo import fields as slo
+from vllm_slo.traces.rules import Rules
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
@@ -43,6 +44,10 @@ def _configuration() -> dict[str, Any]:
     return _finished(schema, "Configuration of vllm-slo")
 
 
+def _rules() -> dict[str, Any]:
+    return _finished(Rules.model_json_schema(), "Rules that give recorded requests their classes")
+
+
 def _bound(field: dict[str, Any], between: tuple[float, float] | None) -> None:
     if between is not None:
         for choice in field.get("anyOf", [field]):
@@ -67,5 +72,8 @@ def _drop_titles(node: Any) -> None:
             _drop_titles(value)
 
 
-SCHEMAS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {"configuration": _configuration}
+SCHEMAS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
+    "configuration": _configuration,
+    "rules": _rules,
+}
 """Kind of file -> what makes its schema."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files that may be compressed with gzip or zstd."""
+"""Text files that may be compressed with gzip or zstd: read by content, written by suffix."""
 
 from __future__ import annotations
 
@@ -36,6 +36,34 @@ def opened(path: Path) -> Iterator[TextIO]:
     except (OSError, EOFError, zlib.error, zstd.ZstdError) as error:
         why = getattr(error, "strerror", None) or error
         raise TraceError(f"cannot read {path}: {why}") from error
+
+
+@contextmanager
+def written(path: Path) -> Iterator[TextIO]:
+    """A new text file, compressed if its name ends in ``.gz`` or ``.zst``.
+
+    It has its name once it is complete; a file of that name is replaced then.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with _packed(part, path.suffix) as file, io.TextIOWrapper(file, "utf-8") as text:
+            yield text
+        part.replace(path)
+    except OSError as error:
+        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _packed(path: Path, suffix: str) -> IO[bytes]:
+    if suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(path, "wb"))
+    if suffix == ".zst":
+        return cast("IO[bytes]", zstd.open(path, "wb"))
+    return path.open("wb")
 
 
 def _plain(raw: IO[bytes]) -> IO[bytes]:

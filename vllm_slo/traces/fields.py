@@ -13,7 +13,8 @@ from vllm_slo.traces.times import parse_date_s
 
 T = TypeVar("T")
 
-_MOST_TOKENS: Final = 10**9
+MOST_TOKENS: Final = 10**9
+"""Of one prompt or answer; a larger number is a mistake."""
 _LONGEST_MS: Final = 86_400_000.0 * 366
 """No objective and no time of an answer is above a year."""
 
@@ -61,7 +62,7 @@ def tokens(field: str, value: object) -> int:
         count = number(field, value)
     except FieldError:
         count = -1.0
-    if not (count.is_integer() and 0 <= count <= _MOST_TOKENS):
+    if not (count.is_integer() and 0 <= count <= MOST_TOKENS):
         raise bad(field, value, "a number of tokens")
     return int(count)
 
@@ -74,12 +75,17 @@ def integer(field: str, value: object) -> int:
     return int(result)
 
 
-def duration_s(field: str, value: object) -> float:
-    """Seconds, 0 or above, from milliseconds."""
+def duration_ms(field: str, value: object) -> float:
+    """Milliseconds, 0 or above."""
     result = number(field, value)
     if not 0 <= result <= _LONGEST_MS:
         raise bad(field, value, "a time in ms")
-    return result / 1e3
+    return result
+
+
+def duration_s(field: str, value: object) -> float:
+    """Seconds, 0 or above, from milliseconds."""
+    return duration_ms(field, value) / 1e3
 
 
 def objective_ms(field: str, value: object) -> float:

@@ -10,14 +10,21 @@ from typing import Any, TextIO
 from vllm_slo.traces.errors import RecordError
 
 
-def json_lines(text: TextIO) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(``line N``, object) of a file of JSON lines."""
+def json_lines(
+    text: TextIO, *, may_be_cut: bool = False
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(``line N``, object) of a file of JSON lines.
+
+    ``may_be_cut``: a part of a line at the end of the file, without a line break, is passed over.
+    """
     for line_number, line in enumerate(text, 1):
         if not line.strip():
             continue
         try:
             item = json.loads(line)
         except (ValueError, RecursionError) as error:
+            if may_be_cut and not line.endswith("\n"):
+                return
             raise RecordError(f"line {line_number} is not JSON: {error}") from error
         if not isinstance(item, dict):
             raise RecordError(f"line {line_number} is not a JSON object")

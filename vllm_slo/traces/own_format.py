@@ -76,11 +76,13 @@ def request_line(request: TraceRequest, created_s: float) -> str:
 def requests(text: TextIO) -> Iterator[TraceRequest]:
     """The requests of a file, in its order; ``at_s`` is seconds since 2000.
 
+    A server may be writing the file: a part of a line at its end is passed over.
+
     Raises:
         RecordError: a line is broken.
     """
     header: _Header | None = None
-    for where, item in json_lines(text):
+    for where, item in json_lines(text, may_be_cut=True):
         try:
             if "schema" in item:
                 header = _Header(item)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 
 from vllm_slo.config.yaml_nodes import line_of, near, parse
 from vllm_slo.slo.access_config import Section
@@ -52,8 +52,16 @@ def _read_name(value: object) -> object:
     return value
 
 
-Name = Annotated[str, BeforeValidator(_read_name)]
-Range = Annotated[tuple[int, int | None], BeforeValidator(_read_range)]
+_NAME_SCHEMA: Final = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+_RANGE_SCHEMA: Final = {
+    "type": ["integer", "string"],
+    "pattern": r"^\s*([0-9]{1,12}\s*(-\s*[0-9]{0,12})?|-\s*[0-9]{1,12})\s*$",
+}
+
+Name = Annotated[str, BeforeValidator(_read_name), WithJsonSchema(_NAME_SCHEMA)]
+Range = Annotated[
+    tuple[int, int | None], BeforeValidator(_read_range), WithJsonSchema(_RANGE_SCHEMA)
+]
 
 
 class Rule(Section):

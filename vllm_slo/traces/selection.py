@@ -9,20 +9,18 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from typing import Final
 
 from msgspec.structs import replace
 
 from vllm_slo import arguments
 from vllm_slo.traces.errors import TraceError
-from vllm_slo.traces.files import detect, format_name, read
+from vllm_slo.traces.files import detect, format_name, in_time_order, read
 from vllm_slo.traces.request import TraceRequest
 from vllm_slo.traces.times import is_dated, moment_of, parse_date_s, seconds_of
 
 Moment = float | datetime
-_IN_TIME_ORDER: Final = frozenset({"azure", "burstgpt", "mooncake", "adaserve"})
-"""Formats whose first row is the earliest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +75,20 @@ def selected(
     Raises:
         TraceError: the selection has dates and the trace has none.
     """
-    drawn = random.Random(selection.seed)
+    draw, thin, speed = random.Random(selection.seed).random, selection.thin, selection.speed
     left = selection.rows or -1
-    low = high = 0.0
-    for place, request in enumerate(requests):
-        if place == 0:
-            start_s = request.at_s if math.isnan(start_s) else start_s
-            low = _bound(selection.from_s, start_s, -math.inf)
-            high = _bound(selection.to_s, start_s, math.inf)
+    rest = iter(requests)
+    first = next(rest, None)
+    if first is None:
+        return
+    start_s = first.at_s if math.isnan(start_s) else start_s
+    low = _bound(selection.from_s, start_s, -math.inf)
+    high = _bound(selection.to_s, start_s, math.inf)
+    for request in chain((first,), rest):
         # Each row takes its own draw, so that a row stays or goes wherever the stretch begins.
-        stays = selection.thin == 1.0 or drawn.random() < selection.thin
-        if not (stays and low <= request.at_s < high):
+        if (thin < 1.0 and draw() >= thin) or not low <= request.at_s < high:
             continue
-        yield request if selection.speed == 1.0 else _faster(request, start_s, selection.speed)
+        yield request if speed == 1.0 else _faster(request, start_s, speed)
         left -= 1
         if left == 0:
             return
@@ -111,27 +110,47 @@ def _bound(moment: Moment | None, start_s: float, open_end: float) -> float:
     return seconds_of(moment)
 
 
+def select(path: Path, selection: Selection) -> Iterator[TraceRequest]:
+    """The selected requests of a file or folder, in its order; one is held at a time.
+
+    A file whose first request may not be the earliest is read twice if ``from`` or ``to`` counts
+    from its first request.
+
+    Raises:
+        TraceError: as `files.read` and `selected`.
+    """
+    form = detect(path)
+    start_s = math.nan
+    from_start = any(isinstance(m, float | int) for m in (selection.from_s, selection.to_s))
+    if from_start and not in_time_order(form):
+        start_s = min((request.at_s for request in read(path, form)), default=start_s)
+    return selected(read(path, form), selection, start_s)
+
+
 def load(path: Path, selection: Selection = Selection()) -> Recording:
     """The selected requests of a trace that can be sent or simulated, by time.
 
     Raises:
         TraceError: the trace cannot be read, or nothing of it is selected.
     """
-    form = detect(path)
-    start_s = math.nan
-    if form not in _IN_TIME_ORDER and not (selection.from_s is selection.to_s is None):
-        start_s = min((request.at_s for request in read(path, form)), default=start_s)
-    chosen = list(selected(read(path, form), selection, start_s))
+    chosen = list(select(path, selection))
     if not chosen:
-        where = "" if selection == Selection() else " in this selection"
-        raise TraceError(f"{path} has no rows{where}")
+        raise no_rows(path, selection)
     chosen.sort(key=lambda request: request.at_s)
     usable, estimated = _with_lengths(chosen, selection.seed)
     if not usable:
         raise TraceError(f"{path} has no rows with prompt and output tokens")
     first_s = usable[0].at_s
     requests = tuple(replace(request, at_s=request.at_s - first_s) for request in usable)
-    return Recording(path.name, format_name(form), requests, len(chosen) - len(usable), estimated)
+    return Recording(
+        path.name, format_name(detect(path)), requests, len(chosen) - len(usable), estimated
+    )
+
+
+def no_rows(path: Path, selection: Selection) -> TraceError:
+    """The error for a trace of which nothing is selected."""
+    where = "" if selection == Selection() else " in this selection"
+    return TraceError(f"{path} has no rows{where}")
 
 
 def _with_lengths(chosen: list[TraceRequest], seed: int) -> tuple[list[TraceRequest], int]:

@@ -11,6 +11,8 @@ ORIGIN: Final = datetime(2000, 1, 1, tzinfo=UTC)
 """Where `TraceRequest.at_s` counts from if a trace has dates."""
 UNIX_ORIGIN_S: Final = 946_684_800
 """Unix time of `ORIGIN`."""
+_FIRST_UNIX_S: Final = 1e9
+"""A number of seconds from here on (2001) is Unix time."""
 _FIRST_DATED_S: Final = 1e8
 """A time from here on (2003) is a date; no trace that counts from its own start is that long."""
 _DATE: Final = re.compile(
@@ -29,6 +31,11 @@ def seconds_of(moment: datetime) -> float:
 def moment_of(at_s: float) -> datetime:
     """The moment, in UTC, at seconds since `ORIGIN`."""
     return ORIGIN + timedelta(seconds=at_s)
+
+
+def at_of(seconds: float) -> float:
+    """A time of a trace from a number: Unix time becomes seconds since `ORIGIN`."""
+    return seconds - UNIX_ORIGIN_S if seconds >= _FIRST_UNIX_S else seconds
 
 
 def is_dated(at_s: float) -> bool:
