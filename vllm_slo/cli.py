@@ -28,6 +28,10 @@ COMMANDS = {
     ),
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),
+    "whatif": (
+        "vllm_slo.sim.whatif.command",
+        "a recorded trace as it was served, as stock vLLM would, as vllm-slo would",
+    ),
     "record": ("vllm_slo.traces.command", "turn logs, spans or a trace into a recording to share"),
     "plan": ("vllm_slo.sim.plan", "how many replicas traffic needs, and what they cost"),
     "check": ("vllm_slo.check.command", "say what a file is, and whether it is valid"),
@@ -46,6 +50,7 @@ EXAMPLES: Final = {
     "endpoint-picker": "vllm-slo endpoint-picker --replicas-from DNS:vllm:8000 --token-file token",
     "draft-server": "vllm-slo draft-server --model tiny --connect tcp://10.0.0.1:5700",
     "quote": "vllm-slo quote --prompt 'def parse(' --ttft-ms 500 --tpot-ms 50",
+    "whatif": "vllm-slo whatif trace.jsonl --slo-config slo.yaml --hardware h100-llama-8b",
     "record": "vllm-slo record trace.csv --from 600 --to 1200 --out traffic.jsonl.zst",
     "plan": "vllm-slo plan --scenario mixed --rate 20 --hardware a100-opt-13b",
     "check": "vllm-slo check slo.yaml trace.csv",

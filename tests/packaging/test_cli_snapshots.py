@@ -147,6 +147,18 @@ MISTAKES: Final = {
         f"quote --base-url {NOBODY} --prompt @nowhere.txt --ttft-ms 500",
         f"quote --base-url {NOBODY} --prompt hello --ttft-ms 500",
     ),
+    "whatif": (
+        "whatif",
+        "whatif trace.csv",
+        "whatif trace.csv --hardware abacus",
+        "whatif trace.csv --hardware h100-llama-8b --slo-config unknown_key.yaml",
+        "whatif trace.csv --hardware h100-llama-8b --rules slo.yaml",
+        "whatif trace.csv --hardware h100-llama-8b --systems magic",
+        "whatif trace.csv --hardware h100-llama-8b --from 2024-05-11",
+        "whatif trace.csv --hardware h100-llama-8b --out notes.txt/folder",
+        "whatif trace.csv --hardware h100-llama-8b --json notes.txt/result.json",
+        "whatif broken.csv --hardware h100-llama-8b",
+    ),
     "record": (
         "record",
         "record trace.csv",
