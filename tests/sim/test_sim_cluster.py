@@ -172,7 +172,8 @@ def test_scheduling_takes_time_unless_the_step_times_have_it() -> None:
 def test_no_promise_counts_on_scheduling_that_takes_no_time() -> None:
     # A step alone takes 20 ms; with the time to schedule it, more than this objective.
     tight = job(0, 0.0, one_round(10, 30, tpot_s=0.0201))
-    for overhead, promised in (("modelled", False), ("none", True)):
+    cases: tuple[tuple[Overhead, bool], ...] = (("modelled", False), ("none", True))
+    for overhead, promised in cases:
         (result,) = simulate([tight], OURS, HARDWARE, Conditions(overhead=overhead)).results
         assert result.rounds[0].promised is promised is job_attained(result)
     assert Conditions().is_known(replace(HARDWARE, scheduled=True), 0)

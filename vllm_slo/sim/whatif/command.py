@@ -18,9 +18,9 @@ from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware, built_in, load_hardware
-from vllm_slo.sim.options import bar, need_vllm, wide_console
 from vllm_slo.sim.report import versions
 from vllm_slo.sim.systems import parse_system
+from vllm_slo.sim.terminal import bar, need_vllm, wide_console
 from vllm_slo.sim.traffic import Traffic
 from vllm_slo.sim.whatif import page, terminal
 from vllm_slo.sim.whatif.comparison import Comparison
