@@ -26,7 +26,7 @@ from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst
 from vllm_slo.sim.cluster import Run, Simulation, simulate
-from vllm_slo.sim.conditions import Conditions, Slowness
+from vllm_slo.sim.conditions import Conditions, Overhead, Slowness
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
