@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from test_sim_capacity import fake_simulate
 
 from vllm_slo import cli
 from vllm_slo.sim import main, options, terminal, windows
+from vllm_slo.sim.demand import demand
 from vllm_slo.sim.hardware import load_hardware
 from vllm_slo.sim.measure import Load
 from vllm_slo.sim.plot import draw_attainment, draw_load, draw_scaling
@@ -317,8 +320,6 @@ def test_one_rate_is_no_curve(faked):
 
 
 def test_promised_and_best_effort_are_two_lines(faked):
-    from dataclasses import replace
-
     pytest.importorskip("matplotlib")
     report = report_of(["--rate", "1", "--systems", "vllm-slo,fcfs-2048"])
     loads = [Load((0.0, 1.0), (2, 3), (0, 1), True), Load((0.0, 1.0), (0, 0), (4, 5), False)]
@@ -516,6 +517,16 @@ def test_a_plan_finds_what_trying_every_number_finds(faked, target):
     average = next(n for n, point in points.items() if point.summary.attainment >= target)
     assert (plan.enough, plan.on_average) == (every, average)
     assert all(plan.points[n] == points[n] for n in plan.points)
+
+
+def test_a_number_that_cannot_do_the_work_is_never_enough(faked):
+    [setting] = settings(*QUICK)
+    generous = System("fcfs-999000", "fcfs", 999_000)  # the made-up system keeps everything
+    need = demand(replace(setting, fit="rescale").make(90.0, 60, 0), setting.hardware)
+    plan = Search(setting, generous, 90.0, Question(0.9), (0,), 16, 1).plan()
+    assert plan.enough == plan.on_average == math.ceil(90 * (need.prefill_s + need.decode_s)) > 1
+    few = Search(setting, generous, 90.0, Question(0.9), (0,), plan.enough - 1, 1).plan()
+    assert few.enough is None and few.on_average is None
 
 
 # --- one real run --------------------------------------------------------------------------------
