@@ -282,7 +282,8 @@ def replay(model: str, jobs: Sequence[Job], ours: bool, profile: Path, out: Path
         (asked,) = job.rounds
         # The simulator's prompts, so that both find the same in their prefix caches: nothing.
         prompt = own_text(f"{number}.0", asked.prompt_tokens)
-        extra = slo_of(job, 0).to_extra_args()
+        slo = slo_of(job, 0)
+        extra = slo.to_extra_args() if slo else None
         requests.append(
             (job.arrival_s, prepare(engine, job.job_id, prompt, asked.output_tokens, extra))
         )
