@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs through one or more replicas in virtual time.
 
-There are two kinds of event: a client sends a round, and a replica does a step (schedules, runs,
-answers). The earliest event goes first. At the same instant a send goes before a step, a
-lower-numbered replica before a higher one, and an earlier job before a later one. A replica sees
-what arrived during a step when the step is over, as vLLM does.
+There are three kinds of event: a client sends a round, a replica refuses one that its shadow had
+promised, and a replica does a step (schedules, runs, answers). The earliest event goes first. At the
+same instant a refusal goes before a send, a send before a step, a lower-numbered replica before a
+higher one, and an earlier job before a later one. A replica sees what arrived during a step when the
+step is over, as vLLM does; only then can it refuse.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.front import Front, Replica
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.jobs import Job, JobResult, RoundRequest, RoundResult, own_text
+from vllm_slo.sim.jobs import Job, JobResult, RoundRequest, RoundResult, own_text, round_prompt
 from vllm_slo.sim.systems import System
 from vllm_slo.slo.model import SLO, Stage
 
@@ -106,6 +107,7 @@ class Simulation:
             (job.arrival_s, number, 0) for number, job in enumerate(jobs)
         ]
         heapq.heapify(self._sends)
+        self._refusals: list[tuple[float, str]] = []
         self._begun: list[list[RoundResult]] = [[] for _ in jobs]
         self._texts: dict[int, list[int]] = {}
         self._ended: dict[int, JobResult] = {}
@@ -114,12 +116,17 @@ class Simulation:
     def run(self) -> None:
         """Run until every job has ended or ``watch`` stops it."""
         sends, replicas, frontend_s = self._sends, self.replicas, self.hardware.frontend_s
+        refusals = self._refusals
         while not self.aborted:
             ready_s, replica, number = math.inf, None, 0
             for place, candidate in enumerate(replicas):
                 if candidate.busy and candidate.now_s < ready_s:
                     ready_s, replica, number = candidate.now_s, candidate, place
-            if sends and sends[0][0] + frontend_s <= ready_s:
+            send_s = sends[0][0] + frontend_s if sends else math.inf
+            if refusals and refusals[0][0] <= min(send_s, ready_s):
+                now_s, name = heapq.heappop(refusals)
+                self._refused_at(self._sent[name].refused(name, now_s), name)
+            elif sends and send_s <= ready_s:
                 self._send(*heapq.heappop(sends))
             elif replica is not None:
                 ended = replica.step()
@@ -135,9 +142,7 @@ class Simulation:
         asked = job.rounds[place]
         text = self._texts.pop(number, None)
         name = f"{number}.{place}"
-        common = () if text else self._system[: asked.prompt_tokens - 1]
-        own = own_text(name, asked.prompt_tokens - len(common))
-        prompt = [*(text or common), *own]
+        prompt = round_prompt(job, place, name, text or (), self._system)
         cached = {}
         if text is not None:  # the replica of the previous round holds the prefix
             cached[str(self._begun[number][-1].replica)] = len(text)
@@ -153,7 +158,11 @@ class Simulation:
         )
         front = next(self._turns)
         self._sent[name] = front
-        front.send(request, cached)
+        self._refused_at(front.send(request, cached), name)
+
+    def _refused_at(self, at_s: float | None, name: str) -> None:
+        if at_s is not None:
+            heapq.heappush(self._refusals, (at_s, name))
 
     def _collect(self, replica: Replica, name: str) -> None:
         number, place = map(int, name.split("."))

@@ -9,6 +9,7 @@ round is one request to the engine. Its answer has one or more stages, each with
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_slo.slo.model import SLO
@@ -53,12 +54,22 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one user waits for. ``application`` is its SLO class; there is at least one round."""
+    """What one user waits for.
+
+    Attributes:
+        application: its SLO class.
+        rounds: at least one.
+        prefix: name of a text with which its first prompt begins, the same for every job that names
+            it; empty: none.
+        prefix_tokens: of that text. They count as tokens of the first prompt.
+    """
 
     job_id: str
     application: str
     arrival_s: float
     rounds: tuple[Round, ...]
+    prefix: str = ""
+    prefix_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -123,6 +134,22 @@ def own_text(name: str, length: int) -> list[int]:
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     head = [3 + number // 997**place % 997 for place in range(6)]
     return [*head, *[_FILLER] * (length - len(head))][:length]
+
+
+def round_prompt(
+    job: Job, place: int, name: str, before: Sequence[int] = (), system: Sequence[int] = ()
+) -> list[int]:
+    """The prompt of round ``place`` of a job.
+
+    Args:
+        name: of the request; its own text follows from it.
+        before: prompt and answer of the round before.
+        system: tokens with which the first prompts of all jobs begin.
+    """
+    tokens = job.rounds[place].prompt_tokens
+    common = () if place else (*system, *own_text(f"prefix {job.prefix}", job.prefix_tokens))
+    common = common[: tokens - 1]
+    return [*before, *common, *own_text(name, tokens - len(common))]
 
 
 def answer_token(place: int, length: int) -> int:
