@@ -2,10 +2,10 @@
 """Jobs through one or more replicas in virtual time.
 
 There are three kinds of event: a client sends a round, a replica refuses one that its shadow had
-promised, and a replica does a step (schedules, runs, answers). The earliest event goes first. At the
-same instant a refusal goes before a send, a send before a step, a lower-numbered replica before a
-higher one, and an earlier job before a later one. A replica sees what arrived during a step when the
-step is over, as vLLM does; only then can it refuse.
+promised, and a replica does a step (schedules, runs, answers). The earliest event goes first. At
+the same instant a refusal goes before a send, a send before a step, a lower-numbered replica before
+a higher one, and an earlier job before a later one. A replica sees what arrived during a step when
+the step is over, as vLLM does; only then can it refuse.
 """
 
 from __future__ import annotations

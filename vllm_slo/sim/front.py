@@ -3,8 +3,8 @@
 
 The front keeps a shadow of each replica's state. A shadow learns the true state after a step of its
 replica, at most every ``interval_s``. A replica confirms what its shadow promised, unless no
-other replica is left to ask. If it refuses, which takes it until its next step, the front routes the
-request among the others.
+other replica is left to ask. If it refuses, which takes it until its next step, the front routes
+the request among the others.
 """
 
 from __future__ import annotations

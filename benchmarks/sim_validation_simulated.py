@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated half of ``sim_validation.py``: what the simulator is told, and its runs."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from sim_validation_conditions import Condition, Served
+from sim_validation_engine import LiveStep, Profiled, Record
+
+from vllm_slo.core.step_time.fit import fit
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
+from vllm_slo.sim.cluster import simulate
+from vllm_slo.sim.conditions import Conditions
+from vllm_slo.sim.hardware import Draft, Hardware
+from vllm_slo.sim.jobs import Job
+from vllm_slo.sim.measure import JobMeasure, measure_job
+from vllm_slo.sim.systems import System
+
+SEEDS: Final = 3
+"""Simulations of each live run; the table has their mean."""
+BLOCK_STEPS: Final = 50
+"""Steps whose errors are replayed together, because a slow moment lasts longer than a step."""
+
+APART_S: Final = 5.0
+"""More time between two runs than on the real engine, for the first to end here, too."""
+
+Line = tuple[float, float]
+"""Seconds of a step, and for each request or token in it."""
+
+
+@dataclass(frozen=True)
+class Scheduled(System):
+    """A system whose scheduling takes what it took on the real engine.
+
+    Attributes:
+        scheduling: beyond what is in the step times of the profile; by requests.
+    """
+
+    scheduling: Line = (0.0, 0.0)
+
+    def overhead_s(self, requests: int) -> float:
+        """Seconds to schedule a step of so many requests."""
+        step_s, request_s = self.scheduling
+        return max(step_s + request_s * requests, 0.0)
+
+
+@dataclass(frozen=True)
+class Scattered(Conditions):
+    """Conditions whose step times scatter as others did.
+
+    Attributes:
+        errors: of steps, actual over typical time, in the order of the steps.
+    """
+
+    errors: tuple[float, ...] = ()
+
+    def true_step_time(self, hardware: Hardware, engine: int) -> Callable[[BatchShape], float]:
+        """The predicted time times an error; `BLOCK_STEPS` that followed each other are drawn
+        together."""
+        predict = self.believed(hardware, engine).predict_shape_s
+        if not self.errors:
+            return predict
+        rng = np.random.default_rng([self.seed, engine])
+        count, left = len(self.errors), list[float]()
+
+        def taken(shape: BatchShape) -> float:
+            if not left:
+                first = int(rng.integers(count))
+                left.extend(self.errors[(first + n) % count] for n in range(BLOCK_STEPS))
+            return predict(shape) * left.pop()
+
+        return taken
+
+    def is_known(self, engine: int) -> bool:
+        """Whether step times are the believed ones."""
+        return not self.errors
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the simulator is told of an engine.
+
+    Attributes:
+        hardware: with its draft, if it has one.
+        scheduling: as `Scheduled.scheduling`.
+        errors: as `Scattered.errors`.
+    """
+
+    hardware: Hardware
+    scheduling: Line
+    errors: tuple[float, ...]
+
+
+def line(points: Sequence[tuple[float, float]], weights: Sequence[float] = ()) -> Line:
+    """The line through (x, seconds), by least squares; neither of its numbers is negative.
+
+    ``weights``: of the points; empty: all alike.
+    """
+    x, y = np.array(points, dtype=np.float64).T
+    w = np.sqrt(np.array(weights)) if len(weights) else np.ones_like(x)
+    fixed_s, each_s = np.linalg.lstsq(np.stack([w, w * x], axis=1), w * y, rcond=None)[0]
+    if each_s < 0.0:
+        return max(float(np.average(y, weights=w**2)), 0.0), 0.0
+    if fixed_s < 0.0:
+        return 0.0, max(float((w * w * x * y).sum() / (w * w * x * x).sum()), 0.0)
+    return float(fixed_s), float(each_s)
+
+
+def scheduling_line(steps: Sequence[LiveStep]) -> Line:
+    """What the scheduler took, by the requests of a step: through the medians of each number."""
+    groups = defaultdict(list)
+    for step in steps:
+        groups[step.shape.requests].append(step.scheduling_s)
+    points = [(float(n), statistics.median(times)) for n, times in groups.items()]
+    return line(points, [len(times) for times in groups.values()])
+
+
+def less(a: Line, b: Line) -> Line:
+    """The difference of two lines."""
+    return a[0] - b[0], a[1] - b[1]
+
+
+def scatter(steps: Sequence[LiveStep]) -> tuple[float, ...]:
+    """Errors of a profile's steps: each over the median of its shape."""
+    groups = defaultdict(list)
+    keys = []
+    for step in steps:
+        shape, took_s = step.sample
+        context = round(4 * np.log2(128 * shape.requests + shape.context_tokens))
+        keys.append((shape.tokens, shape.requests, context))
+        groups[keys[-1]].append(took_s)
+    typical = {key: statistics.median(times) for key, times in groups.items()}
+    return tuple(
+        step.sample[1] / typical[key]
+        for key, step in zip(keys, steps, strict=True)
+        if len(groups[key]) > 2
+    )
+
+
+def misfit(steps: Sequence[LiveStep], model: StepTimeModel) -> tuple[float, ...]:
+    """Errors of live steps: each over its prediction."""
+    return tuple(
+        took_s / model.predict_shape_s(shape) for shape, took_s in (s.sample for s in steps)
+    )
+
+
+def draft_of_trees(steps: Sequence[LiveStep]) -> Line:
+    """Seconds of a pass of the draft, and of each of its tokens."""
+    passes = [(float(tokens), seconds) for step in steps for tokens, seconds in step.drafting]
+    return line(passes) if len(passes) > 1 else (0.0, 0.0)
+
+
+def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], record: Record) -> Told:
+    """What an operator knows: the profile, and what a short run on the engine took beyond it.
+
+    Args:
+        hardware: all but the step times.
+        profiles: from before and after the runs.
+        record: of the short run.
+    """
+    samples = [sample for profile in profiles for sample in profile.report.samples]
+    hardware = replace(hardware, step_time=fit(samples).model)
+    profiled = [step for profile in profiles for step in profile.steps]
+    errors = tuple(error for profile in profiles for error in scatter(profile.steps))
+    scheduling = less(scheduling_line(record.steps), scheduling_line(profiled))
+    model = hardware.step_time
+
+    def beyond(step: LiveStep) -> float:
+        """Seconds of a step that neither the profile nor the scheduler explains."""
+        own_s = max(scheduling[0] + scheduling[1] * step.shape.requests, 0.0)
+        shape, took_s = step.sample
+        return took_s - own_s - model.predict_shape_s(replace(shape, spec_steps=0))
+
+    if served.system.trees:
+        pass_s, token_s = draft_of_trees(record.steps)
+        verifies = line([(step.shape.tokens, beyond(step)) for step in record.steps])
+        hardware = replace(hardware, step_time=model.besides(*verifies), scheduled=False)
+        return Told(_with_draft(hardware, pass_s, token_s), scheduling, errors)
+    if served.system.drafts:
+        steps = [step for step in record.steps if step.shape.spec_steps]
+        fixed_s, token_s = line([(step.shape.tokens, beyond(step)) for step in steps])
+        passes = statistics.fmean(step.shape.spec_steps for step in steps)
+        return Told(_with_draft(hardware, fixed_s / passes, token_s), scheduling, errors)
+    return Told(hardware, scheduling, errors)
+
+
+def _with_draft(hardware: Hardware, pass_s: float, token_s: float) -> Hardware:
+    hardware = hardware.with_draft_step(pass_s)
+    return replace(hardware, draft=Draft("the built-in draft", token_s))
+
+
+def told_live(told: Told, served: Served, records: Sequence[Record]) -> Told:
+    """The same with step times that were measured live, in other runs. They hold everything."""
+    steps = [step for record in records for step in record.steps]
+    model = fit([step.sample for step in steps]).model
+    hardware = replace(told.hardware, step_time=model)
+    if served.system.trees:
+        hardware = _with_draft(hardware, *draft_of_trees(steps))
+    elif hardware.draft is not None:
+        hardware = replace(hardware, draft=replace(hardware.draft, token_s=0.0))
+    return Told(hardware, (0.0, 0.0), misfit(steps, model))
+
+
+def bias(steps: Sequence[LiveStep], told: Told) -> float:
+    """The time of live steps over what the simulator would have charged for them."""
+    step_s, request_s = told.scheduling
+    chains = told.hardware.draft is not None and not any(step.drafting for step in steps)
+    token_s = told.hardware.draft.token_s if chains and told.hardware.draft else 0.0
+    charged_s = sum(
+        told.hardware.step_time.predict_shape_s(step.shape)
+        + token_s * step.shape.tokens
+        + max(step_s + request_s * step.shape.requests, 0.0)
+        for step in steps
+    )
+    return sum(step.sample[1] for step in steps) / charged_s
+
+
+def acceptance(records: Sequence[Record]) -> dict[str, float]:
+    """Application -> share of the drafted tokens that were right, of those that were looked at."""
+    tried, accepted = defaultdict[str, int](int), defaultdict[str, int](int)
+    for record in records:
+        for name, count in record.tried.items():
+            tried[name] += count
+            accepted[name] += record.accepted[name]
+    return {name: accepted[name] / count for name, count in tried.items() if count}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One simulation of all runs of a system, one after the other, as the engine served them.
+
+    Attributes:
+        jobs: of each run.
+        begun_s: when each run began on the real engine.
+        accepted: application -> share of the drafted tokens that is accepted.
+    """
+
+    condition: Condition
+    served: Served
+    jobs: Sequence[Sequence[Job]]
+    begun_s: Sequence[float]
+    accepted: Mapping[str, float]
+    told: Told
+    seed: int
+
+
+def simulated(task: Task) -> list[tuple[JobMeasure, ...]]:
+    """Measures of the jobs of each run but the first, which warms the scheduler up: what it has
+    learnt by then about answers and step times is a part of the condition."""
+    plain, told = task.served.system, task.told
+    fields = {name: getattr(plain, name) for name in System.__dataclass_fields__}
+    charged = Scheduled(**fields, scheduling=told.scheduling)
+    hardware = replace(
+        told.hardware,
+        kv_tokens=task.condition.kv_tokens,
+        max_model_len=task.condition.max_model_len,
+        scheduled=False,
+    )
+    conditions = Scattered(
+        replicas=task.condition.replicas,
+        acceptance=dict(task.accepted),
+        seed=task.seed,
+        errors=told.errors,
+    )
+    jobs = [
+        replace(job, arrival_s=job.arrival_s + began_s - task.begun_s[0] + APART_S * number)
+        for number, (run, began_s) in enumerate(zip(task.jobs, task.begun_s, strict=True))
+        for job in run
+    ]
+    measures = iter(map(measure_job, simulate(jobs, charged, hardware, conditions).results))
+    return [tuple(itertools.islice(measures, len(run))) for run in task.jobs][1:]
