@@ -81,15 +81,16 @@ class LiveStep(NamedTuple):
         shape: ``spec_steps``: passes of vLLM's draft model after it.
         took_s: from ``schedule`` to the end of ``update_from_output``, as a profile counts it.
         scheduling_s: what the scheduler took of it.
+        gap_s: from the step before it, in which the process took in requests and gave out tokens;
+            0 if the engine was idle.
         drafting: (tokens, seconds) of each pass of the draft of trees.
-        ended_s: on the machine's monotonic clock.
     """
 
     shape: BatchShape
     took_s: float
     scheduling_s: float
+    gap_s: float
     drafting: tuple[tuple[int, float], ...]
-    ended_s: float
 
     @property
     def sample(self) -> Sample:
@@ -133,7 +134,8 @@ class Recorder:
         self.lengths: dict[str, int] = {}
         self.applications: dict[str, str] = {}
         self.record = Record()
-        self._began_s = self._scheduled_s = 0.0
+        self._began_s = self._scheduled_s = self._ended_s = self._gap_s = 0.0
+        self._is_busy = False
         spec = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         self._drafts_chains = spec is not None and spec.method != "custom_class"
 
@@ -145,6 +147,7 @@ class Recorder:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As the scheduler's; the time of a step begins here."""
         self._began_s = time.perf_counter()
+        self._gap_s = self._began_s - self._ended_s if self._is_busy else 0.0
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._scheduled_s = time.perf_counter()
         return output
@@ -155,7 +158,8 @@ class Recorder:
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
-        ended_s = time.perf_counter()
+        self._ended_s = ended_s = time.perf_counter()
+        self._is_busy = self.has_requests()  # type: ignore[attr-defined]
         if scheduler_output.total_num_scheduled_tokens:
             scheduling_s = self._scheduled_s - self._began_s + ended_s - begun_s
             took_s = ended_s - self._began_s
@@ -171,7 +175,7 @@ class Recorder:
         passes = output.num_spec_tokens_to_schedule if self._drafts_chains else 0
         drafting = tuple((tokens, s) for _, tokens, s in messages.drafting_of(done).passes)
         shape = replace(shape, spec_steps=passes)
-        record.steps.append(LiveStep(shape, took_s, scheduling_s, drafting, time.monotonic()))
+        record.steps.append(LiveStep(shape, took_s, scheduling_s, self._gap_s, drafting))
         record.preemptions += len(output.preempted_req_ids or ())
         record.cached_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         for name, drafts in output.scheduled_spec_decode_tokens.items():

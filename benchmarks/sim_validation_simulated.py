@@ -89,7 +89,7 @@ class Told:
 
     Attributes:
         hardware: with its draft, if it has one.
-        scheduling: as `Scheduled.scheduling`.
+        scheduling: as `Scheduled.scheduling`, with the time between two steps.
         errors: as `Scattered.errors`.
     """
 
@@ -120,6 +120,12 @@ def scheduling_line(steps: Sequence[LiveStep]) -> Line:
         groups[step.shape.requests].append(step.scheduling_s)
     points = [(float(n), statistics.median(times)) for n, times in groups.items()]
     return line(points, [len(times) for times in groups.values()])
+
+
+def gap_s(steps: Sequence[LiveStep]) -> float:
+    """Typical time between two steps that follow each other at once."""
+    gaps_s = [step.gap_s for step in steps if step.gap_s > 0.0]
+    return statistics.median(gaps_s) if gaps_s else 0.0
 
 
 def less(a: Line, b: Line) -> Line:
@@ -178,17 +184,18 @@ def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], recor
         shape, took_s = step.sample
         return took_s - own_s - model.predict_shape_s(replace(shape, spec_steps=0))
 
+    charged = scheduling[0] + gap_s(record.steps), scheduling[1]
     if served.system.trees:
         pass_s, token_s = draft_of_trees(record.steps)
         verifies = line([(step.shape.tokens, beyond(step)) for step in record.steps])
-        hardware = replace(hardware, step_time=model.besides(*verifies), scheduled=False)
-        return Told(_with_draft(hardware, pass_s, token_s), scheduling, errors)
+        hardware = replace(hardware, step_time=model.besides(*verifies))
+        return Told(_with_draft(hardware, pass_s, token_s), charged, errors)
     if served.system.drafts:
         steps = [step for step in record.steps if step.shape.spec_steps]
         fixed_s, token_s = line([(step.shape.tokens, beyond(step)) for step in steps])
         passes = statistics.fmean(step.shape.spec_steps for step in steps)
-        return Told(_with_draft(hardware, fixed_s / passes, token_s), scheduling, errors)
-    return Told(hardware, scheduling, errors)
+        return Told(_with_draft(hardware, fixed_s / passes, token_s), charged, errors)
+    return Told(hardware, charged, errors)
 
 
 def _with_draft(hardware: Hardware, pass_s: float, token_s: float) -> Hardware:
@@ -205,7 +212,7 @@ def told_live(told: Told, served: Served, records: Sequence[Record]) -> Told:
         hardware = _with_draft(hardware, *draft_of_trees(steps))
     elif hardware.draft is not None:
         hardware = replace(hardware, draft=replace(hardware.draft, token_s=0.0))
-    return Told(hardware, (0.0, 0.0), misfit(steps, model))
+    return Told(hardware, (gap_s(steps), 0.0), misfit(steps, model))
 
 
 def bias(steps: Sequence[LiveStep], told: Told) -> float:
@@ -219,7 +226,7 @@ def bias(steps: Sequence[LiveStep], told: Told) -> float:
         + max(step_s + request_s * step.shape.requests, 0.0)
         for step in steps
     )
-    return sum(step.sample[1] for step in steps) / charged_s
+    return sum(step.sample[1] + step.gap_s for step in steps) / charged_s
 
 
 def acceptance(records: Sequence[Record]) -> dict[str, float]:

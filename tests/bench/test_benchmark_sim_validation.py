@@ -107,7 +107,10 @@ def test_prompts_of_a_text_are_parts_of_it():
 
 def test_memory_pressure_has_less_memory_than_requests_want():
     condition = BY_NAME["memory pressure"]
-    assert engine.MAX_MODEL_LEN <= condition.kv_tokens < conditions.PLENTY / 4
+    assert condition.max_model_len <= condition.kv_tokens < conditions.PLENTY / 4
+    jobs = make("memory pressure", duration_s=60.0)
+    assert max(job.tokens for job in jobs) <= condition.max_model_len
+    assert sum(sorted(job.tokens for job in jobs)[-8:]) > 2 * condition.kv_tokens
 
 
 # The engine's process.
@@ -153,8 +156,8 @@ def test_best_guesses(tokens, parents, given, found):
 # What the simulator is told.
 
 
-def step(shape, took_s, scheduling_s=0.0, drafting=()):
-    return engine.LiveStep(shape, took_s, scheduling_s, drafting, 0.0)
+def step(shape, took_s, scheduling_s=0.0, gap_s=0.0, drafting=()):
+    return engine.LiveStep(shape, took_s, scheduling_s, gap_s, drafting)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,12 @@ def test_scheduling_beyond_the_profile_is_charged_by_requests():
     charged = told.Scheduled(**fields, scheduling=(8e-4, 9e-5))
     assert charged.overhead_s(10) == pytest.approx(1.7e-3)
     assert told.Scheduled(**fields, scheduling=(-8e-4, 0.0)).overhead_s(10) == 0.0
+
+
+def test_time_between_steps_that_follow_each_other():
+    steps = [step(BatchShape(1), 0.02, gap_s=gap_s) for gap_s in (0.0, 3e-4, 2e-4, 9e-3)]
+    assert told.gap_s(steps) == 3e-4
+    assert told.gap_s(steps[:1]) == 0.0
 
 
 def test_errors_are_replayed_in_stretches():
