@@ -290,7 +290,7 @@ def measurements(
 
 TELLING_HEAD: Final = (
     "condition", "system", "lone step, ms, by profile", "live steps over the profile",
-    "scatter of steps", "scheduling beyond the profile, ms a step", "drafts accepted",
+    "scatter of short, long steps", "scheduling beyond the profile, ms a step", "drafts accepted",
     "preemptions", "tokens found in the prefix cache", "promises that a replica took back",
     "jobs of each run",
 )  # fmt: skip
@@ -307,10 +307,12 @@ def telling(measured: Measured) -> list[list[str]]:
         mean_requests = statistics.fmean(step.shape.requests for step in steps)
         beyond_s = known.scheduling[0] + known.scheduling[1] * mean_requests
         accepted = acceptance(records)
+        parts = (known.errors.short, known.errors.long)
+        scattered = ", ".join(f"{statistics.pstdev(part):.1%}" for part in parts if part)
         lone = (p.report.model.predict_s(1) for p in measured.profiles[number : number + 2])
         lines.append([
             measured.condition.name, served.name, ", ".join(f"{1e3 * s:.1f}" for s in lone),
-            f"{bias(steps, known):.3f}", f"{statistics.pstdev(known.errors):.1%}",
+            f"{bias(steps, known):.3f}", scattered,
             f"{1e3 * max(beyond_s, 0.0):.2f}",
             ", ".join(f"{name} {share:.0%}" for name, share in accepted.items()) or "-",
             str(sum(record.preemptions for record in records)),

@@ -51,36 +51,63 @@ class Scheduled(System):
         return max(step_s + request_s * requests, 0.0)
 
 
-@dataclass(frozen=True)
-class Scattered(Conditions):
-    """Conditions whose step times scatter as others did.
+@dataclass(frozen=True, slots=True)
+class StepErrors:
+    """Errors of steps, actual over expected time, in the order of the steps. A short step is
+    disturbed by a larger share of its time than a long one, so they are told apart.
 
     Attributes:
-        errors: of steps, actual over typical time, in the order of the steps.
+        split_s: steps that are expected to take less are the short ones.
     """
 
-    errors: tuple[float, ...] = ()
+    split_s: float = 0.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[float, float]]) -> StepErrors:
+        """Of (expected, actual) times; the long steps hold half of the time."""
+        if not steps:
+            return cls()
+        expected_s = np.sort([expected for expected, _ in steps])
+        half = np.searchsorted(np.cumsum(expected_s), expected_s.sum() / 2)
+        split_s = float(expected_s[half])
+        parts: tuple[list[float], list[float]] = ([], [])
+        for expected, actual in steps:
+            parts[expected >= split_s].append(actual / expected)
+        return cls(split_s, *map(tuple, parts))
+
+
+@dataclass(frozen=True)
+class Scattered(Conditions):
+    """Conditions whose step times scatter as others did."""
+
+    errors: StepErrors = StepErrors()
 
     def true_step_time(self, hardware: Hardware, engine: int) -> Callable[[BatchShape], float]:
         """The predicted time times an error; `BLOCK_STEPS` that followed each other are drawn
         together."""
-        predict = self.believed(hardware, engine).predict_shape_s
-        if not self.errors:
-            return predict
+        predict, errors = self.believed(hardware, engine).predict_shape_s, self.errors
         rng = np.random.default_rng([self.seed, engine])
-        count, left = len(self.errors), list[float]()
+        pools = errors.short or (1.0,), errors.long or errors.short or (1.0,)
+        left: tuple[list[float], list[float]] = ([], [])
 
         def taken(shape: BatchShape) -> float:
-            if not left:
-                first = int(rng.integers(count))
-                left.extend(self.errors[(first + n) % count] for n in range(BLOCK_STEPS))
-            return predict(shape) * left.pop()
+            expected_s = predict(shape)
+            part = expected_s >= errors.split_s
+            if not left[part]:
+                first = int(rng.integers(len(pools[part])))
+                left[part].extend(
+                    pools[part][(first + n) % len(pools[part])]
+                    for n in reversed(range(BLOCK_STEPS))
+                )
+            return expected_s * left[part].pop()
 
         return taken
 
     def is_known(self, engine: int) -> bool:
         """Whether step times are the believed ones."""
-        return not self.errors
+        return not self.errors.short
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +117,12 @@ class Told:
     Attributes:
         hardware: with its draft, if it has one.
         scheduling: as `Scheduled.scheduling`, with the time between two steps.
-        errors: as `Scattered.errors`.
+        errors: of its steps.
     """
 
     hardware: Hardware
     scheduling: Line
-    errors: tuple[float, ...]
+    errors: StepErrors
 
 
 def line(points: Sequence[tuple[float, float]], weights: Sequence[float] = ()) -> Line:
@@ -133,27 +160,29 @@ def less(a: Line, b: Line) -> Line:
     return a[0] - b[0], a[1] - b[1]
 
 
-def scatter(steps: Sequence[LiveStep]) -> tuple[float, ...]:
-    """Errors of a profile's steps: each over the median of its shape."""
-    groups = defaultdict(list)
-    keys = []
-    for step in steps:
-        shape, took_s = step.sample
-        context = round(4 * np.log2(128 * shape.requests + shape.context_tokens))
-        keys.append((shape.tokens, shape.requests, context))
-        groups[keys[-1]].append(took_s)
-    typical = {key: statistics.median(times) for key, times in groups.items()}
-    return tuple(
-        step.sample[1] / typical[key]
-        for key, step in zip(keys, steps, strict=True)
-        if len(groups[key]) > 2
-    )
+def scatter(profiles: Sequence[Profiled]) -> StepErrors:
+    """Errors of profiles' steps, against the median of their shape."""
+    found = []
+    for profile in profiles:
+        groups = defaultdict(list)
+        keys = []
+        for shape, took_s in (step.sample for step in profile.steps):
+            context = round(4 * np.log2(128 * shape.requests + shape.context_tokens))
+            keys.append((shape.tokens, shape.requests, context))
+            groups[keys[-1]].append(took_s)
+        typical = {key: statistics.median(times) for key, times in groups.items()}
+        found += [
+            (typical[key], step.sample[1])
+            for key, step in zip(keys, profile.steps, strict=True)
+            if len(groups[key]) > 2
+        ]
+    return StepErrors.of(found)
 
 
-def misfit(steps: Sequence[LiveStep], model: StepTimeModel) -> tuple[float, ...]:
-    """Errors of live steps: each over its prediction."""
-    return tuple(
-        took_s / model.predict_shape_s(shape) for shape, took_s in (s.sample for s in steps)
+def misfit(steps: Sequence[LiveStep], model: StepTimeModel) -> StepErrors:
+    """Errors of live steps, against their predictions."""
+    return StepErrors.of(
+        [(model.predict_shape_s(shape), took_s) for shape, took_s in (s.sample for s in steps)]
     )
 
 
@@ -174,7 +203,7 @@ def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], recor
     samples = [sample for profile in profiles for sample in profile.report.samples]
     hardware = replace(hardware, step_time=fit(samples).model)
     profiled = [step for profile in profiles for step in profile.steps]
-    errors = tuple(error for profile in profiles for error in scatter(profile.steps))
+    errors = scatter(profiles)
     scheduling = less(scheduling_line(record.steps), scheduling_line(profiled))
     model = hardware.step_time
 

@@ -190,14 +190,20 @@ def test_time_between_steps_that_follow_each_other():
     assert told.gap_s(steps[:1]) == 0.0
 
 
-def test_errors_are_replayed_in_stretches():
-    errors = tuple(np.linspace(0.5, 1.5, 1000))
-    world = told.Scattered(errors=errors, seed=1)
+def test_errors_are_replayed_in_stretches_and_by_length():
+    short = tuple(np.linspace(0.5, 1.5, 1000))
+    world = told.Scattered(errors=told.StepErrors(0.05, short, (1.02,) * 9), seed=1)
     taken = world.true_step_time(HARDWARE, 0)
-    shape = BatchShape(1)
-    found = np.array([taken(shape) for _ in range(5000)]) / MODEL.predict_s(1)
-    assert found.mean() == pytest.approx(1.0, abs=0.1)
-    assert (np.abs(np.diff(found)) < 2e-3).mean() > 0.9  # neighbours stay neighbours
+    shape, long = BatchShape(1), BatchShape(500, requests=1)
+    found = []
+    for _ in range(5000):
+        found.append(taken(shape) / MODEL.predict_s(1))
+        assert taken(long) == pytest.approx(1.02 * MODEL.predict_shape_s(long))
+    assert np.mean(found) == pytest.approx(1.0, abs=0.1)
+    # Neighbours stay neighbours, in their order.
+    steps = np.diff(found)
+    assert (np.abs(steps) < 2e-3).mean() > 0.9
+    assert (steps > 0).mean() > 0.9
     assert not world.is_known(0)
     assert told.Scattered().is_known(0)
     assert told.Scattered().true_step_time(HARDWARE, 0)(shape) == MODEL.predict_s(1)
@@ -206,7 +212,14 @@ def test_errors_are_replayed_in_stretches():
 def test_scatter_is_of_each_shape():
     short, long = BatchShape(1), BatchShape(500, 0, 0, 1)
     steps = [step(s, t) for s, t in ((short, 1.0), (long, 10.0)) for t in (0.9 * t, t, 1.2 * t)]
-    assert told.scatter(steps) == pytest.approx((0.9, 1.0, 1.2) * 2)
+    found = told.scatter([SimpleNamespace(steps=steps)])
+    assert (found.short, found.long) == ((0.9, 1.0, 1.2), pytest.approx((0.9, 1.0, 1.2)))
+
+
+def test_long_steps_hold_half_of_the_time():
+    found = told.StepErrors.of([(1.0, 1.1)] * 30 + [(10.0, 10.0)] * 2 + [(20.0, 30.0)])
+    assert found.split_s == 10.0
+    assert (set(found.short), set(found.long)) == ({1.1}, {1.0, 1.5})
 
 
 def test_a_profile_from_before_and_after_is_one():
