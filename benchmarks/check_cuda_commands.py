@@ -42,7 +42,7 @@ def profile(cpu: bool) -> Found:
     model = twin(SIZES[0] if cpu else GPU_SIZE, Console(stderr=True))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.yaml"
-        words = ["-m", "vllm_slo.cli", "profile", str(model), "--quick", f"--out={out}"]
+        words = ["-m", "vllm_slo.cli", "profile", str(model), "--quick", f"--json={out}"]
         size = ["--max-model-len=1024", "--max-num-seqs=32", "--max-num-batched-tokens=1024"]
         run_command([*words, *size, "--gpu-memory-utilization=0.3"], VLLM_CPU_KVCACHE_SPACE="1")
         report = profiles.load(out)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the site has beside its written pages: the reference, pictures, results, CONTRIBUTING.md.
+"""What the site has beside its written pages: the reference, schemas, pictures, results,
+CONTRIBUTING.md.
 
 Called by MkDocs while it builds. Nothing of this is written to the source tree.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import reference  # beside this file: MkDocs lets hooks import theirs
+
+from vllm_slo.check.schema import schema_of
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -44,6 +48,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name, page in reference.PAGES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    for kind, name in reference.SCHEMAS.items():
+        schema = json.dumps(schema_of(kind), indent=2)
+        files.append(File.generated(config, f"reference/{name}", content=schema))
     contributing = str(DOCS.parent / "CONTRIBUTING.md")
     files.append(File.generated(config, "contributing.md", abs_src_path=contributing))
     for path in sorted(RESULTS.iterdir()):

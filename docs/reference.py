@@ -7,7 +7,6 @@ ends the build with a ``ValueError`` that names it.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import asyncio
 import inspect
@@ -31,6 +30,7 @@ from pydantic.fields import FieldInfo
 
 import vllm_slo
 from vllm_slo import cli, errors
+from vllm_slo.arguments import Renamed
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http import routes as http_routes
 from vllm_slo.engine.telemetry import metrics, speculation_metrics
@@ -716,31 +716,39 @@ def http() -> str:
 # --- commands ------------------------------------------------------------------------------------
 
 
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of ``vllm-slo COMMAND``."""
-    module, text = cli.COMMANDS[command]
-    parser = argparse.ArgumentParser(prog=f"vllm-slo {command}", description=text)
-    import_module(module).add_arguments(parser)
-    if command == "serve":
-        import_module(cli.REPLICAS).add_arguments(parser)
-    return parser
-
-
 def commands() -> str:
     """The help of every command."""
     parts = ["# Commands", "`vllm-slo --version` says which one this is."]
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "88"
     try:
+        parsers = cli.parsers()
         for command in cli.COMMANDS:
-            told = parser_of(command).format_help().rstrip()
+            told = parsers[command].format_help().rstrip()
             parts += [f"## vllm-slo {command}", f"```text\n{told}\n```"]
     finally:
         if before is None:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [*parts, "## Old names", OLD_NAMES, table(["command", "old", "new"], old_names())]
+    )
+
+
+OLD_NAMES: Final = "They work for one version, with a note."
+
+
+def old_names() -> list[list[str]]:
+    """(command, old name of an option, its new name)."""
+    return [
+        [code(f"vllm-slo {command}"), code(old), code(action.new)]
+        for command, parser in cli.parsers().items()
+        if command
+        for action in parser.every_action()
+        if isinstance(action, Renamed)
+        for old in action.option_strings
+    ]
 
 
 # --- Python --------------------------------------------------------------------------------------
@@ -806,6 +814,8 @@ def exceptions() -> str:
     return "\n\n".join(parts)
 
 
+SCHEMAS: Final = {"configuration": "slo.schema.json", "rules": "rules.schema.json"}
+"""Kind of file -> the name of its schema, beside the pages."""
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "commands": commands,
     "configuration": configuration,

@@ -14,16 +14,20 @@ PROJECT: Final = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 PACKAGE: Final = {
     "cli": "the command vllm-slo",
+    "check": "what a file is, and whether it is valid",
+    "completion": "for shells",
     "router": "one port for several replicas",
     "sim": "the scheduler in virtual time",
     "bench": "loads for any OpenAI endpoint",
     "engine": "what runs in vLLM's processes; the lower picture shows its floors",
+    "traces": "recorded requests, from files of any format",
     "live": "the live page",
     "config": "the YAML file, checked",
     "slo": "what a request asks for, and how it says so",
     "wire": "sockets, ports, messages",
     "core": "the policies, pure",
     "tiny": "built-in models",
+    "arguments": "of all commands",
     "errors": "every exception",
 }
 ENGINE: Final = {

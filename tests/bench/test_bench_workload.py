@@ -350,7 +350,7 @@ def test_bad_workload_options(changes: dict[str, Any], option: str) -> None:
 
 
 def test_a_trace_that_is_not_there() -> None:
-    with pytest.raises(TraceError, match="cannot read no/such.csv: No such file"):
+    with pytest.raises(TraceError, match=r"cannot read no/such\.csv: No such file"):
         synthetic(workload="azure-code", workload_file=Path("no/such.csv"))
 
 

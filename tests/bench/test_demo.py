@@ -135,9 +135,10 @@ def test_the_verdict_tells_what_was_accepted(counts: DraftCounts, said: str) -> 
 def test_an_impossible_demo_is_refused_before_a_server_starts(
     flag: str, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["demo", f"--{flag}", number, "--out", str(tmp_path / "out")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demo", f"--{flag}", number, "--out", str(tmp_path / "out")])
     said = capsys.readouterr()
-    assert f"--{flag}: {number} is out of range" in said.err
+    assert said.err.startswith(f"vllm-slo: error: argument --{flag}: must be ")
     assert said.out == ""
     assert not (tmp_path / "out").exists()
 
@@ -148,7 +149,7 @@ def test_what_compares_single_servers_is_refused_with_replicas(
 ) -> None:
     assert cli.main(["demo", *option, "--replicas", "2", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(f"vllm-slo demo: {option[0]}: is for single servers")
+    assert said.err.startswith(f"vllm-slo: error: {option[0]}: is for single servers")
     assert said.out == ""
     assert not (tmp_path / "out").exists()
 
@@ -358,7 +359,7 @@ def test_a_demo_whose_server_fails_is_status_2(
     monkeypatch.setattr(demo, "choose_model", lambda *_: Model(tmp_path))
     assert cli.main(arguments(tmp_path / "out")) == 2
     error = capsys.readouterr().err
-    assert error.startswith("vllm-slo demo: ")
+    assert error.startswith("vllm-slo: error: ")
     assert error.rstrip().endswith("boom")
     assert "Traceback" not in error
 
@@ -369,7 +370,7 @@ def test_a_demo_that_cannot_write_is_status_2(
     (tmp_path / "file").write_text("")
     assert cli.main(arguments(tmp_path / "file" / "out")) == 2
     error = capsys.readouterr().err
-    assert error.startswith("vllm-slo demo: --out: cannot write")
+    assert error.startswith("vllm-slo: error: --out: cannot write")
     assert "Traceback" not in error
 
 

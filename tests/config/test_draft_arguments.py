@@ -6,7 +6,6 @@ No engine is started.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -46,9 +45,7 @@ def on_cuda(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command_line(*argv: str) -> list[str]:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    return serve.command_line(*parser.parse_known_args(argv))
+    return serve.command_line(*cli.parse(["serve", *argv]))
 
 
 def value_of(command: list[str], flag: str) -> str:
@@ -402,11 +399,8 @@ def test_every_replica_gets_the_same_flags(args: dict[str, Any]) -> None:
 
 def test_the_flag_reaches_every_replica() -> None:
     router_serve = pytest.importorskip("vllm_slo.router.serve")
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    router_serve.add_arguments(parser)
     line = ["tiny", "--draft-model", "tiny", "--replicas", "2", "--dtype", "float32"]
-    args = AppArgs.checked(router_serve.app_args(*parser.parse_known_args(line)))
+    args = AppArgs.checked(router_serve.app_args(*cli.parse(["serve", *line])))
     alone = command_line("tiny", "--draft-model", "tiny", "--dtype", "float32")
     assert replica_line(args) == alone[2:]
 
@@ -661,12 +655,9 @@ def test_draft_servers_reach_every_replica(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(TOKEN_VARIABLE, secret := "a token of the tests' own")
     (tmp_path / "token").write_text(secret)
     router_serve = pytest.importorskip("vllm_slo.router.serve")
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    router_serve.add_arguments(parser)
     address = f"{ADDRESS}-5701"
     line = ["tiny", "--draft-servers", address, "--draft-token-file", "token", "--replicas", "2"]
-    args = AppArgs.checked(router_serve.app_args(*parser.parse_known_args(line)))
+    args = AppArgs.checked(router_serve.app_args(*cli.parse(["serve", *line])))
     command = replica_line(args)
     said = json.loads(value_of(command, "--additional-config"))
     assert said == {SERVERS_KEY: address, TOKEN_FILE_KEY: str(tmp_path / "token")}

@@ -26,6 +26,8 @@ from patience import patience
 
 import vllm_slo
 from vllm_slo import cli, errors
+from vllm_slo.arguments import NO_READER
+from vllm_slo.check.schema import schema_of
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.engine.http.routes import ROUTES
 from vllm_slo.router import front_rules
@@ -40,11 +42,7 @@ COMMANDS = docs_blocks.commands()
 MOST_SKIPS = 12
 """Blocks and commands that are left out, with their reasons; one more is to be thought about."""
 
-PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in ("serve", "demo", "profile")))
-PARSED += tuple(
-    f"vllm-slo {name}"
-    for name in ("bench", "draft-server", "endpoint-picker", "front", "plan", "quote", "simulate")
-)
+PARSED = ("vllm serve", *(f"vllm-slo {name}" for name in cli.COMMANDS))
 """Commands whose arguments are checked, by the parsers that read them."""
 QUICK = {
     "simulate": [
@@ -115,8 +113,8 @@ def test_every_block_is_tried_out() -> None:
     assert len(BLOCKS) > 40 and len(COMMANDS) > 30, "the blocks are not found any more"
     unknown = [f"{b}: {b.language}" for b in BLOCKS if b.language not in TRIED | SHOWN]
     assert not unknown, f"say in docs_blocks.py what becomes of them: {unknown}"
-    markers = {one.marker for one in BLOCKS if one.marker and one.marker[0] != "skip"}
-    assert markers <= {("run", "shell"), ("check", "report"), ("check", "syntax")}
+    markers = {one.marker for one in BLOCKS if one.marker and one.marker[0] not in ("file", "skip")}
+    assert markers == {("run", "shell"), ("run", "desk"), ("check", "report"), ("check", "syntax")}
     handled = {"make", "pip", "curl", "example", *PARSED}
     lost = [str(one) for one in COMMANDS if one.program not in handled and not one.skipped]
     assert not lost, f"say in docs_blocks.py what becomes of them: {lost}"
@@ -489,6 +487,28 @@ def test_every_command_and_public_name_is_in_the_reference() -> None:
     assert not {name for name in public if f"## vllm_slo.{name}\n" not in python}
 
 
+def test_every_exit_status_is_on_the_page_of_the_command_line() -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    told = {int(status) for status in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    assert told == {*(status for status, _ in cli.STATUSES), NO_READER}
+
+
+def test_the_variables_of_the_page_are_read_somewhere() -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    rows = page.split("## Environment variables")[1].split("## ")[0]
+    named = re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)
+    assert len(named) > 6
+    sources = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "vllm_slo").rglob("*.py"))
+    assert not {name for name in named if f'"{name}"' not in sources}
+
+
+def test_every_old_name_is_in_the_reference() -> None:
+    rows = reference().old_names()
+    assert ["`vllm-slo profile`", "`--out`", "`--json`"] in rows
+    page = reference().commands().partition("## Old names")[2]
+    assert all(f"| {' | '.join(row)} |" in page for row in rows)
+
+
 def test_an_error_without_a_meaning_ends_the_build(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text('error_response(418, "Teapot", "no coffee")\n')
     with pytest.raises(ValueError, match="418"):
@@ -572,6 +592,14 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(unpkg|jsdelivr|googleapis|gstatic)\.", text), page
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?https?:", sheet.read_text(encoding="utf-8")), sheet
+
+
+@pytest.mark.slow
+def test_the_schemas_are_beside_the_reference(site: Path) -> None:
+    for kind, name in reference().SCHEMAS.items():
+        assert json.loads((site / "reference" / name).read_text(encoding="utf-8")) == schema_of(
+            kind
+        )
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import subprocess
 import sys
 import types
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_slo import __version__, cli, tiny
+from vllm_slo import __version__, cli, completion, tiny
 from vllm_slo.engine.serving import cpu_alias, serve
 from vllm_slo.errors import ConfigError, IncompatibleVLLMError
 
@@ -48,11 +48,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "arguments are required: COMMAND"),
-        (["simulat"], "invalid choice: 'simulat'"),
-        (["serve"], "arguments are required: model"),
+        (["simulat"], "'simulat' is not a command; did you mean simulate?"),
         (["demo", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["demo", "--load", "heavy"], "invalid float value: 'heavy'"),
+        (["demo", "--load", "heavy"], "argument --load: 'heavy' is not a number"),
     ],
 )
 def test_a_wrong_command_line_is_status_2(
@@ -61,7 +59,84 @@ def test_a_wrong_command_line_is_status_2(
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert line.startswith(f"vllm-slo: error: {said}")
+    assert line.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_printed_and_the_status_is_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([]) == 2
+    assert "exit status:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (ZeroDivisionError("of ours"), 70)]
+)
+def test_a_status_of_its_own_for_what_is_no_answer(
+    error: BaseException,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(completion, "run", fail)
+    assert cli.main(["completion", "bash"]) == status
+    traceback = capsys.readouterr().err
+    assert ("ZeroDivisionError: of ours" in traceback) == (status == 70)
+    assert ("Traceback" in traceback) == (status == 70)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["completion", "bash"], ["check", "--print-schema"]])
+def test_a_reader_that_leaves_early_ends_it_quietly(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_slo.cli", *words],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_text_with_which_the_plugin_ends_the_process_is_status_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SystemExit("vllm-slo: error: no such profile")
+
+    monkeypatch.setattr(completion, "run", refuse)
+    assert cli.main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == "vllm-slo: error: no such profile\n"
+
+
+def test_another_broken_pipe_is_a_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setattr(completion, "run", fail)
+    assert cli.main(["completion", "bash"]) == 70
+    assert "BrokenPipeError: a socket" in capsys.readouterr().err
+
+
+def test_the_list_of_commands_loads_none_of_them() -> None:
+    """Help and completion of the first word are as fast as Python itself."""
+    program = "import sys; from vllm_slo import cli; cli.parsers(()); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"numpy", "pydantic", "rich", "shtab", "torch", "vllm", "yaml"}
+    assert "argparse" in loaded
 
 
 @pytest.mark.parametrize(
@@ -112,9 +187,7 @@ def test_no_traceback_from_the_real_command(tmp_path: Path) -> None:
 
 
 def command_line(*argv: str) -> list[str]:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    return serve.command_line(*parser.parse_known_args(argv))
+    return serve.command_line(*cli.parse(["serve", *argv]))
 
 
 def value_of(command: list[str], flag: str) -> str:
@@ -128,8 +201,39 @@ def test_serve_is_vllm_serve_with_our_flags() -> None:
     assert value_of(command, "--scheduler-cls") == "vllm_slo.Scheduler"
     assert value_of(command, "--middleware") == "vllm_slo.engine.http.SLOMiddleware"
     assert command[-3:] == ["--port", "8001", "--max-num-seqs=4"]
+    assert command_line("--model", "some-model", "--port", "8001", "--max-num-seqs=4") == command
+    assert command_line("--max-num-seqs=4", "some-model", "--port", "8001")[2] == "some-model"
     assert "--additional-config" not in command
     assert "--served-model-name" not in command
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--port", "8000", "tiny"],
+        ["--enforce-eager", "tiny"],
+        ["--max-num-seqs=4", "--port", "8000", "tiny"],
+        ["--slo-config", "slo.yaml", "--seed", "-1", "tiny"],
+        ["--port", "8000"],
+    ],
+)
+def test_the_value_of_a_flag_is_not_the_model(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="name the model first: vllm-slo serve MODEL"):
+        cli.parse(["serve", *words])
+
+
+def test_the_model_can_stand_in_vllms_file(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("model: some-model\nport: 8001\n")
+    args, rest = cli.parse(["serve", "--slo-config", "s.yaml", "--config", str(file)])
+    assert (args.model, rest) == ("some-model", ["--config", str(file)])
+    assert cli.parse(["serve", "other", "--config", str(file)])[0].model == "other"
+
+
+def test_two_names_of_the_model_must_agree() -> None:
+    assert cli.parse(["serve", "m", "--model", "m"])[0].model == "m"
+    with pytest.raises(ConfigError, match="two models are named: m and --model n"):
+        cli.parse(["serve", "m", "--model", "n"])
 
 
 def test_tiny_is_a_short_name_for_the_built_in_model() -> None:

@@ -15,7 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 CLOSED: dict[str, set[str]] = {
+    "vllm_slo.arguments": set(),
+    "vllm_slo.check": {"yaml"},
     "vllm_slo.cli": set(),
+    "vllm_slo.completion": {"shtab"},
     "vllm_slo.config": {"numpy", "pydantic", "yaml"},
     "vllm_slo.core": {"numba", "numpy"},
     "vllm_slo.engine.compat.api_server": set(),
@@ -31,6 +34,7 @@ CLOSED: dict[str, set[str]] = {
     "vllm_slo.errors": set(),
     "vllm_slo.live": {"prometheus_client"},
     "vllm_slo.slo": {"msgspec", "pydantic"},
+    "vllm_slo.traces": {"backports", "msgspec", "pydantic", "yaml"},
     "vllm_slo.wire": {"msgspec", "zmq"},
 }
 """Module or package -> the foreign packages that it may import."""

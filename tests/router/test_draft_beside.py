@@ -20,9 +20,8 @@ from patience import patience
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_slo import cli, tiny
-from vllm_slo.engine.serving import serve
 from vllm_slo.errors import ConfigError
-from vllm_slo.router import draft_beside, draft_server
+from vllm_slo.router import draft_beside
 from vllm_slo.router import serve as router_serve
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, connected_addresses
 
@@ -36,20 +35,14 @@ DRAFTED = ["--draft-model", "tiny", "--draft-servers", "2"]
 
 def parsed(*words: str, model: str = "tiny") -> tuple[argparse.Namespace, list[str]]:
     """A command line of ``vllm-slo serve``."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    router_serve.add_arguments(parser)
-    draft_beside.add_arguments(parser)
-    return parser.parse_known_args([model, *words])
+    return cli.parse(["serve", model, *words])
 
 
 def fleet(*words: str) -> tuple[argparse.Namespace, list[str]]:
     """The draft servers' command as they read it: their own flags, and the engine's."""
     command = draft_beside.fleet_command(*parsed(*DRAFTED, *words))
     assert command[0] == "draft-server"
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    draft_server.add_arguments(parser)
-    return parser.parse_known_args(command[1:])
+    return cli.parse(command)
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,6 @@ START_S = patience(180.0)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--count", "0"], "--count 0: choose 1 to 1024"),
         (["--count", "2", "--connect", "nowhere"], "--connect nowhere: not an address"),
         (["--count", "2"], "--token-file: not given, and VLLMSLO_DRAFT_TOKEN is not set"),
         (["--ray-address", "127.0.0.1:9"], "--ray-address 127.0.0.1:9: [Errno 111]"),

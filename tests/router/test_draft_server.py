@@ -38,7 +38,6 @@ PROMPT = [(17 * place) % 1000 + 300 for place in range(70)]
     [
         (["--connect", "10.0.0.1:80"], "--connect 10.0.0.1:80: not an address; write tcp://"),
         (["--connect", "tcp://*:80"], "--connect tcp://*:80: not an address"),
-        (["--max-sessions", "0"], "--max-sessions 0: choose 1 to 1024"),
         (["--name", "a b"], "--name a b: use up to 128 letters"),
         (["--token-file", "/nowhere"], "--token-file /nowhere: No such file or directory"),
         ([], "--token-file: not given, and VLLMSLO_DRAFT_TOKEN is not set"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -32,7 +31,7 @@ import httpx
 from live_replicas import LiveReplicas, eventually, nothing
 from live_server import UNIPROC, environment
 
-from vllm_slo import tiny
+from vllm_slo import cli, tiny
 from vllm_slo.cli import main
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.serve_args import Flags, serve_arguments
@@ -196,18 +195,16 @@ def test_a_profile_that_is_here_gets_its_whole_path(
 
 
 def test_one_server_and_many_are_told_the_same(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    engine_serve.add_arguments(parser)
-    router_serve.add_arguments(parser)
     line = [
+        "serve",
         "tiny",
         "--additional-config",
         '{"slo_config": {"ageing_s": 5.0}}',
         "--dtype",
         "float32",
     ]
-    one = engine_serve.command_line(*parser.parse_known_args(line))
-    many = AppArgs.checked(router_serve.app_args(*parser.parse_known_args(line)))
+    one = engine_serve.command_line(*cli.parse(line))
+    many = AppArgs.checked(router_serve.app_args(*cli.parse(line)))
     assert one == ["vllm", "serve", *replica_spec(many).command("h")[6:]]
     assert str(tiny.path("target")) in one
     names = serve_arguments("tiny", ["--served_model_name=x"], {})

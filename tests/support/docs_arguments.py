@@ -6,12 +6,10 @@ In: a JSON list of lists of words on stdin. Out: a JSON list with an error, or n
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import import_module
 
 from vllm_slo import cli
 from vllm_slo.engine.serving import cpu_alias, serve
@@ -26,20 +24,13 @@ def ours(command: str, words: list[str]) -> None:
     Raises:
         SystemExit, VllmSLOError: it refuses.
     """
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    import_module(cli.COMMANDS[command][0]).add_arguments(parser)
-    if command == "serve":
-        replicas.add_arguments(parser)
-        draft_beside.add_arguments(parser)
-    args, rest = parser.parse_known_args(words)
+    args, rest = cli.parse([command, *words])
     if command == "serve" and (args.draft_servers or "").isdecimal():
         ours(*_split(draft_beside.fleet_command(args, rest)))  # it would start them
     if command == "serve" and replicas.asked_for(args):
         vllms([args.model, *replicas.app_args(args, rest).get("vllm_args", [])])
     elif command == "serve":
         vllms(serve.command_line(args, rest)[2:])
-    elif rest and command != "draft-server":
-        raise VllmSLOError(f"unrecognized arguments: {rest}")
 
 
 def _split(words: list[str]) -> tuple[str, list[str]]:

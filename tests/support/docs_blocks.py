@@ -7,6 +7,8 @@ in a process of its own, and a console's commands go by their names. An HTML com
 before the fence says otherwise:
 
     <!-- run: shell -->      run the commands for real, ``simulate`` and the like as quick as can be
+    <!-- run: desk -->       run the commands of this page one after the other, servers meanwhile
+    <!-- file: NAME -->      a file that these commands read
     <!-- check: report -->   JSON with the keys of a request's report
     <!-- check: syntax -->   YAML or JSON that is read by others: well formed
     <!-- skip: REASON -->    left out; the reason is listed by pytest
@@ -24,7 +26,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FENCE: Final = re.compile(r"^ *```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^ *```$", re.M | re.S)
-MARKER: Final = re.compile(r"<!-- (run|check|skip): (.+?) -->")
+MARKER: Final = re.compile(r"<!-- (run|file|check|skip): (.+?) -->")
 TRIED: Final = {"bash", "console", "json", "python", "sh", "yaml"}
 """Languages of which every block is tried out."""
 SHOWN: Final = {"", "http", "promql", "text"}
@@ -73,8 +75,9 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell reads them; comments are dropped."""
-        return shlex.split(self.text.replace("\\\n", " "), comments=True)
+        """As a shell reads them; comments are dropped, and where output goes."""
+        words = shlex.split(self.text.replace("\\\n", " "), comments=True)
+        return words[: words.index(">")] if ">" in words else words
 
     @property
     def program(self) -> str:

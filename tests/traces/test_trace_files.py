@@ -7,10 +7,13 @@ import gzip
 import itertools
 import json
 import re
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from backports import zstd
 
 from vllm_slo import cli
 from vllm_slo.bench.main import build_workload
@@ -21,6 +24,7 @@ from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.traces.errors import TraceError
 from vllm_slo.traces.files import Format, detect, read
+from vllm_slo.traces.own_format import header_line, request_line
 from vllm_slo.traces.request import TraceRequest
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
@@ -52,16 +56,34 @@ MOONCAKE = (
     '{"timestamp": 27482, "input_length": 1100, "output_length": 26, "hash_ids": [46, 47, 2366]}\n'
     '{"timestamp": 30535, "input_length": 20, "output_length": 0, "hash_ids": [2353]}\n'
 )
-ADASERVE = json.dumps(
-    [{"emission_time_ms": 1000.0, "input_length": 4, "output_length": 5, "slo_ratio": 1.2}]
+BAILIAN = (
+    '{"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.5, "input_length": 40, '
+    '"output_length": 9, "type": "text", "turn": 1, "hash_ids": [1, 2, 3]}\n'
+    '{"chat_id": 9, "parent_chat_id": 7, "timestamp": 3.0, "input_length": 50, '
+    '"output_length": 9, "type": "search", "turn": 2, "hash_ids": [1, 2, 4]}\n'
+    '{"chat_id": 10, "parent_chat_id": 9, "timestamp": 4.0, "input_length": 60, '
+    '"output_length": 9, "type": "text", "turn": 3, "hash_ids": []}\n'
 )
+ADASERVE = json.dumps(
+    [
+        {"emission_time_ms": 1000.0, "input_length": 4, "output_length": 5, "slo_ratio": 1.2},
+        {"emission_time_ms": 1500.0, "input_length": 6, "output_length": 7, "slo_ratio": -50},
+    ]
+)
+OURS = header_line(datetime(2026, 11, 30, tzinfo=UTC), 64, "tiny") + request_line(
+    TraceRequest(1.0, 100, 20, "chat", hash_ids=(5, 6)), 0.0
+)
+PLAIN = "arrival_ms;prompt_tokens;output_tokens\n1500;10;20\n"
 SAMPLES: dict[str, tuple[Format, str]] = {
     "azure 2023": ("azure", AZURE_2023),
     "azure 2024": ("azure", AZURE_2024),
     "burstgpt": ("burstgpt", BURSTGPT),
     "burstgpt with sessions": ("burstgpt", BURSTGPT_3),
     "mooncake": ("mooncake", MOONCAKE),
+    "bailian": ("bailian", BAILIAN),
     "adaserve": ("adaserve", ADASERVE),
+    "ours": ("vllm-slo", OURS),
+    "plain": ("csv", PLAIN),
 }
 
 
@@ -84,14 +106,13 @@ def workload(path: Path, name: str = "azure-conv", **changes: Any) -> Workload:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [bytes, gzip.compress, zstd.compress])
 @pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz", "trace.jsonl.gz", "trace"])
 def test_the_content_tells_the_format_and_not_the_name(
-    tmp_path: Path, sample: str, packed: bool, name: str
+    tmp_path: Path, sample: str, packed: Callable[[bytes], bytes], name: str
 ) -> None:
     form, text = SAMPLES[sample]
-    content = gzip.compress(text.encode()) if packed else text.encode()
-    path = written(tmp_path, content, name)
+    path = written(tmp_path, packed(text.encode()), name)
     assert detect(path) == form
     assert requests(path) == requests(written(tmp_path, text, "plain"))
 
@@ -108,8 +129,18 @@ def test_what_each_format_says(tmp_path: Path) -> None:
     assert of(MOONCAKE) == [(0.0, 1100, 52), (pytest.approx(27.482), 1100, 26), (30.535, 20, 0)]
     hashed = [r.hash_ids for r in requests(written(tmp_path, MOONCAKE))]
     assert hashed == [(46, 47, 48), (46, 47, 2366), (2353,)]
-    (one,) = requests(written(tmp_path, ADASERVE))
-    assert one == TraceRequest(1.0, 4, 5, slo_ratio=1.2)
+    assert requests(written(tmp_path, ADASERVE)) == [
+        TraceRequest(1.0, 4, 5, slo_ratio=1.2),
+        TraceRequest(1.5, 6, 7, tpot_ms=50.0, slo_ratio=-50.0),
+    ]
+    assert [(r.model, r.session) for r in requests(written(tmp_path, BURSTGPT_3))] == [
+        ("GPT-4", "a"), ("ChatGPT", "a"), ("ChatGPT", "b"),
+    ]  # fmt: skip
+    assert requests(written(tmp_path, BAILIAN)) == [
+        TraceRequest(1.5, 40, 9, "text", session="7", hash_ids=(1, 2, 3), block_tokens=16),
+        TraceRequest(3.0, 50, 9, "search", session="7", hash_ids=(1, 2, 4), block_tokens=16),
+        TraceRequest(4.0, 60, 9, "text", session="7", block_tokens=16),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,11 +223,13 @@ def moon(**changes: Any) -> str:
         ("", "is empty"),
         (" \n\n", "is empty"),
         ("hello\n", "line 1: 'hello' begins no known trace"),
-        ("time,prompt,answer\n1,2,3\n", "Mooncake JSON lines (timestamp, input_length"),
+        ("time,prompt,answer\n1,2,3\n", "no column of prompt tokens among time, prompt, answer; "),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
         (b"PK\x03\x04\xff\xfe", "is not UTF-8 text"),
         (gzip.compress(AZURE_2024.encode(), mtime=0)[:-9], "cannot read"),
         (b"\x1f\x8b\x08nonsense", "cannot read"),
+        (zstd.compress(AZURE_2024.encode())[:-9], "cannot read"),
+        (b"\x28\xb5\x2f\xfdnonsense", "cannot read"),
         ("TIMESTAMP,ContextTokens\n", "Azure CSV; line 1: column GeneratedTokens is missing"),
         ("Timestamp,Model,Request tokens\n", "BurstGPT CSV; line 1: column Response tokens is"),
         (AZURE_2024 + "2024-05-10 00:00:02,5\n", "Azure CSV; line 4, field GeneratedTokens: ''"),
@@ -228,6 +261,15 @@ def moon(**changes: Any) -> str:
         (moon(hash_ids=[1, True]), "line 2, field hash_ids: "),
         # Another trace has the same fields, and blocks of 16 tokens.
         (moon(hash_ids=[1, 2, 3, 4]), "field hash_ids: 4 ids are too many for 1100 tokens"),
+        (
+            BAILIAN.replace('"turn": 1', '"turn": 1, "chat_id": "x"'),
+            "Alibaba's JSON lines; line 1, field chat_id: 'x' is not a number",
+        ),
+        (BAILIAN.replace("[1, 2, 4]", "[1, 2, 4, 5, 6]"), "line 2, field hash_ids: 5 ids are too"),
+        (
+            BAILIAN.replace('"output_length": 9, "type": "search", ', ""),
+            "line 2, field output_length: missing",
+        ),
         ("[\n{", "AdaServe JSON; line 2 is not JSON"),
         ("[1]", "AdaServe JSON; request 0 is not an object"),
         ('[{"id": 1, "conversations": []}]', "AdaServe JSON; request 0, field emission_time_ms"),
@@ -247,9 +289,11 @@ def test_a_mistake_is_told_with_format_line_and_field(
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing.csv"):
-        with pytest.raises(TraceError, match=f"cannot read {path}: "):
-            detect(path)
+    path = tmp_path / "missing.csv"
+    with pytest.raises(TraceError, match=f"cannot read {path}: No such file"):
+        detect(path)
+    with pytest.raises(TraceError, match=f"{tmp_path} holds no recording"):
+        requests(tmp_path)
 
 
 def test_a_format_that_does_not_fit_the_workload(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from vllm_slo.arguments import number, whole
 from vllm_slo.bench.client import ClientOptions, ServerRun, measure_step, measure_zero_load
 from vllm_slo.bench.demo_load import (
     CLASSES,
@@ -49,24 +49,41 @@ REPLICAS_DURATION_S: Final = 45.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``vllm-slo demo``."""
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for results")
+    positive = number(0.0, above=True)
     parser.add_argument(
-        "--parameters", type=float, help="size of the model (default: chosen for this machine)"
+        "--out",
+        type=Path,
+        default=Path("demo-output"),
+        metavar="DIR",
+        help="write the results into this folder (default: demo-output)",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=positive,
+        metavar="N",
+        help="size of the model (default: chosen for this machine)",
     )
     parser.add_argument(
         "--load",
-        type=float,
+        type=positive,
+        metavar="FACTOR",
         help="load as a multiple of what stock vLLM can serve "
         f"(default: {LOAD}; not with --replicas)",
     )
     parser.add_argument(
-        "--duration", type=float, help="seconds of arrivals (default: 45 to 75, for 100 requests)"
+        "--duration",
+        type=positive,
+        metavar="SECONDS",
+        help="seconds of arrivals (default: 45 to 75, for 100 requests)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="of the arrivals and lengths (0)"
+    )
     parser.add_argument(
         "--replicas",
-        type=int,
+        type=whole(1),
         default=1,
+        metavar="N",
         help="2 or more: compare policies of routing over so many replicas (vllm-slo[ray])",
     )
     parser.add_argument(
@@ -77,35 +94,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 0 if all servers finished every request."""
+    """Run the demo; 0 if all servers finished every request, else 1.
+
+    Raises:
+        BenchError: as `demo`.
+    """
     from rich.console import Console
 
     console = Console()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the servers, too
-    try:
-        report = demo(args, console)
-    except BenchError as error:
-        Console(stderr=True).print(f"vllm-slo demo: {error}", style="red", markup=False)
-        return 2
+    report = demo(args, console)
     console.print(verdict(report))
     console.print(f"picture: {args.out / 'demo.png'}", soft_wrap=True)
     return 0 if all(finished(run) for run in report.runs) else 1
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise BenchError for wrong arguments, before any server is started."""
-    if args.replicas < 1:
-        raise BenchError("--replicas", f"{args.replicas} is out of range; give 1 or more")
+    """Raise BenchError for options that exclude each other, before any server is started."""
     if args.replicas > 1:
         for name in ("speculate", "load"):
             if getattr(args, name):
                 raise BenchError(f"--{name}", "is for single servers; leave out --replicas")
-    if args.seed < 0:
-        raise BenchError("--seed", f"{args.seed} is out of range; give 0 or more")
-    for name in ("parameters", "load", "duration"):
-        number = getattr(args, name)
-        if number is not None and not 0.0 < number < math.inf:
-            raise BenchError(f"--{name}", f"{number:g} is out of range; give a number above 0")
 
 
 def demo(args: argparse.Namespace, console: Console) -> BenchReport:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
+import msgspec
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
@@ -118,7 +119,7 @@ def read_recording(path: Path, slo_class: str | None = None) -> Recording:
     for row in read(path, form):
         if row.prompt_tokens and row.output_tokens:
             name = _adaserve_class(row.slo_ratio or 0.0) if slo_class is None else slo_class
-            rows.append(replace(row, slo_class=name))
+            rows.append(msgspec.structs.replace(row, slo_class=name))
         else:
             left_out += 1
     if not rows:

@@ -41,7 +41,7 @@ _FLAGS: Final = (
     *("--api-server-count", "--nnodes", "--distributed-executor-backend", "--headless", "--grpc"),
     *("--uds", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
     *("--ssl-cert-reqs", "--served-model-name", "--additional-config", "--api-key", "--config"),
-    *("--host", "--port", "--tokenizer", "--block-size", "--attention-backend"),
+    *("--model", "--host", "--port", "--tokenizer", "--block-size", "--attention-backend"),
     *("--attention-config", "--compilation-config", "--scheduler-cls", "--middleware"),
     *("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--worker-cls"),
     *SHARED_WITH_DRAFTS,
@@ -107,7 +107,7 @@ class Flags:
                 continue
             listed = value if isinstance(value, list) else [value]
             words += [f"--{key}", *(_word(item) for item in listed if not isinstance(item, bool))]
-        first = next((i for i, word in enumerate(self.words) if _is_flag(word)), len(self.words))
+        first = next((i for i, word in enumerate(self.words) if is_flag(word)), len(self.words))
         return Flags([*self.words[:first], *words, *self.words[first:]])
 
     def _scan(self) -> list[tuple[str, list[str], int, int]]:
@@ -116,9 +116,9 @@ class Flags:
         start = 0
         while start < len(self.words):
             stop = start + 1
-            if _is_flag(self.words[start]):
+            if is_flag(self.words[start]):
                 name, equals, value = self.words[start].partition("=")
-                while not equals and stop < len(self.words) and not _is_flag(self.words[stop]):
+                while not equals and stop < len(self.words) and not is_flag(self.words[stop]):
                     stop += 1
                 values = [value] if equals else self.words[start + 1 : stop]
                 flags.append((_full_name(name), values, start, stop))
@@ -131,7 +131,8 @@ def _word(value: object) -> str:
     return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
+    """Whether a word is a flag; a negative number is a value."""
     return len(word) > 1 and word[0] == "-" and (word[1] == "-" or word[1].isalpha())
 
 

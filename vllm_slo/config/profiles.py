@@ -72,12 +72,8 @@ def default_path(key: ProfileKey) -> Path:
     return cache_dir() / "profiles" / f"{key.slug()}.json"
 
 
-def save(report: ProfileReport, path: Path | None = None) -> Path:
-    """Write a profile (by default to :func:`default_path`), whole or not at all.
-
-    Raises ProfileError where the folder cannot be written.
-    """
-    path = default_path(report.key) if path is None else path
+def text_of(report: ProfileReport) -> str:
+    """A profile as the text of its file, JSON."""
     fit = report.fit
     data = {
         "format": FORMAT,
@@ -86,14 +82,24 @@ def save(report: ProfileReport, path: Path | None = None) -> Path:
         "fit": {name: getattr(fit, name) for name in (*_FIT_NUMBERS, "n")},
         "samples": [[*astuple(shape), seconds] for shape, seconds in report.samples],
     }
+    return json.dumps(data, indent=1)
+
+
+def save(report: ProfileReport, path: Path | None = None) -> Path:
+    """Write a profile (by default to :func:`default_path`), whole or not at all.
+
+    Raises ProfileError where the folder cannot be written.
+    """
+    path = default_path(report.key) if path is None else path
+    text = text_of(report)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(data, file, indent=1)
+            file.write(text)
         Path(file.name).replace(path)
     except OSError as error:
         raise ProfileError(
-            f"cannot write the profile {path}: {error}; choose another place with --out, "
+            f"cannot write the profile {path}: {error}; choose another place with --json, "
             "or another cache folder with VLLM_SLO_CACHE"
         ) from error
     return path

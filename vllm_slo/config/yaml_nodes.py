@@ -46,22 +46,32 @@ def line_of(node: yaml.Node | None, loc: Sequence[int | str]) -> int | None:
 
 
 def _refuse_duplicates(
-    node: yaml.Node | None, origin: object, error: Callable[[str], Exception], depth: int = 4
+    root: yaml.Node | None, origin: object, error: Callable[[str], Exception]
 ) -> None:
-    """Raise ``error`` where a mapping holds a key twice. YAML would silently keep the last one.
+    """Raise ``error`` where a mapping holds a key twice. YAML would silently keep the last one."""
+    left, visited = [root], set[int]()
+    while left:
+        node = left.pop()
+        if id(node) in visited:  # an alias
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += reversed(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            _refuse_duplicate_keys(node, origin, error)
+            left += [value for _, value in reversed(node.value)]
 
-    ``depth`` reaches every mapping of a valid file, and ends aliases that form a cycle.
-    """
-    if not isinstance(node, yaml.MappingNode) or depth == 0:
-        return
+
+def _refuse_duplicate_keys(
+    node: yaml.MappingNode, origin: object, error: Callable[[str], Exception]
+) -> None:
     seen: set[str] = set()
-    for key, value in node.value:
+    for key, _ in node.value:
         name = str(key.value)
         if name in seen:
             line = key.start_mark.line + 1
             raise error(f"{origin}:{line}: {name}: duplicate key; keep one")
         seen.add(name)
-        _refuse_duplicates(value, origin, error, depth - 1)
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, TypedDict
 
+from vllm_slo.arguments import INTERRUPTED
 from vllm_slo.errors import ConfigError
 from vllm_slo.router import ray_session
 from vllm_slo.router.child import Child
@@ -100,8 +101,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         VllmSLOError: a flag cannot be used, or a draft server cannot run at all; one line.
     """
     count = 1 if args.count is None else args.count
-    if not 1 <= count <= MOST:
-        raise ConfigError(f"--count {count}: choose 1 to {MOST}")
     connected_addresses(args.connect, "--connect")
     if args.ray_address is None:
         derive_keys(read_token(args.token_file))
@@ -110,7 +109,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     ray_session.import_ray("--ray-address" if args.count is None else "--count")
     with ray_session.interruptible(), ray_session.cluster(args.ray_address, count):
         _Fleet(args, rest, count).watch()
-    return 1 if ray_session.hurried() else 0
+    return INTERRUPTED if ray_session.hurried() else 0
 
 
 def command_of(args: argparse.Namespace, rest: Sequence[str], name: str) -> list[str]:

@@ -25,6 +25,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Final, NoReturn, Protocol
 
+from vllm_slo.arguments import number, whole
 from vllm_slo.core.clock import Clock, SystemClock
 from vllm_slo.core.speculation.draft_sessions import DraftAsk, DraftTokens
 from vllm_slo.errors import ConfigError
@@ -107,7 +108,10 @@ def _draft_round(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of a draft server; all others are those of vLLM's engine."""
     parser.add_argument(
-        "--model", required=True, help="name or folder of a small model; 'tiny' is the built-in one"
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="name or folder of a small model; 'tiny' is the built-in one",
     )
     parser.add_argument(
         "--connect",
@@ -126,26 +130,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-sessions",
         "--max_sessions",
-        type=int,
+        type=whole(1, MAX_SESSIONS),
         default=64,
+        metavar="N",
         help="most requests to draft for at the same time (default: %(default)s)",
     )
     parser.add_argument(
-        "--name", help="name, unique among the verifier's draft servers (default: host-pid)"
+        "--name",
+        metavar="NAME",
+        help="name, unique among the verifier's draft servers (default: host-pid)",
     )
     ray = parser.add_argument_group("several draft servers, placed and watched by Ray")
-    ray.add_argument("--count", type=int, help="number of draft servers")
+    ray.add_argument(
+        "--count", type=whole(1, draft_fleet.MOST), metavar="N", help="number of draft servers"
+    )
     ray.add_argument(
         "--ray-address",
         "--ray_address",
+        metavar="ADDRESS",
         help="Ray cluster to run on; default with --count: a new one on this machine",
     )
     for unit, default in (("cpus", 1.0), ("gpus", 0.0)):
         ray.add_argument(
             f"--{unit}-per-server",
             f"--{unit}_per_server",
-            type=float,
+            type=number(0.0),
             default=default,
+            metavar="N",
             help=f"{unit.upper()} reserved for each draft server (default: %(default)g)",
         )
 
@@ -165,8 +176,6 @@ def _run_one(args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     name = args.name or f"{socket.gethostname()}-{os.getpid()}"
     if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"--name {name}: use up to {MAX_NAME} letters, digits, and ._:@/-")
-    if not 1 <= args.max_sessions <= MAX_SESSIONS:
-        raise ConfigError(f"--max-sessions {args.max_sessions}: choose 1 to {MAX_SESSIONS}")
     token = read_token(args.token_file)
     derive_keys(token)  # checks the token before a model is loaded
     logging.basicConfig(
@@ -206,8 +215,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
+        for stop in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(stop, self._ask)
 
     def __call__(self) -> bool:
         return self._asked

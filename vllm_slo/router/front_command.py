@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from vllm_slo.arguments import port
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.errors import ConfigError
 from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest, api_keys_in
@@ -28,8 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add_replica_flags(parser)
     parser.add_argument("--slo-config", metavar="FILE", help="the replicas' SLO configuration")
-    parser.add_argument("--host", default="", help="address to listen on; default: all")
-    parser.add_argument("--port", type=int, default=8000, help="port for clients (8000)")
+    parser.add_argument(
+        "--host", default="", metavar="ADDRESS", help="address to listen on; default: all"
+    )
+    parser.add_argument(
+        "--port", type=port, default=8000, metavar="N", help="port for clients (8000)"
+    )
     parser.add_argument(
         "--share-port",
         action="store_true",
@@ -66,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_slo.router.child_process import run as run_loop
     from vllm_slo.router.front import listen, listening_errors
 
+    source, slo = source_of_arguments(args), SLOConfig.load(args.slo_config)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s"
     )
@@ -73,16 +79,16 @@ def run(args: argparse.Namespace) -> int:
         listening_errors(args.host, args.port),
         listen(args.host, args.port, shares=args.share_port) as listener,
     ):
-        run_loop(_serve(args, listener))
+        run_loop(_serve(args, source, slo, listener))
     return 0
 
 
-async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
+async def _serve(
+    args: argparse.Namespace, source: Source, slo: SLOConfig, listener: socket.socket
+) -> None:
     from vllm_slo.router.child_process import heed_signals
     from vllm_slo.router.front import front_at
 
-    source = source_of_arguments(args)
-    slo = SLOConfig.load(args.slo_config)
     keys = args.api_key or api_keys_in(os.environ, API_KEY_ENV)
     config = {
         "slo_config": slo.model_dump(mode="json", exclude_unset=True),

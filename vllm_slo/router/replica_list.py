@@ -140,6 +140,14 @@ class Urls:
         """The replicas.
 
         Raises:
+            ConfigError: as `specs`.
+        """
+        return self.specs()
+
+    def specs(self) -> list[ReplicaSpec]:
+        """The replicas.
+
+        Raises:
             ConfigError: a URL cannot be used.
         """
         specs: list[ReplicaSpec] = []
@@ -217,7 +225,9 @@ def source_of(urls: Iterable[str], replicas_from: str | None, token: str | None)
     if bool(given) == bool(replicas_from):
         raise ConfigError("give either --replica URL (several times), or --replicas-from")
     if not replicas_from:
-        return Urls(given, token)
+        listed = Urls(given, token)
+        listed.specs()  # shows a mistake before anything is started
+        return listed
     if not replicas_from.lower().startswith("dns:"):
         return File(Path(replicas_from), token)
     parts = _DNS.fullmatch(replicas_from)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from vllm_slo.arguments import INTERRUPTED, number, whole
 from vllm_slo.config.command_line import Flags
 from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.errors import ConfigError, VllmSLOError
@@ -32,18 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags for several replicas; all others are vLLM's."""
     group = parser.add_argument_group("several replicas behind one port (vllm-slo[ray])")
 
-    def add(flag: str, kind: Callable[[str], Any], text: str) -> None:
+    def add(flag: str, kind: Callable[[str], Any], metavar: str, text: str) -> None:
         # vLLM's flags may have underscores instead of dashes, so these may, too.
-        group.add_argument(flag, f"--{flag[2:].replace('-', '_')}", type=kind, help=text)
+        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}"))
+        group.add_argument(*names, type=kind, metavar=metavar, help=text)
 
-    group.add_argument("--replicas", type=int, help="number of replicas")
-    add("--min-replicas", int, "fewest replicas, if their number follows demand")
-    add("--max-replicas", int, "most replicas, if their number follows demand")
-    add("--fronts", int, "number of fronts, which share the port (1)")
-    add("--ray-address", str, "Ray cluster to run on; default: a new one on this machine")
-    add("--gpus-per-replica", float, "default: tensor times pipeline parallel size")
-    add("--cpus-per-replica", float, "CPU cores reserved for each replica")
-    add("--replica-module", str, argparse.SUPPRESS)  # for tests: processes without vLLM
+    add("--replicas", whole(1), "N", "number of replicas")
+    add("--min-replicas", whole(0), "N", "fewest replicas, if their number follows demand")
+    add("--max-replicas", whole(1), "N", "most replicas, if their number follows demand")
+    add("--fronts", whole(1), "N", "number of fronts, which share the port (1)")
+    add("--ray-address", str, "ADDRESS", "Ray cluster to run on; default: a new one here")
+    add("--gpus-per-replica", number(0.0), "N", "default: tensor times pipeline parallel size")
+    add("--cpus-per-replica", number(0.0), "N", "CPU cores reserved for each replica")
+    add("--replica-module", str, "MODULE", argparse.SUPPRESS)  # for tests: no vLLM
 
 
 def asked_for(args: argparse.Namespace) -> bool:
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     with ray_session.interruptible(), ray_session.cluster(args.ray_address, cpus):
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         _Deployment(given, args.ray_address).serve()
-    return 1 if ray_session.hurried() else 0
+    return INTERRUPTED if ray_session.hurried() else 0
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:

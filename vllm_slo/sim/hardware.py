@@ -305,6 +305,10 @@ class _Profile(_Keys):
     sources: dict[str, str] = Field(default_factory=dict)
 
 
+PROFILE_KEYS: Final = tuple(_Profile.model_fields)
+"""The keys of a profile file."""
+
+
 def _from_yaml(path: Path) -> Hardware:
     node, data = _parse(path)
     if not isinstance(data, dict):

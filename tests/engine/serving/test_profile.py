@@ -138,7 +138,7 @@ def test_broken_files_are_refused(report: ProfileReport) -> None:
 
 def test_an_unwritable_place_is_named(report: ProfileReport, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ProfileError, match="--out"):
+    with pytest.raises(ProfileError, match="--json"):
         profiles.save(report, tmp_path / "file" / "profile.json")
 
 
@@ -200,7 +200,7 @@ def test_a_real_engine_is_measured_stored_and_found(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     arguments = [str(tiny.path("draft")), "--quick", "--enforce-eager", "--max-num-seqs", "8"]
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments, "--out", str(out)],
+        [sys.executable, "-c", COMMAND, *arguments, "--json", str(out)],
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, timeout=patience(200), check=False,
     )  # fmt: skip
@@ -229,10 +229,10 @@ def test_a_fit_of_noise_is_stored_only_on_demand(
     noise = replace(report, fit=replace(report.fit, r2=0.1))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setattr(profile, "profile", lambda *_, **__: noise)
-    assert profile.run(parser.parse_args(["model"])) == 2
-    assert "quiet machine" in capfd.readouterr().err
+    with pytest.raises(ProfileError, match="quiet machine"):
+        profile.run(parser.parse_args(["model"]))
     assert profiles.find(KEY) is None
-    assert profile.run(parser.parse_args(["model", "--out", str(tmp_path / "it.json")])) == 0
+    assert profile.run(parser.parse_args(["model", "--json", str(tmp_path / "it.json")])) == 0
     assert profiles.find(KEY, tmp_path / "it.json") == report.model
 
 
@@ -248,5 +248,5 @@ def test_the_command_fails_with_one_line(tmp_path: Path, capfd: pytest.CaptureFi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "profile", refuse)
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        assert profile.run(args) == 2
-    assert capfd.readouterr().err == "vllm-slo profile: no such engine 32\n"
+        with pytest.raises(ProfileError, match="no such engine 32"):
+            profile.run(args)

@@ -202,7 +202,7 @@ def test_real_figures_are_consistent_and_the_verdict_agrees_with_them(
     words = ["--quick", "--enforce-eager", "--dtype", "float32", "--max-num-seqs", "2"]
     words += ["--max-model-len", "512", "--prompts", str(prompts)]
     out = tmp_path / "profile.json"
-    status = cli.main(["profile", "tiny", "--draft-model", "tiny", *words, "--out", str(out)])
+    status = cli.main(["profile", "tiny", "--draft-model", "tiny", *words, "--json", str(out)])
     printed = capfd.readouterr()
     assert status == 0, printed.out + printed.err
     assert out.is_file()

@@ -189,17 +189,14 @@ def test_the_middleware_with_a_config_file(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_our_command_line(tmp_path: Path) -> None:
-    import argparse
-
+    from vllm_slo import cli
     from vllm_slo.engine.serving import serve
 
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    args, rest = parser.parse_known_args(["tiny", "--port", "1", "--additional-config", '{"a": 1}'])
+    args, rest = cli.parse(["serve", "tiny", "--port", "1", "--additional-config", '{"a": 1}'])
     line = serve.command_line(args, rest)
     assert line[:3] == ["vllm", "serve", str(tiny.path("target"))]
     assert line[3:5] == ["--served-model-name", "tiny"]
     assert line[-4:] == ["--additional-config", '{"a": 1}', "--port", "1"]
     for wrong in ("{", "[]"):
         with pytest.raises(ConfigError, match="--additional-config: not "):
-            serve.command_line(parser.parse_args(["m", "--additional-config", wrong]), [])
+            serve.command_line(*cli.parse(["serve", "m", "--additional-config", wrong]))

@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_slo.arguments import Renamed, add_model, share, standard_output, whole
 from vllm_slo.config import profiles
 from vllm_slo.config.profiles import ProfileReport
 from vllm_slo.core.step_time.fit import fit
 from vllm_slo.engine.serving import profile_speculation as speculation
 from vllm_slo.engine.serving.profile_measurement import Progress, in_process_llm, measure
-from vllm_slo.errors import ConfigError, ProfileError, VllmSLOError
+from vllm_slo.errors import ConfigError, ProfileError
 
 WORST_R2 = 0.5
 """Below it a profile is not stored: a server that learns its step times online does better."""
@@ -64,15 +66,15 @@ def profile(
 
 _ENGINE_FLAGS: dict[str, dict[str, Any]] = {
     "--dtype": {},
-    "--tensor-parallel-size": {"type": int},
-    "--pipeline-parallel-size": {"type": int},
-    "--block-size": {"type": int},
+    "--tensor-parallel-size": {"type": whole(1)},
+    "--pipeline-parallel-size": {"type": whole(1)},
+    "--block-size": {"type": whole(1)},
     "--kv-cache-dtype": {},
     "--quantization": {},
-    "--max-model-len": {"type": int},
-    "--max-num-seqs": {"type": int},
-    "--max-num-batched-tokens": {"type": int},
-    "--gpu-memory-utilization": {"type": float},
+    "--max-model-len": {"type": whole(1)},
+    "--max-num-seqs": {"type": whole(1)},
+    "--max-num-batched-tokens": {"type": whole(1)},
+    "--gpu-memory-utilization": {"type": share()},
     "--load-format": {},
     "--enforce-eager": {"action": "store_true"},
     "--trust-remote-code": {"action": "store_true"},
@@ -81,15 +83,24 @@ _ENGINE_FLAGS: dict[str, dict[str, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``vllm-slo profile``."""
-    parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
+    add_model(parser, "name or folder of the model; 'tiny' is the built-in one")
     parser.add_argument("--quick", action="store_true", help="coarser: a minute, with drafts two")
-    parser.add_argument("--out", type=Path, help="write here, not into the cache folder")
-    parser.add_argument("--plot", type=Path, help="PNG of measured against predicted times")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the profile here, not into the cache folder; - prints only it",
+    )
+    parser.add_argument("--out", action=Renamed, new="--json", type=Path, dest="json")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="PNG of measured against predicted times"
+    )
     drafts = parser.add_argument_group("speculation", "does it help on this model?")
     drafts.add_argument(
         "--draft-model",
         "--draft_model",
         action="append",
+        metavar="NAME",
         help="name or folder of a draft model, whose drafts are measured, too; 'tiny' is the "
         "built-in one",
     )
@@ -102,54 +113,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine = parser.add_argument_group("engine", "as for 'vllm serve': give what you serve with")
     for flag, options in _ENGINE_FLAGS.items():
-        engine.add_argument(flag, default=argparse.SUPPRESS, **options)
+        metavar = {"metavar": "N" if "type" in options else "NAME"}
+        shown = options if "action" in options else metavar | options
+        engine.add_argument(flag, default=argparse.SUPPRESS, **shown)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, store, show.  Returns the exit status; an error of ours is printed as one line."""
+    """Measure, store, show; returns the exit status.
+
+    Raises:
+        VllmSLOError: an option or the model cannot be used, or the measurement is of no use.
+    """
     from rich.console import Console
     from rich.progress import Progress as Bar
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log would tear the progress bar
-    console = Console()
+    console = Console(stderr=standard_output(args.json))
     names = [flag.removeprefix("--").replace("-", "_") for flag in _ENGINE_FLAGS]
     engine_args = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    try:
-        if args.prompts is not None and args.draft_model is None:
-            raise ConfigError("--prompts: they are for measuring drafts; name a --draft-model, too")
-        drafted, engine = None, None
-        with Bar(console=console, transient=True) as bar:
-            if args.draft_model is not None:
-                engine = speculation.DraftedEngine.of(args.model, args.draft_model, engine_args)
-                engine_args = engine.without_drafts()
-                # First: this process lends its cores and its memory to no engine yet.
-                drafted = speculation.profile_speculation(
-                    engine,
-                    prompts=args.prompts,
-                    quick=args.quick,
-                    on_progress=_shown(bar, f"measuring drafts of {engine.draft}"),
-                )
-            report = profile(
-                args.model,
+    if args.prompts is not None and args.draft_model is None:
+        raise ConfigError("--prompts: they are for measuring drafts; name a --draft-model, too")
+    drafted, engine = None, None
+    with Bar(console=console, transient=True) as bar:
+        if args.draft_model is not None:
+            engine = speculation.DraftedEngine.of(args.model, args.draft_model, engine_args)
+            engine_args = engine.without_drafts()
+            # First: this process lends its cores and its memory to no engine yet.
+            drafted = speculation.profile_speculation(
+                engine,
+                prompts=args.prompts,
                 quick=args.quick,
-                on_progress=_shown(bar, f"measuring {args.model}"),
-                **engine_args,
+                on_progress=_shown(bar, f"measuring drafts of {engine.draft}"),
             )
-        console.print(table(report))
-        if drafted is not None and engine is not None:
-            _print_drafted(console, drafted, f"{args.model} with drafts of {engine.draft}")
-        if args.out is None and report.fit.r2 < WORST_R2:
-            raise ProfileError(
-                f"R\u00b2 is {report.fit.r2:.2f}: something else kept this machine busy, so "
-                "nothing was stored; measure on a quiet machine, or keep this one with --out"
-            )
-        console.print(f"profile: {profiles.save(report, args.out)}", soft_wrap=True)
-        if args.plot is not None:
-            console.print(f"picture: {draw(report, args.plot)}", soft_wrap=True)
-    except VllmSLOError as error:
-        line = f"vllm-slo profile: {error}"
-        Console(stderr=True).print(line, style="red", soft_wrap=True, markup=False)
-        return 2
+        report = profile(
+            args.model,
+            quick=args.quick,
+            on_progress=_shown(bar, f"measuring {args.model}"),
+            **engine_args,
+        )
+    console.print(table(report))
+    if drafted is not None and engine is not None:
+        _print_drafted(console, drafted, f"{args.model} with drafts of {engine.draft}")
+    if args.json is None and report.fit.r2 < WORST_R2:
+        raise ProfileError(
+            f"R\u00b2 is {report.fit.r2:.2f}: something else kept this machine busy, so "
+            "nothing was stored; measure on a quiet machine, or keep this one with --json"
+        )
+    if standard_output(args.json):
+        sys.stdout.write(profiles.text_of(report) + "\n")
+    else:
+        console.print(f"profile: {profiles.save(report, args.json)}", soft_wrap=True)
+    if args.plot is not None:
+        console.print(f"picture: {draw(report, args.plot)}", soft_wrap=True)
     return 0
 
 

@@ -7,25 +7,37 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from vllm_slo.config.command_line import Flags, is_flag
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
 from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.engine.compat.version import check_vllm
 from vllm_slo.engine.serving import cpu_alias
+from vllm_slo.errors import ConfigError
 from vllm_slo.wire.draft_socket import TOKEN_VARIABLE, check_verifier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command; all others are vLLM's."""
-    parser.add_argument("model", help="model name or folder; 'tiny' is the built-in one")
+    """The flags of this command; all others are vLLM's.
+
+    The model is no argument of the parser, which cannot tell it from the value of a flag that it
+    does not know; `model_of` finds it.
+    """
+    parser.usage = f"{parser.prog} MODEL [options] [options of 'vllm serve']"
+    parser.add_argument_group("MODEL", "name or folder of the model; 'tiny' is the built-in one")
+    parser.add_argument("--model", metavar="NAME", help="the same as MODEL")
     # vLLM takes underscores for dashes in its flags, so ours do too.
     parser.add_argument(
-        "--slo-config", "--slo_config", help="YAML file: classes, tiers, margins (see the README)"
+        "--slo-config",
+        "--slo_config",
+        metavar="FILE",
+        help="YAML file: classes, tiers, margins ('vllm-slo check FILE' checks it)",
     )
     parser.add_argument(
         "--draft-model",
         "--draft_model",
         action="append",
+        metavar="NAME",
         help="name or folder of a small model that drafts token trees; 'tiny' is the built-in one. "
         "Given several times, the smallest first, the fastest chain of them is chosen all the time",
     )
@@ -48,8 +60,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--additional-config",
         "--additional_config",
         default="{}",
-        help="JSON, as for 'vllm serve'; what the flags above set is added",
+        metavar="JSON",
+        help="as for 'vllm serve'; what the flags above set is added",
     )
+
+
+def model_of(named: str | None, rest: Sequence[str]) -> tuple[str, list[str]]:
+    """The model, and the words for ``vllm serve`` without it.
+
+    Args:
+        named: of ``--model``.
+        rest: the words that are none of our flags, in order. The model is the first of them, or
+            follows flags written as ``--flag=value``. After any other flag it could be a value.
+
+    Raises:
+        ConfigError: no model is named, or two are, or it follows a flag.
+    """
+    words = list(rest)
+    place = next((i for i, w in enumerate(words) if not _is_whole_flag(w)), len(words))
+    found = words.pop(place) if place < len(words) and not is_flag(words[place]) else None
+    if found is not None and named not in (None, found):
+        raise ConfigError(f"two models are named: {found} and --model {named}; name one")
+    model = found or named or Flags(words).with_config_file().last("--model")
+    if model is None and any(not is_flag(word) for word in words):
+        raise ConfigError(
+            "name the model first: vllm-slo serve MODEL [options]; after a flag of 'vllm serve' a "
+            f"word is taken for its value, as in {' '.join(words)[:80]}"
+        )
+    if model is None:
+        raise ConfigError("the model is missing; use vllm-slo serve MODEL [options]")
+    return model, words
+
+
+def _is_whole_flag(word: str) -> bool:
+    """Whether a word is a flag together with its value."""
+    return is_flag(word) and "=" in word
 
 
 def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_slo.arguments import port, whole
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.errors import ConfigError
 from vllm_slo.router.replica_flags import add_arguments as add_replica_flags
@@ -30,19 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add_replica_flags(parser)
     parser.add_argument("--slo-config", metavar="FILE", help="the replicas' SLO configuration")
-    parser.add_argument("--host", default="", help="address to listen on; default: all")
-    parser.add_argument("--port", type=_port, default=9002, help="port for gateways (9002)")
     parser.add_argument(
-        "--health-port", type=_port, default=9003, help="gRPC health without TLS, for probes (9003)"
+        "--host", default="", metavar="ADDRESS", help="address to listen on; default: all"
     )
-    parser.add_argument("--metrics-port", type=_port, default=9090, help="port of /metrics (9090)")
+    for flag, default, text in (
+        ("--port", 9002, "port for gateways"),
+        ("--health-port", 9003, "gRPC health without TLS, for probes"),
+        ("--metrics-port", 9090, "port of /metrics"),
+    ):
+        parser.add_argument(
+            flag, type=port, default=default, metavar="N", help=f"{text} ({default})"
+        )
     tls = parser.add_argument_group("TLS, by default with a self-signed certificate")
     tls.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
     tls.add_argument("--tls-key", metavar="FILE", help="its key, PEM")
     tls.add_argument("--plaintext", action="store_true", help="no TLS towards gateways")
     parser.add_argument(
         "--fallbacks",
-        type=int,
+        type=whole(0),
         default=0,
         metavar="N",
         help="name up to N further replicas for the gateway to try if it cannot reach the first "
@@ -79,8 +85,6 @@ def _server(args: argparse.Namespace) -> PickerServer:
     Raises:
         ConfigError: one of them cannot be used.
     """
-    if args.fallbacks < 0:
-        raise ConfigError(f"--fallbacks {args.fallbacks}: give 0 or more")
     if bool(args.tls_cert) != bool(args.tls_key) or (args.plaintext and args.tls_cert):
         raise ConfigError("give --tls-cert and --tls-key together, or --plaintext, or none of them")
     config = SLOConfig.load(args.slo_config)
@@ -100,10 +104,3 @@ def _server(args: argparse.Namespace) -> PickerServer:
         certificate = Certificate(files)
     ports = Ports(args.host, args.port, args.health_port, args.metrics_port)
     return PickerServer(config, source, ports, certificate, args.fallbacks)
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65_535:
-        raise ValueError(text)
-    return port
