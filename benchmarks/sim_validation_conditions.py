@@ -16,8 +16,9 @@ from vllm_slo.bench.workload import WorkloadOptions, synthetic
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.config.serve_args import tree_arguments
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.sim.cluster import slo_of
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.jobs import Job, Round, Stage
+from vllm_slo.sim.jobs import Job, RequestDetails, Round, Stage
 from vllm_slo.sim.systems import OURS, TREES, System, speculating, system
 
 CLASSES: Final = tuple(spec for spec in DEMO_CLASSES if spec.ttft_slowdown is not None)
@@ -180,11 +181,19 @@ def _with_prefix(job: Job, workload: Workload, rng: np.random.Generator) -> Job:
     """The job with a shared text before its prompt; its objectives are those of its own part."""
     weights = 1.0 / np.arange(1, workload.prefixes + 1)
     number = int(rng.choice(workload.prefixes, p=weights / weights.sum()))
-    tokens = workload.prefix_tokens * (workload.prefixes + number) // (2 * workload.prefixes)
+    longest = workload.prefix_tokens * (workload.prefixes + number) // (2 * workload.prefixes)
+    tokens = longest // BLOCK_SIZE * BLOCK_SIZE
     (asked,) = job.rounds
     room = MAX_CONTEXT - asked.output_tokens - tokens
-    asked = replace(asked, prompt_tokens=tokens + min(asked.prompt_tokens, room))
-    return replace(job, rounds=(asked,), prefix=f"text {number}", prefix_tokens=tokens)
+    details = RequestDetails(
+        slo_of(job, 0),
+        row=0,
+        application=job.application,
+        hash_ids=tuple(MAX_CONTEXT * number + place for place in range(tokens // BLOCK_SIZE)),
+        block_tokens=BLOCK_SIZE,
+    )
+    prompt = tokens + min(asked.prompt_tokens, room)
+    return replace(job, rounds=(replace(asked, prompt_tokens=prompt, details=details),))
 
 
 def _with_rounds(job: Job, workload: Workload, zero: ZeroLoad, rng: np.random.Generator) -> Job:

@@ -140,12 +140,13 @@ class LiveReplica:
         return self.told
 
     def promise(self, request: RoundRequest, ticket: Ticket) -> float | None:
+        assert request.slo is not None
         declining = replace(request, slo=replace(request.slo, on_unattainable="decline"))
         self.accept(declining, ticket)
         return None
 
     def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
-        extra = request.slo.to_extra_args()
+        extra = request.slo and request.slo.to_extra_args()
         if extra and ticket:
             extra = self._seal.sealed({**extra, TICKET_KEY: str(ticket)})
         self.engine.send("add", request.name, self._epoch_s + request.sent_s, extra)
@@ -317,7 +318,7 @@ def prompts_of(
     for number, job in enumerate(jobs):
         before: list[int] = []
         for place, asked in enumerate(job.rounds):
-            prompt = round_prompt(job, place, f"{first + number}.{place}", before)
+            prompt = round_prompt(asked, f"{first + number}.{place}", before)
             if text:
                 begin = (first + number) * APART % (len(text) - len(prompt))
                 prompt = list(text[begin : begin + len(prompt)])

@@ -28,7 +28,7 @@ COMMANDS = {
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),
     "record": ("vllm_slo.traces.command", "turn logs, spans or a trace into a recording to share"),
-    "plan": ("vllm_slo.sim.plan", "how many replicas a rate of jobs needs"),
+    "plan": ("vllm_slo.sim.plan", "how many replicas traffic needs, and what they cost"),
     "check": ("vllm_slo.check.command", "say what a file is, and whether it is valid"),
     "completion": ("vllm_slo.completion", "print the script with which a shell completes options"),
 }

@@ -75,13 +75,17 @@ def test_jobs_fit_the_engine_and_state_their_objectives(name):
 
 def test_prefixes_are_shared_and_leave_an_own_part():
     jobs = make("prefix sharing", load=3.0)
-    texts = {job.prefix: job.prefix_tokens for job in jobs}
-    assert len(texts) == BY_NAME["prefix sharing"].workload.prefixes
-    assert all(job.prefix_tokens == texts[job.prefix] for job in jobs)
-    assert all(job.rounds[0].prompt_tokens > job.prefix_tokens for job in jobs)
+    details = [job.rounds[0].details for job in jobs]
+    texts = {one.hash_ids for one in details}
+    assert (
+        len(texts) == len({ids[0] for ids in texts}) == BY_NAME["prefix sharing"].workload.prefixes
+    )
+    tokens = [len(one.hash_ids) * one.block_tokens for one in details]
+    assert all(job.rounds[0].prompt_tokens > n for job, n in zip(jobs, tokens, strict=True))
+    assert all(one.slo.slo_class == job.application for job, one in zip(jobs, details, strict=True))
     prompts = live.prompts_of(jobs)
-    one, other = [n for n, job in enumerate(jobs) if job.prefix == jobs[0].prefix][:2]
-    shared = jobs[0].prefix_tokens
+    one, other = [n for n, these in enumerate(details) if these.hash_ids == details[0].hash_ids][:2]
+    shared = tokens[0]
     assert prompts[one, 0][:shared] == prompts[other, 0][:shared]
     assert prompts[one, 0][shared:][:6] != prompts[other, 0][shared:][:6]
 
@@ -204,8 +208,8 @@ def test_errors_are_replayed_in_stretches_and_by_length():
     steps = np.diff(found)
     assert (np.abs(steps) < 2e-3).mean() > 0.9
     assert (steps > 0).mean() > 0.9
-    assert not world.is_known(0)
-    assert told.Scattered().is_known(0)
+    assert not world.is_known(HARDWARE, 0)
+    assert told.Scattered().is_known(HARDWARE, 0)
     assert told.Scattered().true_step_time(HARDWARE, 0)(shape) == MODEL.predict_s(1)
 
 

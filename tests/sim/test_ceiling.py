@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.sim.capacity import find_capacities
 from vllm_slo.sim.ceiling import ceiling, find_ceilings, may_keep
-from vllm_slo.sim.ceiling_work import latest_after_first_s, least_step_time, work_of
+from vllm_slo.sim.ceiling_work import latest_after_first_s, least_step_time, works_of
 from vllm_slo.sim.cluster import simulate
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
@@ -104,7 +104,7 @@ def test_the_round_after_a_tool_wants_its_own_slot():
 def test_times_and_work_of_a_tool_loop():
     hardware = replace(TOY, frontend_s=0.01)
     asked = job("a", 5.0, one_round(20, 3, 0.5, 0.3), one_round(10, 2, 0.4, 0.2, wait_s=2.0))
-    work = work_of(asked, hardware, least_step_time(STEADY))
+    (work,) = works_of(asked, hardware, least_step_time(STEADY))
     assert work.first_prompts.earliest_s == pytest.approx([5.01])
     assert work.first_prompts.latest_s == pytest.approx([5.5])
     # 20 tokens take 0.2 s, each of two answer tokens 0.1 s.

@@ -26,9 +26,8 @@ from vllm_slo.sim.demand import binding, demand, start_rate
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
-from vllm_slo.sim.plan import smallest
 from vllm_slo.sim.questions import Evidence, Question, Watcher
-from vllm_slo.sim.search import Threshold, find_threshold
+from vllm_slo.sim.search import Threshold, find_threshold, smallest
 from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.statistics import Capacity, mean_interval, ratio
 from vllm_slo.sim.systems import parse_system
@@ -258,8 +257,8 @@ def fake_simulate(jobs, system, hardware, conditions, *, watch=None):
     for place, job in enumerate(jobs):
         good = (place * 37 % len(jobs)) < share * len(jobs)
         one = job.rounds[0]
-        step_s = one.tightest_tpot_s * (0.5 if good else 2.0)
-        first_s = job.arrival_s + one.ttft_s * 0.9
+        step_s = min(one.tightest_tpot_s, 1.0) * (0.5 if good else 2.0)
+        first_s = job.arrival_s + min(one.ttft_s, 99.0) * 0.9
         times = tuple(first_s + step_s * i for i in range(one.output_tokens))
         results.append(JobResult(job, (RoundResult(job.arrival_s, times, True),)))
         if watch is not None and watch(results[-1]):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from vllm_slo.bench import traces
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.sim import arrivals
-from vllm_slo.sim.arrivals import ARRIVALS, draw, read_trace
+from vllm_slo.sim.arrivals import ARRIVALS, Stretch, draw, read_trace, stretch
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.jobs import Job
@@ -198,11 +198,11 @@ def test_rescaled_rate_is_exact_over_its_window(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["azure-code", "azure-conv"])
 @pytest.mark.parametrize("count", [50, 1500])
 def test_seeds_give_other_stretches(kind: str, count: int) -> None:
-    stretches = [draw(kind, count=count, seed=seed) for seed in range(20)]
-    assert len({stretch.at.tobytes() for stretch in stretches}) == 20
-    for stretch in stretches:
-        assert len(np.unique(stretch.at)) > 0.9 * count
-        assert len(stretch.rows) == count
+    drawn = [draw(kind, count=count, seed=seed) for seed in range(20)]
+    assert len({one.at.tobytes() for one in drawn}) == 20
+    for one in drawn:
+        assert len(np.unique(one.at)) > 0.9 * count
+        assert len(one.rows) == count
 
 
 @pytest.mark.parametrize("kind", ["azure-code", "azure-conv"])
@@ -297,15 +297,22 @@ def csv(tmp_path: Path, *rows: str) -> Path:
     return path
 
 
-def test_a_trace_file_replaces_the_kinds_own(tmp_path: Path) -> None:
+def times_of(path: Path, count: int = 10) -> Stretch:
+    """The first rows of a file as arrivals for ``make``."""
+    return stretch(read_trace("azure-conv", path), count, 0, 2.0, "rescale")
+
+
+def test_arrivals_of_another_trace_replace_the_scenarios(tmp_path: Path) -> None:
     rows = [f"2024-01-01 00:00:{i:02d}.5,{100 + i},{10 + i}" for i in range(10)]
     path = csv(tmp_path, *rows)
-    jobs = make(count=10, lengths="trace", trace_file=path)
+    jobs = make(count=10, lengths="trace", stretch=times_of(path))
     assert sorted(job.rounds[0].prompt_tokens for job in jobs) == list(range(100, 110))
     assert np.allclose(np.diff([job.arrival_s for job in jobs]), 0.5)
-    path = csv(tmp_path, *rows[:9])
+    table = make("mixed", count=10, stretch=times_of(path))
+    assert np.allclose(np.diff([job.arrival_s for job in table]), 0.5)
+    assert len({job.application for job in table}) == 3
     with pytest.raises(SimulationError, match=r"10 jobs are more than the 9 rows of trace\.csv"):
-        make(count=10, trace_file=path)
+        times_of(csv(tmp_path, *rows[:9]))
 
 
 @pytest.mark.parametrize(
@@ -316,27 +323,20 @@ def test_a_trace_file_replaces_the_kinds_own(tmp_path: Path) -> None:
         (["yesterday,5,5"], r"line 2, field TIMESTAMP: 'yesterday'"),
         (["2024-01-01 00:00:00,5"], r"line 2, field GeneratedTokens"),
         ([], "has no rows"),
-        (["2024-01-01 00:00:00,5,5"] * 4, "empty window: 2 rows of trace.csv have the same time"),
+        (["2024-01-01 00:00:00,5,5"] * 4, r"empty window: 2 rows of trace\.csv have the same time"),
     ],
 )
 def test_a_bad_trace_is_named_with_line_and_field(
     tmp_path: Path, rows: list[str], message: str
 ) -> None:
     with pytest.raises((SimulationError, TraceError), match=message) as caught:
-        make(count=2, trace_file=csv(tmp_path, *rows))
+        times_of(csv(tmp_path, *rows), 2)
     assert "trace.csv" in str(caught.value)
 
 
-def test_other_trace_file_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"cannot read .*No such file"):
-        make(trace_file=tmp_path / "missing.csv")
-    path = csv(tmp_path, "2024-01-01 00:00:00,5,5")
-    with pytest.raises(SimulationError, match="trace_file: poisson arrivals come from no trace"):
-        make(arrivals="poisson", trace_file=path)
+def test_thin_needs_a_trace() -> None:
     with pytest.raises(SimulationError, match="fit: thin: square arrivals come from no trace"):
         make(arrivals="square", fit="thin")
-    with pytest.raises(SimulationError, match="mixed arrives by azure-conv and azure-code"):
-        make("mixed", trace_file=path)
 
 
 @pytest.mark.parametrize("scenario", sorted(SCENARIOS))
@@ -414,7 +414,7 @@ def test_adaserve_files_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "emission.json"
     path.write_text('[{"emission_time_ms": 0, "input_length": 5, "output_length": 5}]')
     with pytest.raises(TraceError, match="request 0, field slo_ratio: missing"):
-        make("adaserve", trace_file=path)
+        read_trace("adaserve", path)
     with pytest.raises(SimulationError, match="more than the 1445 rows"):
         make("adaserve", count=1446)
 

@@ -358,7 +358,18 @@ def test_the_commands_say_what_they_left_out(
 
     for module, command in ((main, "simulate"), (plan, "plan")):
         monkeypatch.setattr(module, "need_vllm", stop)
-        words = ["--rate", "1", "--jobs", "2", "--warmup", "0", "--trace-file", str(path)]
+        words = [
+            "--rate",
+            "1",
+            "--jobs",
+            "2",
+            "--warmup",
+            "0",
+            "--trace",
+            str(path),
+            "--lengths",
+            "table",
+        ]
         assert cli.main([command, *words]) == 2
         assert capsys.readouterr().err.splitlines() == [said, "vllm-slo: error: no simulation"]
 

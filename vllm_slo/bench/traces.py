@@ -118,7 +118,7 @@ def read_recording(path: Path, slo_class: str | None = None) -> Recording:
     rows, left_out = [], 0
     for row in read(path, form):
         if row.prompt_tokens and row.output_tokens:
-            name = _adaserve_class(row.slo_ratio or 0.0) if slo_class is None else slo_class
+            name = adaserve_class(row.slo_ratio or 0.0) if slo_class is None else slo_class
             rows.append(msgspec.structs.replace(row, slo_class=name))
         else:
             left_out += 1
@@ -136,7 +136,8 @@ def left_out_line(source: str, count: int) -> str:
     )
 
 
-def _adaserve_class(ratio: float) -> str:
+def adaserve_class(ratio: float) -> str:
+    """The class of a request of AdaServe's workload, by its ``slo_ratio``."""
     return "copilot" if ratio > 0 else _ADASERVE_CLASS.get(ratio, f"tpot-{-ratio:g}ms")
 
 

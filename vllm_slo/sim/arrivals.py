@@ -61,10 +61,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Arrivals: ``at`` in mean gaps, sorted, in [0, count); ``rows`` of a trace, or ()."""
+    """Arrivals: ``at`` in mean gaps, sorted, in [0, count).
+
+    ``rows`` of a trace and their ``places`` in it, or ().
+    """
 
     at: Floats
     rows: tuple[TraceRequest, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 def draw(
@@ -74,7 +78,6 @@ def draw(
     seed: int,
     rate: float = 1.0,
     fit: Fit = "rescale",
-    trace_file: Path | None = None,
 ) -> Stretch:
     """``count`` arrivals.
 
@@ -84,7 +87,6 @@ def draw(
         rate: requests/s; only ``thin`` uses it.
         fit: ``rescale`` stretches a run of neighbouring rows to the rate. ``thin`` keeps the
             recorded pace and draws rows at random from ``count / rate`` seconds.
-        trace_file: replaces the kind's own trace.
 
     Raises:
         SimulationError: an unknown kind, a broken file, a window that is empty or too small.
@@ -95,15 +97,25 @@ def draw(
             raise SimulationError(
                 f"arrivals: {kind!r} is unknown; use one of {', '.join(ARRIVALS)}"
             )
-        if fit == "thin" or trace_file is not None:
-            option = "fit: thin" if fit == "thin" else "trace_file"
-            raise SimulationError(f"{option}: {kind} arrivals come from no trace; do not set it")
+        if fit == "thin":
+            raise SimulationError(f"fit: thin: {kind} arrivals come from no trace; do not set it")
         even = np.sort(rng.random(count)) * count
         return Stretch(even if kind == "poisson" else _square(even))
-    trace = read_trace(kind, trace_file)
+    trace = read_trace(kind)
+    if kind == "adaserve" and fit == "rescale":
+        return _whole(trace, count, rng)
+    return _cut(trace, count, rate, fit, rng)
+
+
+def stretch(trace: Trace, count: int, seed: int, rate: float, fit: Fit) -> Stretch:
+    """``count`` arrivals of an operator's trace; arguments as ``draw``."""
+    return _cut(trace, count, rate, fit, np.random.default_rng([seed, *b"arrivals/trace"]))
+
+
+def _cut(trace: Trace, count: int, rate: float, fit: Fit, rng: np.random.Generator) -> Stretch:
     if fit == "thin":
         return _thinned(trace, count, rate, rng)
-    return _whole(trace, count, rng) if kind == "adaserve" else _neighbours(trace, count, rng)
+    return _neighbours(trace, count, rng)
 
 
 def _square(even: Floats) -> Floats:
@@ -140,8 +152,12 @@ def _neighbours(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
     lap_s = float(trace.at_s[-1] - trace.at_s[0]) * total / max(1, total - 1)
     at_s = trace.at_s[places] + np.where(places < first, lap_s, 0.0)
     at_s -= at_s[0]
-    rows = tuple(trace.rows[i] for i in places)
-    return Stretch(_spread(trace, at_s, count), rows)
+    return _taken(trace, _spread(trace, at_s, count), places)
+
+
+def _taken(trace: Trace, at: Floats, places: NDArray[np.int64]) -> Stretch:
+    chosen = tuple(places.tolist())
+    return Stretch(at, tuple(trace.rows[place] for place in chosen), chosen)
 
 
 def _spread(trace: Trace, at_s: Floats, count: int) -> Floats:
@@ -165,7 +181,7 @@ def _whole(trace: Trace, count: int, rng: np.random.Generator) -> Stretch:
     if span_s <= 0:
         raise SimulationError(f"arrivals: empty window: all rows of {trace.source} have one time")
     at = (trace.at_s[kept] - trace.at_s[0]) * (count / span_s)
-    return Stretch(at, tuple(trace.rows[i] for i in kept))
+    return _taken(trace, at, kept)
 
 
 def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) -> Stretch:
@@ -191,7 +207,7 @@ def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) ->
     first = int(rng.choice(fitting))
     kept = first + np.sort(rng.choice(int(sizes[first]), count, replace=False))
     at = np.minimum((times[kept] - times[first]) * rate, np.nextafter(float(count), 0.0))
-    return Stretch(at, tuple(trace.rows[i] for i in kept))
+    return _taken(trace, at, kept)
 
 
 def read_trace(kind: str, trace_file: Path | None = None) -> Trace:

@@ -65,25 +65,44 @@ def find_capacities(
 
 def sweep(
     cases: Sequence[Case],
-    rates: Sequence[float],
+    rates: Sequence[float | None],
     seeds: Sequence[int],
     *,
     with_load: bool = False,
+    total: bool = False,
     processes: Processes = None,
     progress: Progress | None = None,
 ) -> list[list[Point]]:
-    """Each case at each rate (jobs/s per GPU), run to the end.
+    """Each case at each rate, run to the end.
 
-    ``with_load`` also keeps the load over time of the first seed at the highest rate.
+    Args:
+        rates: jobs/s per GPU; None: a trace at its own pace.
+        with_load: also keep the load over time of the first seed at the highest rate.
+        total: the rates are those of all GPUs of a case.
     """
+    highest = max((rate for rate in rates if rate is not None), default=None)
+
+    def per_gpu(case: Case, rate: float | None) -> float | None:
+        return rate / case.gpus if total and rate is not None else rate
+
     tasks = [
-        (case, rate, seed, with_load and seed == seeds[0] and rate == max(rates))
+        (case, per_gpu(case, rate), seed, with_load and seed == seeds[0] and rate == highest)
         for case in cases
         for rate in rates
         for seed in seeds
     ]
     windows = iter(run_tasks(measure_window, tasks, processes, progress))
-    return [[Point.of(rate, [next(windows) for _ in seeds]) for rate in rates] for _ in cases]
+    return [
+        [
+            Point.of(
+                case.shown_rate(per_gpu(case, rate)),
+                [next(windows) for _ in seeds],
+                own_pace=rate is None,
+            )
+            for rate in rates
+        ]
+        for case in cases
+    ]
 
 
 def best_of(candidates: Sequence[System], capacities: Sequence[Capacity]) -> System:

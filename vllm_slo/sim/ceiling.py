@@ -25,7 +25,6 @@ Speculation is outside: a draft gives a job more than one token in a step.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -34,13 +33,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_slo.core.step_time.model import StepTimeModel
-from vllm_slo.sim.ceiling_work import Floats, JobWork, Work, least_step_time, work_of
+from vllm_slo.sim.ceiling_work import Floats, JobWork, Work, least_step_time, works_of
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.demand import start_rate
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job
-from vllm_slo.sim.measure import DEFAULT_WARMUP, counted
+from vllm_slo.sim.measure import DEFAULT_WARMUP, counted, judged
 from vllm_slo.sim.questions import Question
 from vllm_slo.sim.search import DEFAULT_PRECISION, Threshold, find_threshold
 from vllm_slo.sim.setting import Case
@@ -105,10 +104,10 @@ def ceiling(
     Raises:
         SimulationError: no job counts, or SciPy is missing.
     """
-    chosen = counted(jobs, warmup)
-    if not chosen:
+    works = [work for _, work in _works(jobs, warmup, hardware)]
+    if not works:
         raise SimulationError("jobs: none are left to measure after the warm-up; use more")
-    return Ceiling(_most([chosen], [math.inf], hardware, engines), len(chosen))
+    return Ceiling(_most([works], [math.inf], hardware, engines), len(works))
 
 
 def may_keep(
@@ -125,9 +124,9 @@ def may_keep(
     ``even``: the same share of every counted job is to be kept. That bounds schedules which choose
     without regard to a job's work, and no others.
     """
-    chosen = counted(jobs, warmup)
-    names = Counter(job.application for job in chosen) if question.every else {"": len(chosen)}
-    parts = [[job for job in chosen if name in ("", job.application)] for name in names]
+    works = _works(jobs, warmup, hardware)
+    names = {name for name, _ in works} if question.every else {""}
+    parts = [[work for owner, work in works if name in ("", owner)] for name in sorted(names)]
     needed = [math.ceil(question.target * len(part) - 1e-9) for part in parts]
     return _most(parts, needed, hardware, engines, even) + _SLACK >= sum(needed)
 
@@ -297,8 +296,20 @@ class _Program:
         raise SimulationError(f"ceiling: the solver failed: {found.message}")
 
 
+def _works(jobs: Sequence[Job], warmup: float, hardware: Hardware) -> list[tuple[str, JobWork]]:
+    """Application and work of everything that counts (``measure.judged``)."""
+    least = least_step_time(hardware.step_time)
+    works = [
+        (part, work)
+        for job in counted(jobs, warmup)
+        for part, work in zip(job.by_request(), works_of(job, hardware, least), strict=True)
+    ]
+    asking = {part.job_id for part in judged([part for part, _ in works])}
+    return [(part.application, work) for part, work in works if part.job_id in asking]
+
+
 def _most(
-    parts: Sequence[Sequence[Job]],
+    parts: Sequence[Sequence[JobWork]],
     needed: Sequence[float],
     hardware: Hardware,
     engines: int,
@@ -306,9 +317,7 @@ def _most(
 ) -> float:
     """Most jobs, where no part counts for more than it needs."""
     least = least_step_time(hardware.step_time)
-    every = [
-        (part, work_of(job, hardware, least)) for part, jobs in enumerate(parts) for job in jobs
-    ]
+    every = [(part, work) for part, members in enumerate(parts) for work in members]
     owners = np.array([part for part, work in every if work.possible], dtype=np.int64)
     works = [work for _, work in every if work.possible]
     if not works:

@@ -16,7 +16,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_slo.core.attainment import DEFAULT_WINDOW_TOKENS
 from vllm_slo.core.step_time.model import StepTimeModel, chunk_pairs
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, Round
@@ -108,44 +107,52 @@ def latest_after_first_s(asked: Round) -> Floats:
         base, end = max(start - 1, 0), start + stage.tokens
         gaps = end - 1 - base
         if gaps > 0:
-            number = np.arange(1, gaps + 1)
-            windows = max(1, gaps // DEFAULT_WINDOW_TOKENS)
-            last = -(-number // DEFAULT_WINDOW_TOKENS)
-            cut = np.where(last >= windows, gaps, last * DEFAULT_WINDOW_TOKENS)
+            number, window = np.arange(1, gaps + 1), asked.window_tokens
+            windows = max(1, gaps // window)
+            last = -(-number // window)
+            cut = np.where(last >= windows, gaps, last * window)
             latest[base + 1 : end] = latest[base] + (stage.tpot_s + TOLERANCE_S) * cut
         start = end
     return latest
 
 
-def work_of(job: Job, hardware: Hardware, least: StepTimeModel) -> JobWork:
-    """The work of a job. ``least``: ``least_step_time`` of the hardware's model.
+def works_of(job: Job, hardware: Hardware, least: StepTimeModel) -> list[JobWork]:
+    """The work of a job, or where each of its requests counts, of each of them.
 
     A later round finds all of its prefix cached, and each round is sent as soon as the round
-    before it may have ended.
+    before it may have ended. The rounds of a recorded session are taken to be sent as if each one
+    kept its objectives, so there the times are an estimate. ``least``: ``least_step_time`` of the
+    hardware's model.
     """
-    prompts, answers = [], []
-    context, sent_s, latest_sent_s = 0, job.arrival_s, job.arrival_s
-    for place, asked in enumerate(job.rounds):
+    prompts, answers, seen, ends = [], [], [], []
+    sent_s, latest_sent_s = job.arrival_s, job.arrival_s
+    for place, (asked, before) in enumerate(job.in_context()):
         if place:
             sent_s += asked.wait_s
             latest_sent_s += asked.wait_s + TOLERANCE_S
+            if asked.details is not None:
+                sent_s = max(sent_s, asked.details.not_before_s)
+                latest_sent_s = max(latest_sent_s, asked.details.not_before_s)
         seen_s = sent_s + hardware.frontend_s
-        pairs = chunk_pairs(asked.prompt_tokens, context)
-        first_s = latest_sent_s + asked.ttft_s + TOLERANCE_S
+        seen.append(seen_s)
+        prompt, context = asked.least_prompt(before)
+        pairs = chunk_pairs(prompt, context)
+        last_s = latest_sent_s + asked.e2e_s + TOLERANCE_S
+        first_s = min(latest_sent_s + asked.ttft_s + TOLERANCE_S, last_s)
         prompts.append(
             Work(
                 np.array([seen_s]),
                 np.array([first_s]),
-                np.array([float(asked.prompt_tokens)]),
+                np.array([float(prompt)]),
                 np.array([least.kv_s * context + least.pair_s * pairs]),
                 np.array([float(context)]),
             )
         )
-        seen_s += least.predict_s(asked.prompt_tokens, context, 0, pairs)
-        held = context + asked.prompt_tokens + np.arange(asked.output_tokens - 1, dtype=float)
+        seen_s += least.predict_s(prompt, context, 0, pairs)
+        held = context + prompt + np.arange(asked.output_tokens - 1, dtype=float)
         attention_s = least.kv_s * held + least.pair_s * (held + 1.0)
         alone_s = np.cumsum(least.predict_s(1) + attention_s)
-        latest = first_s + latest_after_first_s(asked)
+        latest = np.minimum(first_s + latest_after_first_s(asked), last_s)
         answers.append(
             Work(
                 seen_s + np.concatenate([[0.0], alone_s])[:-1],
@@ -157,12 +164,22 @@ def work_of(job: Job, hardware: Hardware, least: StepTimeModel) -> JobWork:
         )
         sent_s = seen_s + (float(alone_s[-1]) if len(alone_s) else 0.0)
         latest_sent_s = float(latest[-1])
-        context += asked.prompt_tokens + asked.output_tokens
-    return JobWork(
-        prompts[0],
-        Work.joined(prompts[1:]),
-        Work.joined(answers),
-        sum(asked.output_tokens for asked in job.rounds),
-        job.arrival_s + hardware.frontend_s,
-        latest_sent_s if math.isfinite(latest_sent_s) else math.inf,
-    )
+        ends.append(latest_sent_s if math.isfinite(latest_sent_s) else math.inf)
+    if len(job.by_request()) > 1:
+        none = Work.joined([])
+        return [
+            JobWork(prompt, none, answer, asked.output_tokens, seen_s, end_s)
+            for asked, prompt, answer, seen_s, end_s in zip(
+                job.rounds, prompts, answers, seen, ends, strict=True
+            )
+        ]
+    return [
+        JobWork(
+            prompts[0],
+            Work.joined(prompts[1:]),
+            Work.joined(answers),
+            sum(asked.output_tokens for asked in job.rounds),
+            seen[0],
+            ends[-1],
+        )
+    ]

@@ -22,7 +22,15 @@ from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.front import Front, Replica
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.jobs import Job, JobResult, RoundRequest, RoundResult, own_text, round_prompt
+from vllm_slo.sim.jobs import (
+    Job,
+    JobResult,
+    RoundRequest,
+    RoundResult,
+    answer_text,
+    own_text,
+    round_prompt,
+)
 from vllm_slo.sim.systems import System
 from vllm_slo.slo.model import SLO, Stage
 
@@ -54,9 +62,11 @@ class Run:
     aborted: bool
 
 
-def slo_of(job: Job, place: int) -> SLO:
-    """The objectives of round ``place`` of a job; the rounds of a job are one session."""
+def slo_of(job: Job, place: int) -> SLO | None:
+    """What round ``place`` of a job asks for; the rounds of a job are one session."""
     asked, several = job.rounds[place], len(job.rounds) > 1
+    if asked.details is not None:
+        return asked.details.slo
     tpots_ms = [None if math.isinf(s.tpot_s) else s.tpot_s * 1e3 for s in asked.stages]
     staged = len(set(tpots_ms)) > 1
     marks = [*(f"end of stage {n}" for n in range(1, len(tpots_ms))), None]
@@ -86,7 +96,7 @@ class Simulation:
         self.jobs = jobs
         self.hardware = hardware
         self.watch = watch
-        applications = sorted({job.application for job in jobs})
+        applications = sorted({job.application_of(asked) for job in jobs for asked in job.rounds})
         self.replicas = build_replicas(system, hardware, conditions, applications)
         self.fronts = [
             Front(
@@ -109,6 +119,7 @@ class Simulation:
         heapq.heapify(self._sends)
         self._refusals: list[tuple[float, str]] = []
         self._begun: list[list[RoundResult]] = [[] for _ in jobs]
+        self._prompts: dict[int, list[int]] = {}
         self._texts: dict[int, list[int]] = {}
         self._ended: dict[int, JobResult] = {}
         self.aborted = False
@@ -139,13 +150,17 @@ class Simulation:
 
     def _send(self, sent_s: float, number: int, place: int) -> None:
         job = self.jobs[number]
-        asked = job.rounds[place]
+        asked, details = job.rounds[place], job.rounds[place].details
         text = self._texts.pop(number, None)
         name = f"{number}.{place}"
-        prompt = round_prompt(job, place, name, text or (), self._system)
         cached = {}
-        if text is not None:  # the replica of the previous round holds the prefix
-            cached[str(self._begun[number][-1].replica)] = len(text)
+        if text is not None:
+            text = text if details is None else text[: details.kept_tokens]
+            if self._begun[number][-1].finished:  # the replica of that round holds the prefix
+                cached[str(self._begun[number][-1].replica)] = len(text)
+        prompt = round_prompt(asked, name, text or (), self._system)
+        if len(job.rounds) > 1:
+            self._prompts[number] = prompt
         request = RoundRequest(
             name,
             prompt,
@@ -153,8 +168,9 @@ class Simulation:
             slo_of(job, place),
             sent_s,
             sent_s + self.hardware.frontend_s,
-            self.acceptance.get(job.application, 0.0),
+            self.acceptance.get(job.application_of(asked), 0.0),
             tuple(accumulate(stage.tokens for stage in asked.stages))[:-1],
+            0 if details is None else details.priority,
         )
         front = next(self._turns)
         self._sent[name] = front
@@ -170,11 +186,18 @@ class Simulation:
         self._sent.pop(name).ended(name)
         result, text = replica.take(name)
         self._begun[number].append(result)
-        if result.finished and place + 1 < len(job.rounds):
-            self._texts[number] = text
-            end_s = result.token_times_s[-1]
-            heapq.heappush(self._sends, (end_s + job.rounds[place + 1].wait_s, number, place + 1))
+        following = job.rounds[place + 1] if place + 1 < len(job.rounds) else None
+        if following is not None and (result.finished or following.details is not None):
+            end_s = result.token_times_s[-1] if result.finished else replica.now_s
+            sent_s = end_s + following.wait_s
+            if following.details is not None:
+                sent_s = max(sent_s, following.details.not_before_s)
+            # Its client went on, so it had an answer, if not from here.
+            made = answer_text(job.rounds[place].output_tokens)
+            self._texts[number] = text if result.finished else [*self._prompts[number], *made]
+            heapq.heappush(self._sends, (sent_s, number, place + 1))
             return
+        self._prompts.pop(number, None)
         self._ended[number] = JobResult(job, tuple(self._begun[number]))
         if self.watch is not None and self.watch(self._ended[number]):
             self.aborted = True
@@ -206,11 +229,11 @@ def simulate(
         hardware = hardware.speculating(rests=system.trees)
     if not jobs:
         raise SimulationError("jobs: there are none to simulate")
-    longest = max(jobs, key=lambda job: job.tokens)
-    kv_tokens = kv_tokens_for_requests(system, hardware)
-    if longest.tokens > min(hardware.max_model_len, kv_tokens):
+    longest = max(jobs, key=lambda job: job.longest_request)
+    kv_tokens = kv_tokens_for_requests(system, hardware, conditions)
+    if longest.longest_request > min(hardware.max_model_len, kv_tokens):
         raise SimulationError(
-            f"job {longest.job_id}: its {longest.tokens} tokens do not fit max_model_len "
+            f"job {longest.job_id}: its {longest.longest_request} tokens do not fit max_model_len "
             f"({hardware.max_model_len}) and the {kv_tokens} KV tokens that {hardware.name} has "
             f"for requests with {system.name}"
         )

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.errors import SimulationError
@@ -58,6 +59,8 @@ class Conditions:
         hops: replicas asked for a promise before a request becomes best effort.
         routing: which replica a request goes to, as ``core.routing.policy`` names it.
         acceptance: application -> probability that a drafted token is accepted.
+        config: the operator's configuration, as the schedulers of the engines read it; None: the
+            defaults. Classes come with the requests; grants of API keys do not count.
         overhead: scheduling time added to each step. ``modelled``: as measured on the real objects;
             nothing if the hardware's step times include it. ``measured``: the time it takes in this
             process; needs ``exact`` and is not repeatable. ``none``: no time.
@@ -79,6 +82,7 @@ class Conditions:
     routing: RoutingPolicy = "slo"
     acceptance: Mapping[str, float] = field(default_factory=dict)
     overhead: Overhead = "modelled"
+    config: SLOConfig | None = None
 
     def __post_init__(self) -> None:
         lowest = {"replicas": 1, "fronts": 1, "hops": 1, "seed": 0, "system_tokens": 0}
@@ -136,10 +140,16 @@ class Conditions:
         slowness = self.slowness.get(engine)
         return taken if slowness is None or not slowness.after_s else _later(taken, slowness)
 
-    def is_known(self, engine: int) -> bool:
-        """Whether the step times that ``engine`` starts with are the true ones."""
+    def charges_scheduling(self, hardware: Hardware) -> bool:
+        """Whether scheduling takes time that the hardware's step times do not include."""
+        return self.overhead == "measured" or (
+            self.overhead == "modelled" and not hardware.scheduled
+        )
+
+    def is_known(self, hardware: Hardware, engine: int) -> bool:
+        """Whether steps take exactly what ``engine`` starts to believe."""
         slowness = self.slowness.get(engine)
-        exact = self.bias == 1.0 and self.noise == 0.0
+        exact = self.bias == 1.0 and self.noise == 0.0 and not self.charges_scheduling(hardware)
         return exact and (slowness is None or slowness.after_s == 0.0)
 
     @property

@@ -7,6 +7,7 @@ and gives a search for the capacity its first rate. It is never reported as a ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -33,7 +34,8 @@ class Demand:
             line, and their attention.
         decode_s: the same for its answer, and reading its KV in each step.
         kv_token_s: KV tokens times the seconds it holds them. Its prompts take the time of a lone
-            request. Its answer takes its TPOT: an engine near its capacity is not faster.
+            request. Its answer takes its TPOT: an engine near its capacity is not faster. Without
+            a TPOT it takes the pace of an engine whose KV cache is full.
         idle_s: share of each second that empty steps would take, at the slowest pace that keeps
             the tightest TPOT.
     """
@@ -62,21 +64,22 @@ def demand(jobs: Sequence[Job], hardware: Hardware) -> Demand:
     """Means over ``jobs``; times in seconds."""
     model = hardware.step_time
     slope_s = max(term[0] for term in model.terms)
+    full_pace_s = model.predict_s(hardware.max_num_seqs, hardware.kv_tokens)
     prefill_s = decode_s = kv_token_s = 0.0
     for job in jobs:
-        context = 0
-        for asked in job.rounds:
-            pairs = chunk_pairs(asked.prompt_tokens, context)
-            prefill_s += slope_s * asked.prompt_tokens + model.pair_s * pairs
-            held = context + asked.prompt_tokens
-            alone_s = hardware.zero_load_ttft_s(asked.prompt_tokens, context) - hardware.frontend_s
+        for asked, before in job.in_context():
+            prompt, context = asked.least_prompt(before)
+            pairs = chunk_pairs(prompt, context)
+            prefill_s += slope_s * prompt + model.pair_s * pairs
+            held = context + prompt
+            alone_s = hardware.zero_load_ttft_s(prompt, context) - hardware.frontend_s
             kv_token_s += held * alone_s
             for stage in asked.stages:
                 mean = held + stage.tokens / 2
                 decode_s += stage.tokens * (slope_s + (model.kv_s + model.pair_s) * mean)
-                kv_token_s += mean * stage.tokens * stage.tpot_s
+                pace_s = stage.tpot_s if math.isfinite(stage.tpot_s) else full_pace_s
+                kv_token_s += mean * stage.tokens * pace_s
                 held += stage.tokens
-            context = held
     count = max(1, len(jobs))
     tightest_s = min(asked.tightest_tpot_s for job in jobs for asked in job.rounds)
     idle_s = min(1.0, model.predict_s(1) / max(tightest_s, 1e-9))

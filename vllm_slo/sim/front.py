@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Final, Protocol
 
 from vllm_slo.core.routing.policy import prefix_first, route
 from vllm_slo.core.routing.replica_state import ReplicaState
@@ -21,6 +21,9 @@ from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.routing.virtual_replica import RoutedRequest, VirtualReplica
 from vllm_slo.core.types import INFINITY, RoutingPolicy
 from vllm_slo.sim.jobs import RoundRequest, RoundResult
+from vllm_slo.slo.model import SLO
+
+_NO_SLO: Final = SLO()
 
 
 class Replica(Protocol):
@@ -227,7 +230,7 @@ class Front:
 
 def routed(request: RoundRequest, cached: dict[str, int]) -> RoutedRequest:
     """A request as routing sees it, without the length of its answer."""
-    slo = request.slo
+    slo = request.slo or _NO_SLO
     return RoutedRequest(
         len(request.prompt),
         None,

@@ -75,6 +75,7 @@ class Hardware:
         sources: field -> where its number comes from.
         scheduled: whether the step times include scheduling, as measured ones do.
         draft: the draft model for speculation; None: there is none.
+        price_per_gpu_hour: US dollars; None: not known.
 
     Raises:
         SimulationError: a field is out of range; the message names it.
@@ -91,6 +92,7 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict, hash=False)
     scheduled: bool = False
     draft: Draft | None = None
+    price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -108,6 +110,11 @@ class Hardware:
             raise SimulationError(
                 f"hardware {self.name}: frontend_s: must be finite seconds >= 0, "
                 f"not {str(seconds)[:80]}"
+            )
+        price = self.price_per_gpu_hour
+        if price is not None and not 0.0 < price < math.inf:
+            raise SimulationError(
+                f"hardware {self.name}: price_per_gpu_hour: must be US dollars above 0, not {price}"
             )
         if self.kv_tokens < self.block_size:
             raise SimulationError(
@@ -180,7 +187,8 @@ def load_hardware(name_or_path: str | Path, **options: Any) -> Hardware:
     Args:
         name_or_path: one of ``built_in()``, or a path that ends in .yaml, .yml or .json.
         options: ``name``, ``gpus``, ``kv_tokens``, ``block_size``, ``max_num_seqs``,
-            ``max_model_len``, ``frontend_s`` replace the profile's values; None keeps a value. A
+            ``max_model_len``, ``frontend_s``, ``price_per_gpu_hour`` replace the profile's values;
+            None keeps a value. A
             JSON profile has only step times, block size and parallelism. Its defaults for the rest:
             ``kv_tokens`` 65,536, ``max_num_seqs`` 256, ``max_model_len`` 32,768 (at most the KV
             cache), ``frontend_s`` 0.010.
@@ -302,6 +310,7 @@ class _Profile(_Keys):
     max_model_len: _Whole = 32_768
     frontend_s: _Seconds = 0.0
     draft: _Draft | None = None
+    price_per_gpu_hour: Annotated[float, BeforeValidator(_number), Field(gt=0)] | None = None
     sources: dict[str, str] = Field(default_factory=dict)
 
 

@@ -31,9 +31,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_slo.core.attainment import DEFAULT_WINDOW_TOKENS
 from vllm_slo.core.clock import VirtualClock
 from vllm_slo.core.routing.tickets import Ticket
-from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator
+from vllm_slo.core.step_time.estimator import OnlineCorrection, StepTimeEstimator, horizon_of
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.engine.scheduler import Scheduler
 from vllm_slo.engine.telemetry.recording import shape_of
@@ -206,8 +207,11 @@ class VirtualEngine:
         self._hasher = _block_hasher(self.config.cache_config, shape.block_size)
         options = dict(options or {})
         if issubclass(scheduler_cls, Scheduler):
-            options["step_time"] = StepTimeEstimator(believed)
-            options["step_time"].correction = OnlineCorrection(margin)
+            horizon = horizon_of(
+                (slo_config or {}).get("tpot_window_tokens", DEFAULT_WINDOW_TOKENS)
+            )
+            options["step_time"] = StepTimeEstimator(believed, horizon=horizon)
+            options["step_time"].correction = OnlineCorrection(margin, horizon)
             options.setdefault("stage_marks", self.stages)
             options.setdefault("seal", self.seal)
             # A simulation must not take vLLM's decisions for ours.

@@ -11,72 +11,94 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from vllm_slo import arguments
+from vllm_slo.arguments import listed, number, share, whole
 from vllm_slo.bench.style import write_json
 from vllm_slo.sim.capacity import best_of_family, find_capacities, sweep
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.options import (
+    SYSTEMS_HELP,
     add_setting_arguments,
-    bar,
     check_drafts,
-    listed,
-    need_vllm,
-    number,
-    out_of,
-    processes_of,
-    say_left_out,
     seeds_of,
     settings_of,
-    whole,
-    wide_console,
+    system,
 )
 from vllm_slo.sim.questions import Question
 from vllm_slo.sim.report import Report, Row, render
-from vllm_slo.sim.scenarios import SCENARIOS
 from vllm_slo.sim.setting import Case, Setting
-from vllm_slo.sim.systems import DRAFTS, System, families, parse_system
+from vllm_slo.sim.systems import System, families
+from vllm_slo.sim.terminal import (
+    bar,
+    make_folder,
+    need_vllm,
+    put_json,
+    say_notes,
+    wide_console,
+)
 from vllm_slo.sim.workers import Processes, Workers, quiet
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT_SYSTEMS: Final = "vllm-slo,fcfs-2048,fcfs-8192"
+DEFAULT_TARGET: Final = 0.9
+FAMILIES: Final = "families"
 CURVE_POINTS: Final = 8
 """Rates in the picture of the attainment around a capacity."""
+
+
+def _systems(text: str) -> tuple[System, ...] | None:
+    return None if text == FAMILIES else listed(system)(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``vllm-slo simulate``."""
     add = parser.add_argument
-    add("--systems", default=DEFAULT_SYSTEMS, metavar="NAME,...",
-        help="vllm-slo, fcfs-N, priority-N, prefill-first-N, shed-edf-N (N: tokens per step), "
-        "latency-budget-N (N: ms per step), disaggregated-P:D-N; the first three with -specK for "
-        f"at most K drafts, such as vllm-slo-spec (K = {DRAFTS}) or fcfs-2048-spec3; "
-        "vllm-slo-trees: with a draft model, as 'vllm-slo serve --draft-model' runs it; or "
-        "'families': every baseline, tuned on separate windows "
+    add("--systems", type=_systems, default=DEFAULT_SYSTEMS, metavar="NAME,...",
+        help=f"{SYSTEMS_HELP}; or '{FAMILIES}': every baseline, tuned on separate windows "
         f"(default: {DEFAULT_SYSTEMS})")  # fmt: skip
-    add("--rate", metavar="R,...", help="jobs/s per GPU; several rates draw a curve")
+    add("--rate", type=listed(number(0, above=True)), metavar="R,...",
+        help="jobs/s (of a trace requests/s) of all replicas; several draw a curve")  # fmt: skip
+    add("--per-gpu", action="store_true", help="--rate counts for each GPU")
     add("--find-capacity", action="store_true",
-        help="find the highest rate that keeps --attainment")  # fmt: skip
-    add("--attainment", default="0.9", metavar="SHARE,...",
-        help="share of jobs that must keep their objectives (default: 0.9)")  # fmt: skip
-    add("--precision", default="0.03", help="relative precision of a capacity (default: 0.03)")
-    add(
-        "--replicas", default="1", metavar="N,...", help="replicas that share the load (default: 1)"
-    )
+        help="find the highest rate, in jobs/s per GPU, that keeps --min-attainment")  # fmt: skip
+    shares = listed(share())
+    add("--min-attainment", type=shares, metavar="SHARE,...",
+        help="share of jobs that must keep their objectives; with --find-capacity several may be "
+        f"given (default there: {DEFAULT_TARGET}); at a rate the exit status is 1 if a system "
+        "keeps less")  # fmt: skip
+    add("--attainment", type=shares, action=arguments.Renamed, new="--min-attainment",
+        dest="min_attainment")  # fmt: skip
+    add("--precision", type=number(0.001, 1), default=0.03, metavar="SHARE",
+        help="relative precision of a capacity (default: 0.03)")  # fmt: skip
+    add("--replicas", type=listed(whole(1)), default="1", metavar="N,...",
+        help="replicas that share the load (default: 1)")  # fmt: skip
     add_setting_arguments(parser)
-    add("--out", metavar="DIR",
-        help="write simulate.json and pictures here (with --find-capacity, also run the rates "
-        "around the capacity)")  # fmt: skip
+    arguments.add_json(parser)
+    arguments.add_out(
+        parser,
+        "simulate.json and pictures (with --find-capacity, also of the rates around the capacity)",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Checked options of ``simulate``. ``systems``: None means all families."""
+    """Checked options of ``simulate``.
+
+    Attributes:
+        systems: None means all families.
+        rates: None: each trace at its own pace.
+        per_gpu: whether the rates count for each GPU.
+        least: share of jobs below which the answer is no; None: there is none.
+    """
 
     settings: tuple[Setting, ...]
     systems: tuple[System, ...] | None
-    rates: tuple[float, ...]
+    rates: tuple[float | None, ...]
+    per_gpu: bool
     targets: tuple[float, ...]
+    least: float | None
     precision: float
     replicas: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -86,38 +108,38 @@ class Options:
 
 def options_of(args: argparse.Namespace) -> Options:
     """Check every option before the first simulation; SimulationError names a wrong one."""
-    if (args.rate is None) is not args.find_capacity:
+    if args.find_capacity and args.rate is not None:
         raise SimulationError("--rate: give either a rate or --find-capacity")
-    rates = () if args.rate is None else tuple(
-        number("--rate", word, 0, above=True) for word in listed("--rate", args.rate)
-    )  # fmt: skip
-    targets = tuple(
-        number("--attainment", word, 0, 1, above=True)
-        for word in listed("--attainment", args.attainment)
-    )
-    systems = None
-    if args.systems != "families":
-        systems = tuple(parse_system(word) for word in listed("--systems", args.systems))
-    settings = tuple(settings_of(args))
-    check_drafts(systems or (), settings)
+    if args.rate is None and not args.find_capacity and args.trace is None:
+        raise SimulationError("--rate: give a rate, --find-capacity or --trace FILE")
+    targets = args.min_attainment
+    if not args.find_capacity and targets is not None and len(targets) > 1:
+        raise SimulationError("--min-attainment: give one share; --find-capacity takes several")
+    own_pace = args.rate is None and not args.find_capacity
+    settings = tuple(settings_of(args, own_pace=own_pace))
+    check_drafts(args.systems or (), settings)
+    make_folder(args.out)
     return Options(
         settings=settings,
-        systems=systems,
-        rates=rates,
-        targets=targets,
-        precision=number("--precision", args.precision, 0.001, 1),
-        replicas=tuple(
-            whole("--replicas", word, 1) for word in listed("--replicas", args.replicas)
-        ),
-        seeds=seeds_of(args),
-        processes=processes_of(args),
-        out=out_of(args.out),
+        systems=args.systems,
+        rates=(None,) if own_pace else args.rate or (),
+        per_gpu=args.per_gpu,
+        targets=targets or (DEFAULT_TARGET,),
+        least=None if targets is None or args.find_capacity else targets[0],
+        precision=args.precision,
+        replicas=args.replicas,
+        seeds=seeds_of(args, settings[0], own_pace=own_pace),
+        processes=args.processes,
+        out=args.out,
     )
 
 
 def questions_of(targets: Sequence[float], setting: Setting) -> list[Question]:
-    """Each target over all jobs and, if there are several applications, over each of them."""
-    several = len(SCENARIOS[setting.scenario].applications) > 1
+    """Each target over all jobs and, if there are several applications, over each of them.
+
+    Of AdaServe's recording only all jobs count, as in its paper.
+    """
+    several = len(setting.conditions.acceptance) > 1 and setting.scenario != "adaserve"
     kinds = (False, True) if several else (False,)
     return [Question(target, every) for target in targets for every in kinds]
 
@@ -158,7 +180,9 @@ def run_rates(options: Options, console: Console) -> list[Row]:
     rows: list[Row] = []
     for group in groups_of(options, console):
         title = f"{group[0].setting.scenario}, {group[0].replicas} replicas"
-        rows += add_points(group, options.rates, options, console, title, with_load=load)
+        rows += add_points(
+            group, options.rates, options, console, title, with_load=load, total=not options.per_gpu
+        )
     return rows
 
 
@@ -200,20 +224,22 @@ def add_curves(rows: list[Row], options: Options, console: Console) -> list[Row]
 
 def add_points(
     rows: Sequence[Row],
-    rates: Sequence[float],
+    rates: Sequence[float | None],
     options: Options,
     console: Console,
     title: str,
     *,
     with_load: bool,
+    total: bool = False,
 ) -> list[Row]:
-    """Run each row at each rate, under a progress bar with that title."""
+    """Run each row at each rate, under a progress bar with that title; see ``capacity.sweep``."""
     with bar(console, title) as progress:
         points = sweep(
             [Case(row.setting, row.system) for row in rows],
             rates,
             options.seeds,
             with_load=with_load,
+            total=total,
             processes=options.processes,
             progress=progress,
         )
@@ -221,25 +247,36 @@ def add_points(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``vllm-slo simulate``; bad input raises SimulationError before the first simulation."""
+    """Run ``vllm-slo simulate``; bad input raises SimulationError before the first simulation.
+
+    Returns 1 if a system attains less than ``--min-attainment`` at a rate.
+    """
     from rich.console import Console
 
     options = options_of(args)
     bars, console = Console(stderr=True), wide_console()
-    say_left_out(options.settings, bars)
+    say_notes(options.settings, bars)
     need_vllm()
     quiet()
-    with Workers(processes_of(args)) as workers:
+    with Workers(args.processes) as workers:
         options = replace(options, processes=workers)
         rows = (run_capacities if args.find_capacity else run_rates)(options, bars)
     command = shlex.join(["vllm-slo", *sys.argv[1:]])
     report = Report(tuple(rows), options.seeds, command)
-    console.print(render(report))
+    if not arguments.standard_output(args.json):
+        console.print(render(report))
+    if args.json is not None:
+        put_json(report.to_dict(), args.json)
     if options.out is not None:
         from vllm_slo.sim.plot import write_pictures
 
         path = options.out / "simulate.json"
+        notes = bars if arguments.standard_output(args.json) else console
         write_json(report.to_dict(), path, lambda text: SimulationError(f"--out: {text}"))
         for written in (path, *write_pictures(report, options.out, options.targets[0])):
-            console.print(f"written: {written}", soft_wrap=True)
-    return 0
+            notes.print(f"written: {written}", soft_wrap=True)
+    points = [point for row in rows for point in row.points]
+    too_few = options.least is not None and any(
+        point.summary.attainment < options.least for point in points
+    )
+    return arguments.NO if too_few else arguments.OK

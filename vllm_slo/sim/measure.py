@@ -4,7 +4,10 @@
 A job attains if every round finished, the first token of every round came within ``ttft_s`` after
 its client sent it, and the worst window of ten tokens of every stage kept ``tpot_s`` (SLOs-Serve,
 section 6, "SLOs"). The gap before a stage's first token belongs to that stage, so each gap after
-the first token counts once; a stage without a gap cannot miss. Times are seconds.
+the first token counts once; a stage without a gap cannot miss. A request that was recorded or has a
+class of the operator is a unit of its own; its class may also limit the time to its last token and
+say over how many tokens TPOT is judged. Jobs without an objective are measured, but no share of
+jobs that attain counts them. Times are seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class JobMeasure:
     """One job measured.
 
     Attributes:
+        has_objective: whether it has an objective to keep.
         tokens: prompt and answer tokens that it has to compute.
         promised: whether any round was promised; None if the system promises nothing.
         broken: whether a promised round missed its objectives.
@@ -42,6 +46,7 @@ class JobMeasure:
     """
 
     application: str
+    has_objective: bool
     tokens: int
     output_tokens: int
     attained: bool
@@ -64,13 +69,14 @@ def stage_tpots_s(asked: Round, token_times_s: Sequence[float]) -> list[float | 
     start = 0
     for stage in asked.stages:
         end = start + stage.tokens
-        worst.append(worst_window_tpot_s(token_times_s[max(start - 1, 0) : end]))
+        times_s = token_times_s[max(start - 1, 0) : end]
+        worst.append(worst_window_tpot_s(times_s, asked.window_tokens))
         start = end
     return worst
 
 
 def round_kept(asked: Round, got: RoundResult) -> bool:
-    """Whether one round finished and kept its TTFT and every stage's TPOT."""
+    """Whether one round finished and kept its TTFT, every stage's TPOT, and its e2e time."""
     if not got.finished:
         return False
     times_s = got.token_times_s
@@ -79,6 +85,8 @@ def round_kept(asked: Round, got: RoundResult) -> bool:
             f"round: {len(times_s)} tokens came of a finished answer of {asked.output_tokens}"
         )
     if times_s[0] - got.sent_s > asked.ttft_s + TOLERANCE_S:
+        return False
+    if times_s[-1] - got.sent_s > asked.e2e_s + TOLERANCE_S:
         return False
     worst = zip(asked.stages, stage_tpots_s(asked, times_s), strict=True)
     return all(tpot is None or tpot <= stage.tpot_s + TOLERANCE_S for stage, tpot in worst)
@@ -107,6 +115,7 @@ def measure_job(result: JobResult) -> JobMeasure:
     tpots = (tpot for asked, got in pairs for tpot in stage_tpots_s(asked, got.token_times_s))
     return JobMeasure(
         application=job.application,
+        has_objective=job.has_objective,
         tokens=job.tokens,
         output_tokens=sum(len(got.token_times_s) for _, got in pairs),
         attained=finished and all(kept),
@@ -134,12 +143,20 @@ def counted(jobs: Sequence[Job], warmup: float = DEFAULT_WARMUP) -> list[Job]:
 def measure_counted(
     results: Sequence[JobResult], warmup: float = DEFAULT_WARMUP
 ) -> list[JobMeasure]:
-    """Measures of the jobs that count, by arrival; ``results`` holds every job of the window."""
+    """Measures of the jobs that count, by arrival; ``results`` holds every job of the window.
+
+    Recorded jobs are measured request by request.
+    """
     by_id = {result.job.job_id: result for result in results}
     if len(by_id) != len(results):
         raise SimulationError("job_id: two jobs of one window have the same")
     chosen = counted([result.job for result in results], warmup)
-    return [measure_job(by_id[job.job_id]) for job in chosen]
+    return [measure_job(part) for job in chosen for part in by_id[job.job_id].by_request()]
+
+
+def judged(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs of which a share has to attain: those with an objective, or all if none has one."""
+    return [job for job in jobs if job.has_objective] or list(jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +164,10 @@ class Summary:
     """Jobs of one or more windows. Seconds; rates per second of arrivals.
 
     Attributes:
-        attainment: share that attained.
+        attainment: share of those with an objective that attained; if none has one, of all that
+            finished.
         by_application: the same per application, by name.
-        token_attainment: share of all tokens (prompt and answer) that belong to attaining jobs.
+        token_attainment: share of their tokens (prompt and answer) that belong to attaining jobs.
         ttft_p50_s, ttft_p99_s: over rounds that got a token; None without one.
         tpot_p50_s, tpot_p99_s: worst window, over stages that have a gap; None without one.
         missed_latency_p99_s: arrival to last token of finished jobs that missed; None without one.
@@ -161,6 +179,8 @@ class Summary:
         unfinished: jobs that did not end; only systems that drop requests have them.
         goodput_jobs_per_s: attaining jobs over ``window_s``.
         goodput_tokens_per_s: answer tokens of attaining jobs over ``window_s``.
+        output_tokens_per_s: answer tokens of all jobs over ``window_s``.
+        tokens_per_s: prompt and answer tokens of all jobs over ``window_s``.
     """
 
     jobs: int
@@ -180,6 +200,8 @@ class Summary:
     unfinished: int
     goodput_jobs_per_s: float
     goodput_tokens_per_s: float
+    output_tokens_per_s: float
+    tokens_per_s: float
 
     @property
     def smallest(self) -> float:
@@ -206,19 +228,20 @@ def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
         raise SimulationError("jobs: none are left to measure after the warm-up")
     if not window_s > 0:
         raise SimulationError(f"window_s: must be above 0 s, got {window_s}")
-    names = sorted({m.application for m in measures})
-    good = [m for m in measures if m.attained]
+    asking = [m for m in measures if m.has_objective] or list(measures)
+    names = sorted({m.application for m in asking})
+    good = [m for m in asking if m.attained]
     ttfts = [t for m in measures for t in m.ttfts_s]
     tpots = [t for m in measures for t in m.tpots_s]
     late = (m.latency_s for m in measures if not m.attained and m.latency_s is not None)
     promises = [m.promised for m in measures if m.promised is not None]
     return Summary(
         jobs=len(measures),
-        attainment=_share([m.attained for m in measures]),
+        attainment=_share([m.attained for m in asking]),
         by_application={
-            name: _share([m.attained for m in measures if m.application == name]) for name in names
+            name: _share([m.attained for m in asking if m.application == name]) for name in names
         },
-        token_attainment=sum(m.tokens for m in good) / max(1, sum(m.tokens for m in measures)),
+        token_attainment=sum(m.tokens for m in good) / max(1, sum(m.tokens for m in asking)),
         ttft_p50_s=_percentile(ttfts, 50),
         ttft_p99_s=_percentile(ttfts, 99),
         tpot_p50_s=_percentile(tpots, 50),
@@ -232,6 +255,8 @@ def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
         unfinished=sum(not m.finished for m in measures),
         goodput_jobs_per_s=len(good) / window_s,
         goodput_tokens_per_s=sum(m.output_tokens for m in good) / window_s,
+        output_tokens_per_s=sum(m.output_tokens for m in measures) / window_s,
+        tokens_per_s=sum(m.tokens for m in measures) / window_s,
     )
 
 

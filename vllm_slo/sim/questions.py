@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether enough jobs attain: the question, and the evidence for its answer."""
+"""Whether enough jobs attain: the question, and the evidence for its answer.
+
+Of recorded jobs each request counts (``jobs.Job.by_request``), of others the job. Only those with
+an objective do (``measure.judged``).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Final
 
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.jobs import Job, JobResult
-from vllm_slo.sim.measure import counted, job_attained
+from vllm_slo.sim.measure import counted, job_attained, judged
 
 _EPSILON: Final = 1e-9
 
@@ -76,7 +80,9 @@ class Watcher:
 
     def __init__(self, jobs: Sequence[Job], warmup: float, questions: Sequence[Question]) -> None:
         chosen = counted(jobs, warmup)
-        self.evidence = Evidence(Counter(job.application for job in chosen))
+        units = judged([part for job in chosen for part in job.by_request()])
+        self._judged = {unit.job_id for unit in units}
+        self.evidence = Evidence(Counter(unit.application for unit in units))
         self._open = {job.job_id for job in chosen}
         self._questions = questions
 
@@ -84,7 +90,9 @@ class Watcher:
         if result.job.job_id not in self._open:
             return False
         self._open.discard(result.job.job_id)
-        self.evidence.add(result.job.application, job_attained(result))
+        for part in result.by_request():
+            if part.job.job_id in self._judged:
+                self.evidence.add(part.job.application, job_attained(part))
         return bool(self._questions) and all(
             self.evidence.answer(question) is not None for question in self._questions
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_slo.bench import style
 from vllm_slo.bench.style import milliseconds
 from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.setting import Setting
+from vllm_slo.sim.setting import Case, Setting
 from vllm_slo.sim.statistics import Capacity, ratio
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.windows import Point
@@ -48,6 +48,10 @@ class Row:
     @property
     def replicas(self) -> int:
         return self.setting.conditions.replicas
+
+    @property
+    def gpus(self) -> int:
+        return Case(self.setting, self.system).gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +97,14 @@ def _row_dict(row: Row, base: Row | None) -> dict[str, Any]:
         "system": asdict(row.system),
         "scenario": setting.scenario,
         "replicas": row.replicas,
-        "conditions": {**asdict(setting.conditions), "seed": "the window's"},
+        "conditions": conditions_dict(setting),
         "jobs_per_window_and_engine": setting.jobs,
         "warmup": setting.warmup,
         "arrivals": setting.arrivals,
         "fit": setting.fit,
         "lengths": setting.lengths,
-        "trace_file": str(setting.trace_file) if setting.trace_file else None,
-        "points": [_point_dict(point) for point in row.points],
+        "trace": setting.traffic[0].recording.source if setting.traffic else None,
+        "points": [_point_dict(point, row.gpus) for point in row.points],
         "capacities": [
             _capacity_dict(capacity, base.capacities[place] if base else None)
             for place, capacity in enumerate(row.capacities)
@@ -108,8 +112,17 @@ def _row_dict(row: Row, base: Row | None) -> dict[str, Any]:
     }
 
 
-def _point_dict(point: Point) -> dict[str, Any]:
+def conditions_dict(setting: Setting) -> dict[str, Any]:
+    """JSON form of the conditions; of the operator's configuration what the file sets."""
+    config = setting.conditions.config
+    given = config and config.model_dump(mode="json", exclude_unset=True, exclude={"access"})
+    plain = asdict(replace(setting.conditions, config=None))
+    return {**plain, "config": given, "seed": "the window's"}
+
+
+def _point_dict(point: Point, gpus: int) -> dict[str, Any]:
     return {
+        "rate": point.rate * gpus,
         "rate_per_gpu": point.rate,
         "attainment_by_window": list(point.attainments),
         "attainment_half_width": point.half_width,
@@ -166,10 +179,22 @@ def _title(row: Row, seeds: int) -> str:
     setting = row.setting
     windows = "1 window" if seeds == 1 else f"{seeds} windows"
     replicas = f", {row.replicas} replicas" if row.replicas > 1 else ""
-    return (
-        f"{setting.scenario} on {setting.hardware.name}{replicas}: {windows} of "
-        f"{setting.jobs} jobs per engine"
-    )
+    size = f"{setting.jobs} {setting.unit}s per engine"
+    if row.points and row.points[0].own_pace:
+        count = sum(len(traffic.recording.requests) for traffic in setting.traffic)
+        size = f"{count} requests as recorded"
+    return f"{setting.scenario} on {setting.hardware.name}{replicas}: {windows} of {size}"
+
+
+def _rate_text(group: Sequence[Row], place: int) -> str:
+    """The rate of all GPUs, or that of each where systems differ in their number."""
+    unit = group[0].setting.unit
+    rate = group[0].points[place].rate
+    if len({row.gpus for row in group}) == 1:
+        return f"{rate * group[0].gpus:.4g} {unit}s/s ({rate:.4g} per GPU)"
+    if len({row.points[place].rate for row in group}) == 1:
+        return f"{rate:.4g} {unit}s/s per GPU"
+    return f"{rate * group[0].gpus:.4g} {unit}s/s"
 
 
 def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType:
@@ -178,7 +203,7 @@ def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType
     names = list(group[0].points[place].summary.by_application)
     shown = names if len(names) > 1 else []
     made = table(
-        f"{_title(group[0], seeds)}, {group[0].points[place].rate:.4g} jobs/s per GPU",
+        f"{_title(group[0], seeds)}, {_rate_text(group, place)}",
         "system",
         (
             "kept\n%",
@@ -209,7 +234,7 @@ def _point_table(group: Sequence[Row], place: int, seeds: int) -> RenderableType
             "-" if summary.promised is None else f"{summary.promised_missed} of {summary.promised}",
             "-" if summary.promised is None else f"{summary.late_missed} of {summary.late}",
             str(summary.unfinished),
-            f"{point.rate * summary.attainment:.3g}",
+            f"{summary.goodput_jobs_per_s / row.gpus:.3g}",
         )
     return made
 

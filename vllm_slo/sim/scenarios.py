@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -206,7 +205,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
 )
 
 
-def applications_of(scenario: str, trace_file: Path | None = None) -> list[str]:
+def applications_of(scenario: str) -> list[str]:
     """Names of the applications of a scenario, in alphabetical order.
 
     Raises:
@@ -215,7 +214,7 @@ def applications_of(scenario: str, trace_file: Path | None = None) -> list[str]:
     spec = scenario_of(scenario)
     if spec.trace is None:
         return sorted(application.name for application in spec.applications)
-    return sorted({row.slo_class for row in read_trace(spec.trace, trace_file).rows})
+    return sorted({row.slo_class for row in read_trace(spec.trace).rows})
 
 
 def scenario_of(name: str) -> Scenario:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bisection for the highest rate that keeps its attainment.
+"""Searches for the highest rate, or the fewest replicas, that keep an attainment.
 
 Rates lie on one grid, ``start * 2 ** (i / n)``, so searches from one start share their rates.
 """
@@ -101,3 +101,27 @@ def _bracket(keeps: Callable[[int], bool], octave: int, most: int) -> tuple[int 
             return place - octave, place
         place -= octave
     return None, place
+
+
+def smallest(keeps: Callable[[int], bool], most: int, guess: int = 1) -> int | None:
+    """Smallest n in 1..``most`` that keeps; None if none does.
+
+    The search goes from ``guess`` in steps that double and then bisects, so it rarely tries numbers
+    far from the answer. ``keeps`` should be false below some n and true from there on. Each n is
+    tried once.
+    """
+    low, high = 0, most + 1  # the largest n that misses, the smallest n that keeps
+    place, stride = min(max(guess, 1), most), 1
+    while high - low > 1:
+        if keeps(place):
+            high = place
+        else:
+            low = place
+        if low == 0:
+            place = max(high - stride, 1)
+        elif high > most:
+            place = min(low + stride, most)
+        else:
+            place = (low + high) // 2
+        stride *= 2
+    return high if high <= most else None

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.serve_args import tree_arguments
 from vllm_slo.config.speculation import SpeculationConfig
 from vllm_slo.core.routing.replica_state import ReplicaState
@@ -27,6 +28,7 @@ from vllm_slo.sim.jobs import RoundRequest, RoundResult, answer_text
 from vllm_slo.sim.light_scheduler import LightScheduler, LightSLOScheduler
 from vllm_slo.sim.systems import System
 from vllm_slo.sim.virtual_draft import DraftModel, blocks_of_trees
+from vllm_slo.slo.fields import NAME
 
 SCHEDULERS: dict[str, tuple[type[AsyncScheduler], type[AsyncScheduler] | None]] = {
     "slo": (LightSLOScheduler, Scheduler),
@@ -69,16 +71,18 @@ def model_folder(max_model_len: int) -> Path:
     return folder
 
 
-def _speculation(hardware: Hardware) -> SpeculationConfig:
+def _speculation(hardware: Hardware, conditions: Conditions) -> SpeculationConfig:
     """As ``vllm-slo serve --draft-model`` configures it."""
-    return SpeculationConfig(draft_model=str(model_folder(hardware.max_model_len)))
+    given = (conditions.config or SLOConfig()).speculation
+    draft = {"draft_model": str(model_folder(hardware.max_model_len)), "draft_servers": None}
+    return given.model_copy(update=draft)
 
 
-def kv_tokens_for_requests(system: System, hardware: Hardware) -> int:
+def kv_tokens_for_requests(system: System, hardware: Hardware, conditions: Conditions) -> int:
     """KV tokens of whole blocks that requests can have; trees are verified in the other blocks."""
     blocks = hardware.kv_tokens // hardware.block_size
     if system.trees:
-        blocks -= blocks_of_trees(_speculation(hardware), hardware.block_size)
+        blocks -= blocks_of_trees(_speculation(hardware, conditions), hardware.block_size)
     return max(blocks, 0) * hardware.block_size
 
 
@@ -97,10 +101,10 @@ def build_engine(
             f"exact: {system.name} runs on the light scheduler only; do not set it"
         )
     engine_args: dict[str, Any] = {}
-    slo_config: dict[str, Any] = {"classes": {name: {} for name in applications}}
+    slo_config = _slo_config(conditions, applications)
     if system.trees:
-        speculation = _speculation(hardware)
-        slo_config["speculation"] = {"draft_model": speculation.draft_model}
+        speculation = _speculation(hardware, conditions)
+        slo_config["speculation"] = speculation.model_dump(exclude_unset=True)
         engine_args |= tree_arguments(speculation, OF_THE_HARDWARE)
         engine_args["draft"] = draft_model(hardware, speculation)
     if system.policy in BY_DEADLINE:
@@ -125,16 +129,38 @@ def build_engine(
             hardware.block_size,
             min(hardware.max_num_seqs, system.token_budget),  # vLLM refuses more
             system.token_budget,
-            min(hardware.max_model_len, kv_tokens_for_requests(system, hardware)),
+            min(hardware.max_model_len, kv_tokens_for_requests(system, hardware, conditions)),
         ),
         believed=conditions.believed(hardware, number),
-        margin=1.0 if conditions.is_known(number) else DEFAULT_MARGIN,
+        margin=1.0 if conditions.is_known(hardware, number) else DEFAULT_MARGIN,
         slo_config=slo_config,
         overhead=_overhead(system, hardware, conditions),
         seed=conditions.seed,
         options=options,
         **engine_args,
     )
+
+
+def _slo_config(conditions: Conditions, applications: Sequence[str]) -> dict[str, Any]:
+    """The configuration of a scheduler: the operator's, without what a simulation cannot have.
+
+    A request states its class and objectives itself, so there is no default class. Where answers
+    have stages is not known of recorded requests: their tightest TPOT holds for the whole answer,
+    as admission judges them (SLOs-Serve, section 3.2.1). Made-up prompts teach no lengths.
+    """
+    classes: dict[str, Any] = {name: {} for name in applications if NAME.fullmatch(name)}
+    if conditions.config is None:
+        return {"classes": classes}
+    left_out = {"access", "default_class", "profile", "priorities", "service_tiers", "classes"}
+    config = conditions.config.model_dump(exclude_unset=True, exclude=left_out)
+    for name, slo in conditions.config.slo_classes().items():
+        classes[name] = conditions.config.classes[name].model_dump(
+            exclude_unset=True, exclude={"stages", "thinking_tpot_ms", "tpot_ms"}
+        ) | {"tpot_ms": slo.tightest_tpot_ms}
+    for key in ("draft_model", "draft_servers", "draft_token_file"):
+        config.get("speculation", {}).pop(key, None)
+    config.get("best_effort", {}).pop("output_length", None)
+    return {**config, "classes": classes}
 
 
 def draft_model(hardware: Hardware, config: SpeculationConfig) -> DraftModel:
@@ -150,9 +176,7 @@ def _overhead(
     """Scheduling time per step, as ``VirtualEngine`` takes it."""
     if conditions.overhead == "measured":
         return "measured"
-    if conditions.overhead == "none" or hardware.scheduled:
-        return None
-    return system.overhead_s
+    return system.overhead_s if conditions.charges_scheduling(hardware) else None
 
 
 class Colocated:
@@ -204,7 +228,7 @@ class Colocated:
     def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
         engine = self.engine
         engine.wait_until(request.seen_s)
-        ttft_ms = request.slo.ttft_ms
+        ttft_ms = request.slo.ttft_ms if request.slo else None
         deadline_ms = NO_DEADLINE if ttft_ms is None else request.sent_s * 1e3 + ttft_ms
         self._prompts[request.name] = request.prompt
         engine.add(
@@ -213,7 +237,7 @@ class Colocated:
             request.output_tokens,
             request.slo,
             max_tokens=engine.config.model_config.max_model_len - len(request.prompt),
-            priority=int(deadline_ms) if self._priorities else 0,
+            priority=int(deadline_ms) if self._priorities else request.priority,
             arrival_s=request.sent_s,
             acceptance=request.acceptance,
             ticket=ticket,

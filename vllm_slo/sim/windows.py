@@ -16,6 +16,7 @@ from vllm_slo.sim.measure import (
     JobMeasure,
     Load,
     Summary,
+    counted,
     load_over_time,
     measure_counted,
     summarise,
@@ -85,14 +86,14 @@ class Window:
     scheduler_s: float
 
 
-def measure_window(case: Case, rate: float, seed: int, with_load: bool = False) -> Window:
-    """Run one window at ``rate`` jobs/s per GPU and measure it."""
-    jobs = case.window(rate, seed)
+def measure_window(case: Case, rate: float | None, seed: int, with_load: bool = False) -> Window:
+    """Run one window at ``rate`` jobs/s per GPU, or None as recorded, and measure it."""
+    jobs, warmup = case.window(rate, seed), case.setting.warmup
     run, _ = run_jobs(case, jobs, seed)
-    measures = tuple(measure_counted(run.results, case.setting.warmup))
+    measures = tuple(measure_counted(run.results, warmup))
     return Window(
         measures,
-        len(measures) / (rate * case.gpus),
+        case.setting.window_s(case.rate(rate), seed, len(jobs), counted(jobs, warmup)),
         load_over_time(run.results) if with_load else None,
         run.steps,
         run.end_s,
@@ -108,6 +109,7 @@ class Point:
     Attributes:
         half_width: of the 95% interval of the attainment over windows; None for one window.
         load: of the first window; None if not measured.
+        own_pace: whether the jobs arrived as they were recorded.
     """
 
     rate: float
@@ -116,9 +118,10 @@ class Point:
     half_width: float | None
     load: Load | None
     wall_s: float
+    own_pace: bool = False
 
     @classmethod
-    def of(cls, rate: float, windows: Sequence[Window]) -> Point:
+    def of(cls, rate: float, windows: Sequence[Window], *, own_pace: bool = False) -> Point:
         pooled = summarise(
             [measure for window in windows for measure in window.measures],
             sum(window.window_s for window in windows),
@@ -131,4 +134,5 @@ class Point:
             mean_interval(shares)[1],
             windows[0].load,
             sum(window.wall_s for window in windows),
+            own_pace,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -28,7 +27,7 @@ def make_jobs(
     arrivals: str | None = None,
     fit: Fit = "rescale",
     lengths: Literal["table", "trace"] = "table",
-    trace_file: Path | None = None,
+    stretch: Stretch | None = None,
 ) -> list[Job]:
     """``count`` jobs of a scenario, by arrival, at a mean of ``rate`` jobs/s.
 
@@ -44,7 +43,7 @@ def make_jobs(
         arrivals: one of ``ARRIVALS`` for all applications; None: the scenario's own.
         fit: how a trace is fitted to the rate, see ``arrivals.draw``.
         lengths: ``trace`` takes prompt and answer of each row (Azure arrivals, single rounds).
-        trace_file: replaces the trace of the arrival kind.
+        stretch: ``count`` arrivals of another trace, in place of the scenario's.
 
     Raises:
         SimulationError: an argument is out of range or a file is broken.
@@ -57,23 +56,16 @@ def make_jobs(
         )
     if spec.trace is not None:  # a recording has its own lengths, so ``lengths`` does not matter
         arrivals = None if arrivals == spec.trace else arrivals
-        return _recorded(spec.trace, hardware, rate, count, seed, arrivals, fit, trace_file)
+        return _recorded(spec.trace, hardware, rate, count, seed, arrivals, fit, stretch)
     _check_context(spec, hardware)
-    groups = _groups(spec, count, arrivals)
-    if trace_file is not None and len(groups) > 1:
-        raise SimulationError(
-            f"trace_file: {scenario} arrives by {' and '.join(k for k, _ in groups)}; "
-            "name one kind with arrivals"
-        )
+    groups = _groups(spec, count, arrivals if stretch is None else "trace")
     arriving: list[tuple[float, Application, TraceRequest | None]] = []
     for kind, members in groups:
         share = len(members) / count
-        stretch = draw(
-            kind, count=len(members), seed=seed, rate=rate * share, fit=fit, trace_file=trace_file
-        )
-        rows = _rows(kind, stretch, members, lengths)
+        drawn = stretch or draw(kind, count=len(members), seed=seed, rate=rate * share, fit=fit)
+        rows = _rows(kind, drawn, members, lengths)
         order = np.random.default_rng([seed, *f"order/{kind}".encode()]).permutation(len(members))
-        for at, place, row in zip(stretch.at / share, order, rows, strict=True):
+        for at, place, row in zip(drawn.at / share, order, rows, strict=True):
             arriving.append((float(at), members[place], row))
     arriving.sort(key=lambda item: item[0])
     return _jobs(arriving, hardware, rate, seed)
@@ -98,12 +90,13 @@ def _check(rate: float, count: int, seed: int, fit: str, lengths: str) -> None:
             raise SimulationError(f"{name}: must be {' or '.join(known)}, got {text!r}")
 
 
-def _context_limit(hardware: Hardware) -> int:
+def context_limit(hardware: Hardware) -> int:
+    """Most tokens of one request."""
     return min(hardware.max_model_len, hardware.kv_tokens)
 
 
 def _check_context(spec: Scenario, hardware: Hardware) -> None:
-    limit = _context_limit(hardware)
+    limit = context_limit(hardware)
     for application in spec.applications:
         if application.mean_tokens > limit:
             raise SimulationError(
@@ -201,10 +194,10 @@ class _Maker:
         self, drawn: Sequence[tuple[int, tuple[int, ...], float]]
     ) -> list[tuple[int, tuple[int, ...], float]]:
         """The rounds that fit the context: prompts are cut, rounds after a full context dropped."""
-        limit, context = _context_limit(self.hardware), 0
+        limit, context = context_limit(self.hardware), 0
         fitting: list[tuple[int, tuple[int, ...], float]] = []
         for prompt, answer, wait_s in drawn:
-            clipped = (prompt, answer) if fitting else _fit(prompt, answer, limit)
+            clipped = (prompt, answer) if fitting else fit_context(prompt, answer, limit)
             room = limit - context - sum(clipped[1])
             if room < 1:
                 break
@@ -214,7 +207,7 @@ class _Maker:
         return fitting
 
 
-def _fit(prompt: int, answer: tuple[int, ...], limit: int) -> tuple[int, tuple[int, ...]]:
+def fit_context(prompt: int, answer: tuple[int, ...], limit: int) -> tuple[int, tuple[int, ...]]:
     """Cut the prompt to fit; an answer above 7/8 of the context is first scaled down to that."""
     total = sum(answer)
     if prompt + total <= limit:
@@ -234,25 +227,23 @@ def _recorded(
     seed: int,
     arrivals: str | None,
     fit: Fit,
-    trace_file: Path | None,
+    times: Stretch | None,
 ) -> list[Job]:
     """AdaServe's workload: its lengths and TPOT objectives; it has no TTFT objective.
 
     A positive ``slo_ratio`` is a TPOT in multiples of the zero-load decode step; a negative one is
-    an absolute TPOT in ms (AdaServe, 6.1). Other ``arrivals`` replace the times only.
+    an absolute TPOT in ms (AdaServe, 6.1). Other ``arrivals`` or ``times`` replace the times only.
     """
-    stretch = draw(
-        kind, count=count, seed=seed, rate=rate, fit=fit if arrivals is None else "rescale",
-        trace_file=trace_file,
-    )  # fmt: skip
-    at = stretch.at
+    own = arrivals is None and times is None
+    stretch = draw(kind, count=count, seed=seed, rate=rate, fit=fit if own else "rescale")
+    at = stretch.at if times is None else times.at
     if arrivals is not None:
         at = draw(arrivals, count=count, seed=seed, rate=rate, fit=fit).at
-    step_s, limit = hardware.zero_load_tpot_s(), _context_limit(hardware)
+    step_s, limit = hardware.zero_load_tpot_s(), context_limit(hardware)
     jobs = []
     for i, (when, row) in enumerate(zip(at.tolist(), stretch.rows, strict=True)):
         ratio = row.slo_ratio or 0.0
-        prompt, answer = _fit(row.prompt_tokens, (row.output_tokens,), limit)
+        prompt, answer = fit_context(row.prompt_tokens, (row.output_tokens,), limit)
         stage = Stage(answer[0], ratio * step_s if ratio > 0 else -ratio / 1e3)
         rounds = (Round(prompt, (stage,), math.inf),)
         jobs.append(Job(f"{row.slo_class}-{i}", row.slo_class, when / rate, rounds))
