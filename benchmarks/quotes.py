@@ -42,9 +42,11 @@ from common import markdown, write_result
 from rich.console import Console
 
 from vllm_slo.bench import demo_load, demo_servers
-from vllm_slo.bench.client import ClientOptions, measure_zero_load
+from vllm_slo.bench.client import ClientOptions
 from vllm_slo.bench.endpoint import ServerTarget
-from vllm_slo.bench.workload import Workload, WorkloadOptions, synthetic
+from vllm_slo.bench.planned import Workload
+from vllm_slo.bench.probes import measure_zero_load
+from vllm_slo.bench.workload import WorkloadOptions, synthetic
 from vllm_slo.bench.zero_load import ZeroLoad
 
 FORCED: Final = "forced"
@@ -299,7 +301,7 @@ def measure(load: Load) -> Measured:
         with demo_servers.server(
             Server("server", demo_servers.OURS), model, Path(folder), console
         ) as url:
-            options = ClientOptions(vocab_size=demo_load.VOCABULARY, warmup_requests=8)
+            options = ClientOptions(vocab_size=demo_load.VOCABULARY, ready_requests=8)
             zero = measure_zero_load(ServerTarget("server", url), demo_servers.MAX_CONTEXT, options)
             with demo_servers.own_core():
                 return asyncio.run(_measure(url, load, zero, console))

@@ -28,12 +28,14 @@ from typing import Final
 from common import markdown, mean_points, write_result
 from rich.console import Console
 
-from vllm_slo.bench.client import ClientOptions, ServerRun, measure_zero_load
+from vllm_slo.bench.client import ClientOptions, ServerRun
+from vllm_slo.bench.command import bench_server
 from vllm_slo.bench.demo import REPLICAS_PARAMETERS, bursts
 from vllm_slo.bench.demo_load import VOCABULARY, choose_model
 from vllm_slo.bench.demo_servers import MAX_CONTEXT, OURS, Candidate, servers, wait_until_ready
 from vllm_slo.bench.endpoint import ServerTarget
-from vllm_slo.bench.main import bench_server, build_workload
+from vllm_slo.bench.main import build_workload
+from vllm_slo.bench.probes import measure_zero_load
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.attainment import summarise, summarise_class
 from vllm_slo.core.types import RoutingPolicy
@@ -119,7 +121,7 @@ def measured(
 ) -> tuple[Found, ZeroLoad]:
     """The runs by load and policy, each list by seed; and the latency of a lone request."""
     model = choose_model(REPLICAS_PARAMETERS, console)
-    client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
+    client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, ready_requests=8)
     found: Found = {(load, policy): [] for load in loads for policy in POLICIES}
     both = [Candidate(f"replica {number}", OURS) for number in range(REPLICAS)]
     with servers(both, model.folder, folder, console, model.options) as urls:

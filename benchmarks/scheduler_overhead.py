@@ -99,7 +99,9 @@ class Took(NamedTuple):
     p95: float
 
 
-def idle_engine(cls: type[AsyncScheduler], seats: int, **slo_config: Any) -> VirtualEngine:
+def idle_engine(
+    cls: type[AsyncScheduler], seats: int, *, records: bool = False, **slo_config: Any
+) -> VirtualEngine:
     """An engine on which so many requests can run."""
     one = VirtualEngine(
         cls,
@@ -108,6 +110,7 @@ def idle_engine(cls: type[AsyncScheduler], seats: int, **slo_config: Any) -> Vir
         EngineShape(400_000, 16, seats, 8192, 4096),
         believed=MODEL,
         slo_config=slo_config if cls is Scheduler else None,
+        records=records,
     )
     one.keep_history = False
     return one
@@ -118,10 +121,11 @@ def engine(
     running: int,
     waiting: int = 0,
     slos: Sequence[SLO | None] = TIERS,
-    **slo_config: Any,
+    **options: Any,
 ) -> VirtualEngine:
-    """An engine on which ``running`` requests decode and as many as said wait."""
-    one = idle_engine(cls, running if waiting else running + 64, **slo_config)
+    """An engine on which ``running`` requests decode and as many as said wait. ``options``: as
+    `idle_engine`."""
+    one = idle_engine(cls, running if waiting else running + 64, **options)
     for i in range(running + waiting):
         slo = slos[i % len(slos)] if cls is Scheduler else None
         one.add(f"r{i}", 64, 3500, slo, max_tokens=3500)
@@ -133,10 +137,11 @@ def engine(
 
 
 def busy_engine(
-    cls: type[AsyncScheduler], running: int, slos: Sequence[SLO | None]
+    cls: type[AsyncScheduler], running: int, slos: Sequence[SLO | None], **options: Any
 ) -> VirtualEngine:
-    """An engine to which a prompt comes before every step; about ``running`` of them decode."""
-    one = idle_engine(cls, running + 64)
+    """An engine to which a prompt comes before every step; about ``running`` of them decode.
+    ``options``: as `idle_engine`."""
+    one = idle_engine(cls, running + 64, **options)
     for step in range(-2 * running - 20, 0):
         feed(one, cls, running, slos, step)
         one.step()
@@ -180,11 +185,9 @@ def timed(
     }
 
 
-def ratio(runs: Sequence[dict[str, Took]], name: str) -> Took:
-    """To stock's of the same run, the median of all."""
-    return Took(
-        *(statistics.median(run[name][i] / run[STOCK][i] for run in runs) for i in range(2))
-    )
+def ratio(runs: Sequence[dict[str, Took]], name: str, base: str = STOCK) -> Took:
+    """To that of ``base`` in the same run, the median of all."""
+    return Took(*(statistics.median(run[name][i] / run[base][i] for run in runs) for i in range(2)))
 
 
 def middle(runs: Sequence[dict[str, Took]], name: str) -> Took:

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("vllm_slo.engine.serving.serve", "serve a model with multi-SLO scheduling"),
     "demo": ("vllm_slo.bench.demo", "stock vLLM and vllm-slo side by side on a built-in model"),
     "bench": ("vllm_slo.bench.main", "drive any OpenAI endpoint with several SLO classes"),
+    "replay": ("vllm_slo.bench.replay", "send recorded traffic to a live endpoint"),
     "profile": ("vllm_slo.engine.serving.profile", "measure a model's step times on this machine"),
     "simulate": ("vllm_slo.sim.main", "compare schedulers in virtual time, or find their capacity"),
     "front": ("vllm_slo.router.front_command", "one port before servers that run already"),
@@ -27,6 +28,10 @@ COMMANDS = {
     ),
     "draft-server": ("vllm_slo.router.draft_server", "draft with a small model for a verifier"),
     "quote": ("vllm_slo.bench.quote", "ask a server what a request would be promised now"),
+    "whatif": (
+        "vllm_slo.sim.whatif.command",
+        "a recorded trace as it was served, as stock vLLM would, as vllm-slo would",
+    ),
     "record": ("vllm_slo.traces.command", "turn logs, spans or a trace into a recording to share"),
     "plan": ("vllm_slo.sim.plan", "how many replicas traffic needs, and what they cost"),
     "check": ("vllm_slo.check.command", "say what a file is, and whether it is valid"),
@@ -38,12 +43,14 @@ EXAMPLES: Final = {
     "serve": "vllm-slo serve tiny --slo-config slo.yaml --port 8000",
     "demo": "vllm-slo demo --duration 45 --out demo-output",
     "bench": "vllm-slo bench --base-url http://localhost:8000 --rate 2 --duration 30",
+    "replay": "vllm-slo replay trace.jsonl --base-url http://localhost:8000 --slo-config slo.yaml",
     "profile": "vllm-slo profile tiny --quick",
     "simulate": "vllm-slo simulate --scenario mixed --rate 2,4 --hardware a100-opt-13b",
     "front": "vllm-slo front --replica http://10.0.0.1:8000 --token-file token",
     "endpoint-picker": "vllm-slo endpoint-picker --replicas-from DNS:vllm:8000 --token-file token",
     "draft-server": "vllm-slo draft-server --model tiny --connect tcp://10.0.0.1:5700",
     "quote": "vllm-slo quote --prompt 'def parse(' --ttft-ms 500 --tpot-ms 50",
+    "whatif": "vllm-slo whatif trace.jsonl --slo-config slo.yaml --hardware h100-llama-8b",
     "record": "vllm-slo record trace.csv --from 600 --to 1200 --out traffic.jsonl.zst",
     "plan": "vllm-slo plan --scenario mixed --rate 20 --hardware a100-opt-13b",
     "check": "vllm-slo check slo.yaml trace.csv",
@@ -52,7 +59,7 @@ EXAMPLES: Final = {
 """Command -> one command line that works, for its help."""
 
 NOTES: Final = {
-    "serve": "All other flags go to 'vllm serve', which has some 300; 'vllm serve --help=all' "
+    "serve": "All other flags go to 'vllm serve'; 'vllm serve --help=all' "
     "lists them, 'vllm serve --help=max' those with 'max' in their name. The model comes before "
     "them.",
     "draft-server": "All other flags go to vLLM's engine, as with 'vllm serve'.",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import time
@@ -18,21 +17,32 @@ import pytest
 from fake_openai import Fake, serving
 from patience import patience
 
-from vllm_slo.bench.client import ClientOptions, measure_zero_load, run_server
+from vllm_slo import cli
+from vllm_slo.bench.client import ClientOptions, run_server
+from vllm_slo.bench.command import finish
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.endpoint import ServerTarget, describe_server
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import add_arguments, build_workload, finish, run, run_bench
+from vllm_slo.bench.main import build_workload, run_bench
+from vllm_slo.bench.planned import PlannedRequest, Workload
+from vllm_slo.bench.probes import measure_zero_load
 from vllm_slo.bench.quote import _first_model
 from vllm_slo.bench.report import BenchReport, comparison_table, in_flight, machine, versions
-from vllm_slo.bench.workload import DEFAULT_CLASSES, PlannedRequest, Workload, WorkloadOptions
+from vllm_slo.bench.workload import DEFAULT_CLASSES, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad, load_zero_load
+from vllm_slo.slo.model import SLO, Stage
 
 ZERO = ZeroLoad(((16, 0.02), (256, 0.05), (1024, 0.2)), 0.01, "lone")
 
 
 def synthetic(**changes: Any) -> Workload:
     return build_workload(replace(WorkloadOptions(rate=5.0, duration_s=60.0), **changes), ZERO)
+
+
+@pytest.fixture(autouse=True)
+def _no_server_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -49,7 +59,7 @@ def requests_of(prompts: list[int], output: int = 12, gap_s: float = 0.01) -> Wo
     return Workload("hand", 0, len(prompts) * gap_s, "test", tuple(planned))
 
 
-QUIET = ClientOptions(warmup_requests=0, drain_s=patience(20.0))
+QUIET = ClientOptions(ready_requests=0, drain_s=patience(20.0))
 
 
 @pytest.mark.alone
@@ -147,8 +157,8 @@ def test_trouble_is_recorded_per_request(fake: Fake) -> None:
     assert summary.attainment == pytest.approx(1 / 6)
 
 
-def test_warm_up_is_sent_and_dropped(fake: Fake) -> None:
-    options = replace(QUIET, warmup_requests=3)
+def test_requests_that_make_a_server_ready_are_dropped(fake: Fake) -> None:
+    options = replace(QUIET, ready_requests=3)
     result = run_server(ServerTarget("warm", fake.url), requests_of([5, 6, 7, 8]), options)
     assert len(result.requests) == 4
     assert len(fake.bodies) == 7
@@ -184,7 +194,7 @@ def test_unusable_servers(fake: Fake) -> None:
     with pytest.raises(BenchError, match="no requests"):
         run_server(ServerTarget("x", fake.url), Workload("none", 0, 1.0, "", ()), QUIET)
     fake.behave = {5: "crash"}
-    with pytest.raises(BenchError, match="a warm-up request failed"):
+    with pytest.raises(BenchError, match="a first request failed"):
         run_server(ServerTarget("x", fake.url), requests_of([5]), ClientOptions())
     twice = [ServerTarget("x", fake.url)] * 2
     with pytest.raises(BenchError, match="two servers have the same name"):
@@ -253,23 +263,26 @@ def test_a_proxy_is_not_asked_for_what_is_on_loopback(
 # ---------------------------------------------------------------------- reports and command
 
 
-def arguments(*extra: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(list(extra))
+def bench(*words: str) -> int:
+    """The command as it is typed: the exit status, also of argparse."""
+    try:
+        return cli.main(["bench", *words])
+    except SystemExit as left:
+        return int(str(left.code))
 
 
 @pytest.mark.slow
 def test_command_end_to_end(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out_json, out_png = tmp_path / "deep" / "report.json", tmp_path / "report.png"
+    out_json = tmp_path / "deep" / "report.json"
     zero = tmp_path / "zero.json"
     zero.write_text(json.dumps(ZERO.to_dict()))
-    args = arguments(
+    status = bench(
         "--base-url", f"{fake.url}=one", "--base-url", f"{fake.url}=two", "--no-slo", "one",
         "--rate", "20", "--duration", "1", "--length-scale", "0.05", "--seed", "7",
-        "--zero-load", str(zero), "--out-json", str(out_json), "--out-png", str(out_png),
+        "--zero-load", str(zero), "--json", str(out_json), "--out", str(tmp_path / "pictures"),
     )  # fmt: skip
-    assert run(args) == 0
+    assert status == 0
+    assert_picture(tmp_path / "pictures" / "bench.png")
     shown = capsys.readouterr().out
     for word in ("chat", "code", "summary", "batch", "total", "one", "two", "goodput", "TTFT"):
         assert word in shown
@@ -277,7 +290,7 @@ def test_command_end_to_end(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFi
     assert data["schema"] == "vllm-slo-bench/1"
     assert set(data) == {
         "schema", "command", "created", "machine", "versions", "seed", "definitions", "workload",
-        "zero_load", "warnings", "servers",
+        "zero_load", "warnings", "servers", "concurrency", "recorded",
     }  # fmt: skip
     assert data["seed"] == 7
     assert data["workload"]["requests"] == 20
@@ -357,39 +370,214 @@ def test_table_fits_eighty_columns(fake: Fake) -> None:
     assert "…" not in text.getvalue()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("extra", "option"),
+    ("extra", "problem"),
     [
-        (["--rate", "-2"], "--rate"),
-        (["--rate", "nan"], "--rate"),
-        (["--duration", "0"], "--duration"),
-        (["--classes", ""], "--classes"),
-        (["--classes", "chta"], "--classes"),
-        (["--workload", "azur"], "--workload"),
-        (["--workload", "adaserve", "--workload-file", "missing.json"], "--workload-file"),
-        (["--zero-load", "missing.json"], "--zero-load"),
-        (["--no-slo", "nobody"], "--no-slo"),
-        (["--vocab-size", "1"], "--vocab-size"),
-        (["--warmup", "-1"], "--warmup"),
-        (["--drain", "0"], "--drain"),
-        (["--seed", "-4"], "--seed"),
-        (["--model", "other"], "--model"),
+        (["--rate", "-2"], "argument --rate: must be above 0, got -2"),
+        (["--rate", "nan"], "argument --rate: must be above 0"),
+        (["--rate", "many"], "argument --rate: 'many' is not a number"),
+        (["--duration", "0"], "argument --duration: must be above 0"),
+        (["--classes", ""], "error: --classes: name at least one class"),
+        (["--classes", "chta"], "error: --classes: unknown class 'chta'; did you mean chat?"),
+        (["--workload", "azur"], "argument --workload: 'azur' is unknown; did you mean azure?"),
+        (["--workload", "adaserve", "--trace", "missing.json"], "error: cannot read missing.json"),
+        (["--trace", "x.csv"], "error: --trace: only with an azure-* or adaserve workload"),
+        (["--zero-load", "missing.json"], "error: --zero-load: cannot read missing.json"),
+        (["--no-slo", "nobody"], "error: --no-slo: no server is named 'nobody'"),
+        (["--vocab-size", "1"], "argument --vocab-size: must be at least 2, got 1"),
+        (["--warmup", "4"], "argument --warmup: must be at least 0 and at most 1, got 4"),
+        (["--drain", "0"], "argument --drain: must be above 0"),
+        (["--seed", "-4"], "argument --seed: must be at least 0, got -4"),
+        (["--model", "other"], "error: --model: "),
+        (["--rules", "rules.yaml"], "error: --rules: only with --slo-config"),
+        (["--slo-config", "missing.yaml"], "error: cannot read the file 'missing.yaml'"),
+        (["--every-class"], "error: --every-class: only with --min-attainment"),
+        (["--classes", "batch", "--min-attainment", "1"], "error: --min-attainment: no request"),
+        (["--base-url", "http://127.0.0.1:9=x"], "error: --base-url: two servers have the same"),
     ],
 )
 def test_bad_options_are_named(
-    fake: Fake, extra: list[str], option: str, capsys: pytest.CaptureFixture[str]
+    fake: Fake, extra: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(arguments("--base-url", f"{fake.url}=x", *extra)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {option}: ")
-    assert len(error.splitlines()) == 1
+    assert bench("--base-url", f"{fake.url}=x", *extra) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert problem in error
+    assert error.startswith("vllm-slo: error: ")
     assert not any(b.get("slo") for b in fake.bodies)
 
 
 def test_unreachable_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments("--base-url", "http://127.0.0.1:9")) == 2
-    assert capsys.readouterr().err.startswith("error: --base-url: cannot reach http://127.0.0.1:9")
+    assert bench("--base-url", "http://127.0.0.1:9") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vllm-slo: error: --base-url: cannot reach http://127.0.0.1:9")
+    assert error.count("\n") == 1
+
+
+def test_the_server_of_the_environment(
+    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench("--rate", "1") == 2
+    assert "--base-url: name a server, or set OPENAI_BASE_URL" in capsys.readouterr().err
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{fake.url}/v1")
+    assert bench("--rate", "1", "--model", "other") == 2
+    assert "serves tiny, not 'other'" in capsys.readouterr().err
+    assert cli.main(["quote", "--prompt", "hello", "--ttft-ms", "5"]) == 0
+
+
+SLO_YAML = """
+classes:
+  chat: {ttft_ms: 60000, tpot_ms: 50000}
+  report: {e2e_ms: 90000, value: 3, on_unattainable: decline}
+  batch: {tier: best_effort}
+"""
+SHORT = ("--rate", "24", "--duration", "0.5", "--length-scale", "0.02")
+
+
+@pytest.fixture
+def slo_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "slo.yaml"
+    path.write_text(SLO_YAML)
+    return path
+
+
+def test_classes_of_a_servers_configuration(
+    fake: Fake, slo_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their objectives are in ms, so nothing is measured first."""
+    out = tmp_path / "report.json"
+    words = ["--base-url", fake.url, *SHORT, "--slo-config", str(slo_yaml), "--json", str(out)]
+    assert bench(*words) == 0
+    shown = capsys.readouterr().out
+    assert "chat: TTFT 60,000 ms, TPOT 50,000 ms (4 requests" in shown
+    assert "report: end to end 90,000 ms (4 requests" in shown
+    assert len(fake.bodies) == 4 + 12  # of which 4 make the server ready
+    asked = Counter(json.dumps(body.get("slo")) for body in fake.bodies[4:])
+    assert asked == {
+        '{"ttft_ms": 60000.0, "tpot_ms": 50000.0}': 4,
+        '{"e2e_ms": 90000.0, "value": 3.0, "on_unattainable": "decline"}': 4,
+        '{"tier": "best_effort"}': 4,
+    }
+    data = json.loads(out.read_text())
+    assert data["zero_load"] is None
+    latencies = data["servers"][0]["latencies"]
+    assert latencies["report"]["attainment"] == 1.0
+    assert latencies["batch"]["with_objective"] == 0
+    assert latencies["total"]["e2e"]["p50_s"] <= latencies["total"]["e2e"]["p99_s"]
+
+
+def test_shares_and_rules_of_configured_classes(
+    fake: Fake, slo_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--base-url", fake.url, *SHORT, "--slo-config", str(slo_yaml)]
+    assert bench(*words, "--classes", "chat=3,report=1", "--send", "class") == 0
+    asked = Counter(body["slo"]["class"] for body in fake.bodies[4:])
+    assert asked == {"chat": 9, "report": 3}
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: [{class: report, recorded_class: batch}]\ndefault: chat\n")
+    fake.bodies.clear()
+    assert bench(*words, "--rules", str(rules), "--send", "class") == 0
+    asked = Counter(body["slo"]["class"] for body in fake.bodies[4:])
+    assert asked == {"chat": 11, "report": 1}  # the mix has a tenth of batch
+    rules.write_text("rules: [{class: report, recorded_class: batch}]\n")
+    fake.bodies.clear()
+    assert bench(*words, "--rules", str(rules), "--send", "class") == 0
+    assert [body.get("slo") for body in fake.bodies[4:]].count(None) == 11  # also of its own chat
+    capsys.readouterr()
+    assert bench(*words, "--rules", str(rules), "--classes", "chat") == 2
+    assert "--classes: leave it out; --rules give the classes" in capsys.readouterr().err
+    assert bench(*words, "--classes", "chatt") == 2
+    assert "unknown class 'chatt'; did you mean chat?" in capsys.readouterr().err
+    slo_yaml.write_text("default_class: null\n")
+    assert bench(*words) == 2
+    assert "--slo-config: the file has no classes" in capsys.readouterr().err
+
+
+def test_objectives_of_a_configuration_are_scaled_whole() -> None:
+    slo = SLO(stages=(Stage(10, "x"), Stage(30)), ttft_ms=4, max_wait_ms=8)
+    request = PlannedRequest("r", 0.0, "c", 5, 5, None, None).asking(slo).scaled(2.5)
+    assert (request.ttft_slo_s, request.tpot_slo_s) == (0.010, 0.075)
+    body = request.slo_body()
+    assert body == {
+        "ttft_ms": 10,
+        "stages": [{"tpot_ms": 25, "until": "x"}, {"tpot_ms": 75}],
+        "max_wait_ms": 20,
+    }
+    job = SLO(ttft_ms=4, session_id="s", session_e2e_ms=100, slo_class="job")
+    request = request.asking(job).scaled(2)
+    assert request.slo_body(session_id="mine") == {
+        "ttft_ms": 8,
+        "session_id": "mine",
+        "session_e2e_ms": 200,
+    }
+    assert request.slo_body() == {"ttft_ms": 8}
+    assert request.slo_body("class", "mine") == {"class": "job", "session_id": "mine"}
+    assert request.slo_body("none", "mine") is None
+    assert request.asking(None).slo_body() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--min-attainment", "1"], 1, "x: 75.0% of total kept their objectives"),
+        (["--min-attainment", "75%"], 0, ""),
+        (["--min-attainment", "0.6", "--every-class"], 1, "x: 50.0% of chat kept"),
+        ([], 0, ""),
+    ],
+)
+def test_the_least_attainment_decides_the_status(
+    fake: Fake,
+    slo_yaml: Path,
+    words: list[str],
+    status: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every second request of one of the two classes is declined."""
+    short = ["--rate", "8", "--duration", "1", "--classes", "chat,report"]
+    url = ["--base-url", f"{fake.url}=x", "--slo-config", str(slo_yaml), *short]
+    fake.declines = lambda body: "tpot_ms" in body.get("slo", {}) and len(fake.declined) < 2
+    assert bench(*url, "--length-scale", "0.02", *words) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == bool(said)
+
+
+def test_the_first_requests_are_sent_and_not_counted(fake: Fake) -> None:
+    workload = requests_of([5, 6, 7, 8])
+    result = run_server(ServerTarget("x", fake.url), workload, replace(QUIET, warmup=0.5))
+    assert len(result.requests) == len(fake.bodies) == 4
+    assert [r.num_prompt_tokens for r in result.records] == [7, 8]
+    report = BenchReport(workload, ZERO, (result,), "test")
+    assert report.summaries(result)["total"].n == 2
+    server = report.to_dict()["servers"][0]
+    assert (server["warmup_requests"], len(server["requests"])) == (2, 4)
+    assert result.counted_s == result.elapsed_s - result.records[0].arrival_s
+    with pytest.raises(BenchError, match="--warmup: no request is left to count"):
+        run_server(ServerTarget("x", fake.url), workload, replace(QUIET, warmup=1.0))
+
+
+def test_only_json_is_printed_for_a_dash(
+    fake: Fake, slo_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--base-url", fake.url, *SHORT, "--slo-config", str(slo_yaml), "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "vllm-slo-bench/1"
+
+
+def test_old_names_work_and_say_the_new_one(
+    fake: Fake, slo_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,9,3\n")
+    names = {"--workload-file": trace, "--out-json": tmp_path / "r.json"}
+    words = ["--base-url", fake.url, "--workload", "azure-conv", "--slo-config", str(slo_yaml)]
+    words += ["--rate", "1", "--duration", "1", "--classes", "chat"]
+    assert bench(*words, *(word for name, path in names.items() for word in (name, str(path)))) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("vllm-slo: note: --workload-file is now called --trace; the old name")
+    assert second.startswith("vllm-slo: note: --out-json is now called --json; the old name")
+    assert json.loads((tmp_path / "r.json").read_text())["workload"]["requests"] == 1
+    assert bench("--out-png", str(tmp_path / "p.png"), "--rate", "x") == 2
+    assert "--out-png is now called --out DIR;" in capsys.readouterr().err
 
 
 def test_unwritable_outputs(fake: Fake, tmp_path: Path) -> None:

@@ -33,13 +33,14 @@ def fake() -> Iterator[Fake]:
 
 @pytest.fixture(autouse=True)
 def _no_key_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def bench(url: str, tmp_path: Path, *extra: str) -> int:
     zero = tmp_path / "zero.json"
     zero.write_text(json.dumps(ZERO.to_dict()))
-    words = ["--base-url", f"{url}=one", "--rate", "8", "--duration", "0.5", "--warmup", "1"]
+    words = ["--base-url", f"{url}=one", "--rate", "8", "--duration", "0.5"]
     words += ["--length-scale", "0.02", "--zero-load", str(zero)]
     return run("bench", *words, *extra)
 
@@ -129,8 +130,8 @@ def test_a_key_is_in_nothing_that_is_written(
 
     monkeypatch.setattr(subprocess.Popen, "__init__", spy)
     secrets = ["--api-key", KEY, f"--header=X-Gateway-Token: Bearer {TOKEN}"]
-    out_json, out_png = tmp_path / "report.json", tmp_path / "report.png"
-    files = ["--out-json", str(out_json), "--out-png", str(out_png)]
+    out_json, out_png = tmp_path / "report.json", tmp_path / "bench.png"
+    files = ["--json", str(out_json), "--out", str(tmp_path)]
     assert bench(fake.url, tmp_path, *secrets, *files) == 0
     assert quote(fake.url, *secrets, "--json") == 0
     report = out_json.read_text()
@@ -163,7 +164,9 @@ def test_a_server_that_repeats_the_key_in_an_answer(
         app = door()
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
-            fake.api_key = "none fits" if scope.get("path") == "/v1/completions" else None
+            # The first requests, which make the server ready, are let in.
+            late = scope.get("path") == "/v1/completions" and len(fake.bodies) >= 4
+            fake.api_key = "none fits" if late else None
             await app(scope, receive, send)
 
         return answer
@@ -171,7 +174,7 @@ def test_a_server_that_repeats_the_key_in_an_answer(
     monkeypatch.setattr(fake, "app", repeats)
     with serving(fake):
         out = tmp_path / "report.json"
-        words = ["--api-key", KEY, "--warmup", "0", "--out-json", str(out)]
+        words = ["--api-key", KEY, "--json", str(out)]
         assert bench(fake.url, tmp_path, *words) == 1
     errors = [one["error"] for one in json.loads(out.read_text())["servers"][0]["requests"]]
     assert all("Incorrect API key provided: Bearer ***" in error for error in errors)
@@ -201,6 +204,24 @@ def test_the_servers_of_the_demo_ask_for_no_key(monkeypatch: pytest.MonkeyPatch)
     for name in ("VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, KEY)
     assert KEY not in map(demo_servers._environment().get, ("VLLM_API_KEY", "OPENAI_API_KEY"))
+
+
+# --- where answers of quote go -------------------------------------------------------------------
+
+
+def test_the_answer_of_a_quote_as_json(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--json`` without a value is what it was before it took a file."""
+    for words in (["--json"], ["--json", "-"]):
+        assert quote(fake.url, *words) == 0
+        assert json.loads(capsys.readouterr().out)["object"] == "slo.quote"
+    assert quote(fake.url, "--json", str(tmp_path / "quote.json")) == 0
+    assert capsys.readouterr().out.startswith("promised: yes")
+    assert json.loads((tmp_path / "quote.json").read_text())["promised"] is True
+    (tmp_path / "file").write_text("")
+    assert quote(fake.url, "--json", str(tmp_path / "file" / "quote.json")) == 2
+    assert "vllm-slo: error: --json: cannot write" in capsys.readouterr().err
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -17,9 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.bench import traces
+from vllm_slo.bench.classes import parse_classes
+from vllm_slo.bench.command import parse_server
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import build_workload, parse_classes, parse_server
-from vllm_slo.bench.workload import DEFAULT_CLASSES, ClassSpec, Lengths, Workload, WorkloadOptions
+from vllm_slo.bench.main import build_workload
+from vllm_slo.bench.planned import Workload
+from vllm_slo.bench.workload import DEFAULT_CLASSES, ClassSpec, Lengths, WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.traces.errors import TraceError
 
@@ -227,9 +230,7 @@ GOOD_ROW: dict[str, Any] = {
 
 
 def from_file(path: Path, workload: str, **changes: Any) -> Workload:
-    options = WorkloadOptions(
-        workload=workload, duration_s=1.0, rate=1.0, workload_file=path, **changes
-    )
+    options = WorkloadOptions(workload=workload, duration_s=1.0, rate=1.0, trace=path, **changes)
     return build_workload(options, ZERO)
 
 
@@ -334,8 +335,8 @@ def test_malformed_adaserve(tmp_path: Path, data: Any, message: str) -> None:
         ({"max_context": 4}, "--max-context"),
         ({"length_scale": 0.0}, "--length-scale"),
         ({"slo_scale": -2.0}, "--slo-scale"),
-        ({"workload_file": Path("x.csv")}, "--workload-file"),
-        ({"workload": "azure", "workload_file": Path("x.csv")}, "--workload-file"),
+        ({"trace": Path("x.csv")}, "--trace"),
+        ({"workload": "azure", "trace": Path("x.csv")}, "--trace"),
         ({"workload": "azure-code", "classes": DEFAULT_CLASSES[:1]}, "--classes"),
         ({"workload": "azure-code", "rate": 1e6}, "--duration"),
         ({"workload": "azure-code", "rate": -3.0}, "--rate"),
@@ -351,7 +352,7 @@ def test_bad_workload_options(changes: dict[str, Any], option: str) -> None:
 
 def test_a_trace_that_is_not_there() -> None:
     with pytest.raises(TraceError, match=r"cannot read no/such\.csv: No such file"):
-        synthetic(workload="azure-code", workload_file=Path("no/such.csv"))
+        synthetic(workload="azure-code", trace=Path("no/such.csv"))
 
 
 def test_classes_option(tmp_path: Path) -> None:

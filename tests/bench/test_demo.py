@@ -26,6 +26,7 @@ from rich.console import Console
 from vllm_slo import cli
 from vllm_slo.bench import demo, demo_load, demo_servers
 from vllm_slo.bench.client import SentRequest, ServerRun, Tally
+from vllm_slo.bench.command import kept_so_far
 from vllm_slo.bench.demo_load import (
     ATTAINMENT,
     BATCH_AT_S,
@@ -49,9 +50,9 @@ from vllm_slo.bench.disturbance import Disturbance, DisturbanceWatch, unlike
 from vllm_slo.bench.drafts import DraftCounts
 from vllm_slo.bench.endpoint import ServerInfo, ServerTarget
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import kept_so_far
+from vllm_slo.bench.planned import Workload
 from vllm_slo.bench.report import BenchReport, batch_tokens_per_s, render
-from vllm_slo.bench.workload import DEFAULT_CLASSES, Workload
+from vllm_slo.bench.workload import DEFAULT_CLASSES
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.attainment import RequestRecord
 from vllm_slo.sim.stock_load import find_speedup

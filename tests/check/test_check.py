@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from vllm_slo.config.model import SLOConfig
 from vllm_slo.core.step_time.fit import FitReport
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.sim import hardware
+from vllm_slo.traces import own_format
+from vllm_slo.traces.request import TraceRequest
 from vllm_slo.traces.rules import Rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +78,13 @@ def test_a_large_file_is_a_trace_without_being_parsed() -> None:
 def test_valid_files_are_told_with_what_matters(tmp_path: Path) -> None:
     trace = found(tmp_path / "t.jsonl.gz", gzip.compress((MOONCAKE * 3).encode()))
     assert (trace.kind, trace.error, trace.warnings) == ("trace", None, ())
-    assert trace.facts["requests"] == 3 and trace.facts["prompt_tokens"] == 1800
-    assert trace.told.startswith("Mooncake JSON lines, 3 requests in 0.0 seconds, 600 prompt and 3")
+    assert trace.facts["requests"] == 3 and trace.facts["prompt_tokens"]["sum"] == 1800
+    assert trace.told == (
+        "Mooncake JSON lines, 3 requests in 0.0 seconds, half of them with up to 600 prompt and "
+        "3 output tokens"
+    )
+    empty = found(tmp_path / "t.csv", AZURE.splitlines()[0])
+    assert (empty.error, empty.warnings) == (None, ((None, "there is no request in it"),))
     example = ROOT / "examples" / "slo.yaml"
     config = found(tmp_path / "slo.yaml", example.read_text(encoding="utf-8"))
     assert config.told == "4 classes (chat, code, realtime, batch)"
@@ -225,4 +233,15 @@ def test_the_status_is_that_of_the_worst_file(tmp_path: Path) -> None:
     bad.write_text("clases: {}\n")
     assert cli.main(["check", str(good)]) == 0
     assert cli.main(["check", str(good), str(bad)]) == 1
-    assert cli.main(["check", str(bad), str(tmp_path)]) == 2  # a folder
+    assert cli.main(["check", str(bad), str(tmp_path / "none")]) == 2
+
+
+def test_a_folder_is_one_of_recordings(tmp_path: Path) -> None:
+    nothing = check_files([tmp_path])[0].error
+    assert nothing == f"{tmp_path} holds no recording (*.jsonl, *.jsonl.1, *.jsonl.zst)"
+    header = own_format.header_line(datetime(2026, 1, 1, tzinfo=UTC), 64, None)
+    for number in range(2):
+        line = own_format.request_line(TraceRequest(number, 10, 5), 0.0)
+        (tmp_path / f"requests.jsonl.{number}").write_text(header + line)
+    (finding,) = check_files([tmp_path])
+    assert (finding.kind, finding.error, finding.facts["requests"]) == ("trace", None, 2)

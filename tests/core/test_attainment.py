@@ -138,6 +138,18 @@ def test_attained() -> None:
     assert attained(record(outcome="best_effort")) is True  # met it anyway
 
 
+def test_the_whole_answer_may_have_an_objective() -> None:
+    alone = {"ttft_slo_s": None, "tpot_slo_s": None}
+    assert record(**alone).has_objective is False
+    assert attained(record(**alone, e2e_slo_s=0.7)) is True  # equality keeps it
+    assert attained(record(**alone, e2e_slo_s=0.69)) is False
+    assert attained(record(**alone, e2e_slo_s=0.7, finished=False)) is False
+    assert attained(record(e2e_slo_s=0.69)) is False  # beside the others, which were kept
+    assert attained(record(**alone, e2e_slo_s=9.0, token_times_s=())) is False
+    assert record(arrival_s=0.5).e2e_s == pytest.approx(0.2)
+    assert record(token_times_s=()).e2e_s is None
+
+
 def test_worst_window_and_mean_disagree_on_a_stall() -> None:
     stalled = record(token_times_s=_times([0.1] * 10 + [0.5] * 10, start=0.4))
     assert measure(stalled).worst_tpot_s == pytest.approx(0.5)

@@ -607,6 +607,7 @@ def test_every_page_is_found_by_the_search(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     found = {entry["location"].partition("#")[0] for entry in index["docs"]}
     pages = {str(p.relative_to(site)) for p in site.rglob("*.html") if p.name != "404.html"}
+    pages = {page for page in pages if not page.startswith("reports/")}  # examples of results
     assert pages <= found | {""} | {"index.html"}
     assert any("budget line" in entry["text"] for entry in index["docs"])
 

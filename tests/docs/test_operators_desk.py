@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -54,7 +52,7 @@ def run(words: list[str], folder: Path, statuses: tuple[int, ...] = (0,)) -> str
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
+def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The folder in which every command of the page ran, and what each printed by its name."""
     pytest.importorskip("vllm")
     live_server = pytest.importorskip("live_server")
@@ -84,7 +82,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
                     printed[name] = printed.get(name, "") + run([name, *line], folder, statuses)
                     if name == "bench":
                         time.sleep(patience(2))  # the last lines are written after the answers
-    yield folder, printed
+    return folder, printed
 
 
 @pytest.mark.engine
@@ -122,4 +120,4 @@ def test_the_recording_holds_no_text(desk: tuple[Path, dict[str, str]]) -> None:
     }
     assert lines
     assert {key for line in lines for key in json.loads(line)} <= known
-    assert os.path.getsize(folder / "requests.jsonl") < 2000 * (len(lines) + 1)
+    assert (folder / "requests.jsonl").stat().st_size < 2000 * (len(lines) + 1)

@@ -27,6 +27,9 @@ WRITES: Final = os.environ.get("VLLMSLO_TEST_SNAPSHOTS") == "write"
 ITSELF: Final = "vllm-slo"
 """Stands for the command without a command."""
 
+NOBODY: Final = "http://127.0.0.1:9"
+"""Where nobody listens."""
+
 MISTAKES: Final = {
     ITSELF: (
         "",
@@ -57,7 +60,38 @@ MISTAKES: Final = {
         "demo --lod 2",
         "demo --out notes.txt/folder",
     ),
-    "bench": ("bench",),
+    "bench": (
+        "bench",
+        "bench --base-url localhost:8000",
+        f"bench --base-url {NOBODY}",
+        f"bench --base-url {NOBODY} --rate 0",
+        f"bench --base-url {NOBODY} --rate fast",
+        f"bench --base-url {NOBODY} --workload azur",
+        f"bench --base-url {NOBODY} --warmup 4",
+        f"bench --base-url {NOBODY} --classes chta",
+        f"bench --base-url {NOBODY} --slo-config nowhere.yaml",
+        f"bench --base-url {NOBODY} --rules rules.yaml",
+        f"bench --base-url {NOBODY} --trace trace.csv",
+        f"bench --base-url {NOBODY} --min-attainment 0",
+        f"bench --base-url {NOBODY} --every-class",
+        f"bench --base-url {NOBODY} --no-slo mine",
+        f"bench --base-url {NOBODY} --header x-tenant",
+        f"bench --base-url {NOBODY} --out-json report.json --workload-file trace.csv",
+    ),
+    "replay": (
+        "replay",
+        "replay trace.csv",
+        f"replay nowhere.csv --base-url {NOBODY}",
+        f"replay broken.csv --base-url {NOBODY}",
+        f"replay trace.csv --base-url {NOBODY}",
+        f"replay trace.csv --base-url {NOBODY} --api message",
+        f"replay trace.csv --base-url {NOBODY} --rate 2 --speed 2",
+        f"replay trace.csv --base-url {NOBODY} --rate 2 --concurrency 4",
+        f"replay trace.csv --base-url {NOBODY} --concurrency 0",
+        f"replay trace.csv --base-url {NOBODY} --from 9 --to 3",
+        f"replay trace.csv --base-url {NOBODY} --slo-config unknown_key.yaml",
+        f"replay trace.csv --base-url {NOBODY} --min-attainment 101%",
+    ),
     "profile": (
         "profile",
         "profile tiny --model another",
@@ -105,7 +139,26 @@ MISTAKES: Final = {
         "draft-server --model tiny --connect tcp://127.0.0.1:1",
         "draft-server --model tiny --connect tcp://127.0.0.1:1 --token-file nowhere",
     ),
-    "quote": ("quote",),
+    "quote": (
+        "quote",
+        f"quote --base-url {NOBODY} --prompt hello --ttft-ms soon",
+        f"quote --base-url {NOBODY} --prompt hello --ttft-ms 0",
+        f"quote --base-url {NOBODY} --prompt hello --max-tokens 0",
+        f"quote --base-url {NOBODY} --prompt @nowhere.txt --ttft-ms 500",
+        f"quote --base-url {NOBODY} --prompt hello --ttft-ms 500",
+    ),
+    "whatif": (
+        "whatif",
+        "whatif trace.csv",
+        "whatif trace.csv --hardware abacus",
+        "whatif trace.csv --hardware h100-llama-8b --slo-config unknown_key.yaml",
+        "whatif trace.csv --hardware h100-llama-8b --rules slo.yaml",
+        "whatif trace.csv --hardware h100-llama-8b --systems magic",
+        "whatif trace.csv --hardware h100-llama-8b --from 2024-05-11",
+        "whatif trace.csv --hardware h100-llama-8b --out notes.txt/folder",
+        "whatif trace.csv --hardware h100-llama-8b --json notes.txt/result.json",
+        "whatif broken.csv --hardware h100-llama-8b",
+    ),
     "record": (
         "record",
         "record trace.csv",
@@ -181,7 +234,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    for name in ("VLLMSLO_DRAFT_TOKEN", "VLLMSLO_FRONT_TOKEN"):
+    for name in ("VLLMSLO_DRAFT_TOKEN", "VLLMSLO_FRONT_TOKEN", "OPENAI_BASE_URL", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(serve, "check_vllm", lambda: None)
     return tmp_path

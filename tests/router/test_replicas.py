@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import httpx
 import openai
@@ -19,6 +21,7 @@ from live_replicas import LiveReplicas, await_whole, running, sigkill, volley
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_slo.slo.carriers import ROUTES
+from vllm_slo.traces.files import read
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,14 +34,22 @@ NEVER = {"ttft_ms": 0.01, "on_unattainable": "decline"}
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [
     {"role": "user", "content": "import os"}
 ]
+TOKENS = 101
+"""Of answers that no other test asks for."""
 START_S = patience(300.0)
 PROMPT_S = patience(30.0)
 """Seconds until clients are told, on two cores that other tests and engines share; 2 to 5 alone."""
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[LiveReplicas]:
-    with running(*ENGINES, within_s=START_S) as live:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of recorded requests, by the name that the command line has."""
+    return tmp_path_factory.mktemp("recording") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def live(recording: Path) -> Iterator[LiveReplicas]:
+    with running(*ENGINES, "--record", str(recording), within_s=START_S) as live:
         assert "2 replicas of tiny behind http://127.0.0.1:" in live.lines[0]
         yield live
 
@@ -66,6 +77,32 @@ def test_completions(client: openai.OpenAI) -> None:
     assert parts[-1].model_extra["slo"]["attained"] is True
     plain = client.completions.create(**asked)
     assert plain.choices[0].text == whole.choices[0].text
+
+
+def test_each_replica_records_into_a_file_of_its_own(
+    live: LiveReplicas, client: openai.OpenAI, recording: Path
+) -> None:
+    files = [recording.with_name(f"requests.replica-{number}.jsonl") for number in range(2)]
+    prompt = "# the same beginning of all these prompts, longer than a block of tokens\n" * 8
+
+    def ask(number: int) -> None:
+        client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=TOKENS, extra_body={"ignore_eos": True}
+        )
+
+    with ThreadPoolExecutor(16) as clients:
+        list(clients.map(ask, range(16)))
+    until_s = time.monotonic() + PROMPT_S
+    while True:
+        new = [[r for r in read(file) if r.output_tokens == TOKENS] for file in files]
+        if sum(map(len, new)) == 16:
+            break
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    assert all(new), "one replica had all requests"
+    ids = {request.hash_ids for part in new for request in part}
+    assert len(ids) == 1 and ids != {()}  # under one salt
+    assert not recording.exists()
 
 
 def test_a_late_promise_comes_through_the_front(client: openai.OpenAI) -> None:

@@ -56,7 +56,7 @@ def test_the_worst_window_counts_where_each_token_came_by_itself(tmp_path: Path)
     ("values", "message"),
     [
         ([{k: v for k, v in VLLM.items() if k != "start_times"}],
-         "line 1, field start_times: missing; run vllm bench serve with --save-detailed"),
+         "line 1, field start_times: missing; run a recent vllm bench serve with --save-"),
         ([VLLM, VLLM], "line 2: a second run, whose times do not continue the first one's"),
         ([VLLM | {"ttfts": [0.1]}], "line 1, field ttfts: 1 values, 4 in start_times"),
         ([VLLM | {"itls": 5}], "line 1, field itls: not a list"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from vllm_slo.traces.errors import TraceError
 from vllm_slo.traces.files import detect, read
 from vllm_slo.traces.request import TraceRequest
+from vllm_slo.traces.times import parse_date_s
 
 NOON_S = 334 * 86_400 + 12 * 3600  # 30 November of 2000, a leap year
 
@@ -111,6 +113,42 @@ def test_several_choices_an_abort_and_what_the_end_of_the_log_cuts_off(tmp_path:
     ]
 
 
+def as_json(text: str) -> str:
+    """The lines of a log with the formatter for JSON."""
+    lines = []
+    for number, each in enumerate(text.splitlines()):
+        _, _, message = each.partition("[request_logger.py:52] ")
+        told = {"asctime": f"2026-11-30 12:00:{number:02},250", "levelname": "DEBUG"}
+        lines.append(json.dumps(told | {"name": "vllm", "process": 7, "message": message}))
+    return "\n".join(lines) + "\n"
+
+
+def test_the_json_log_has_dates(tmp_path: Path) -> None:
+    text = START + received("chatcmpl-a", 1) + answered("chatcmpl-a", 2, "[7, 8]")
+    path = tmp_path / "server.log"
+    path.write_text(as_json(text))
+    assert detect(path) == "vllm-log"
+    (one,) = read(path)
+    assert (one.prompt_tokens, one.output_tokens) == (3, 2)
+    assert one.at_s == parse_date_s("2026-11-30 12:00:01.25")
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ('{"asctime": "2026-11-30 12:00:00,1", "message": "Received request a', "not a line of"),
+        ('{"asctime": 5, "message": "Received request a: "}', "field asctime: '5' is not a date"),
+        ('{"asctime": "2026-11-30 12:00:00,1", "msg": "Received request a: "}', "not a line of"),
+    ],
+)
+def test_a_broken_line_of_the_json_log(tmp_path: Path, broken: str, message: str) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(as_json(START) + broken)
+    with pytest.raises(TraceError, match="line 2, ") as caught:
+        list(read(path))
+    assert message in str(caught.value)
+
+
 def test_a_new_year(tmp_path: Path) -> None:
     lines = received("chatcmpl-a", 59).replace("11-30 12:00", "12-31 23:59")
     lines += received("chatcmpl-b", 0).replace("11-30 12:00", "01-01 00:00")
@@ -122,9 +160,9 @@ def test_a_new_year(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (received("chatcmpl-a", 1, None) + answered("chatcmpl-a", 2, "[7]"),
-         "line 1, request chatcmpl-a: the log does not tell the prompt's length; set VLLM_LOGG"),
+         "line 1, request chatcmpl-a: the log does not tell the prompt's length; start "),
         (START + received("chatcmpl-a", 1) + answered("chatcmpl-a", 2, "None"),
-         "line 2, request chatcmpl-a: the log does not tell the answer's length; set VLLM_LOGG"),
+         "line 2, request chatcmpl-a: the log does not tell the answer's length; start "),
         (received("cmpl-a", 1), "line 1, request cmpl-a: vLLM logs no answers of /v1/com"),
     ],
 )  # fmt: skip

@@ -17,7 +17,8 @@ from backports import zstd
 
 from vllm_slo import cli
 from vllm_slo.bench.main import build_workload
-from vllm_slo.bench.workload import Workload, WorkloadOptions
+from vllm_slo.bench.planned import Workload
+from vllm_slo.bench.workload import WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.sim import main, plan
 from vllm_slo.sim.arrivals import read_trace
@@ -98,7 +99,7 @@ def requests(path: Path) -> list[TraceRequest]:
 
 
 def workload(path: Path, name: str = "azure-conv", **changes: Any) -> Workload:
-    options: dict[str, Any] = {"duration_s": 1.0, "rate": 1.0, "workload_file": path, **changes}
+    options: dict[str, Any] = {"duration_s": 1.0, "rate": 1.0, "trace": path, **changes}
     return build_workload(WorkloadOptions(workload=name, **options), ZERO)
 
 
@@ -347,9 +348,9 @@ def test_the_commands_say_what_they_left_out(
     said = "burst.csv: 1 row with 0 prompt or output tokens is left out"
     zero = tmp_path / "zero.json"
     zero.write_text(json.dumps(ZERO.to_dict()))
-    words = ["--workload", "azure-conv", "--workload-file", str(path), "--zero-load", str(zero)]
+    words = ["--workload", "azure-conv", "--trace", str(path), "--zero-load", str(zero)]
     with serving() as fake:
-        url = ["--base-url", fake.url, "--rate", "4", "--duration", "0.5", "--warmup", "0"]
+        url = ["--base-url", fake.url, "--rate", "4", "--duration", "0.5"]
         assert cli.main(["bench", *url, "--max-context", "64", *words]) == 0
     assert capsys.readouterr().err.splitlines() == [said]
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from vllm_slo.arguments import number, whole
-from vllm_slo.bench.client import ClientOptions, ServerRun, measure_step, measure_zero_load
+from vllm_slo.bench.client import ClientOptions, ServerRun
+from vllm_slo.bench.command import bench_server, finish
 from vllm_slo.bench.demo_load import (
     CLASSES,
     LOAD,
@@ -31,9 +32,11 @@ from vllm_slo.bench.disturbance import Disturbance, DisturbanceWatch
 from vllm_slo.bench.drafts import DraftCounts, read_draft_counts
 from vllm_slo.bench.endpoint import ServerTarget
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.main import bench_server, build_workload, finish
+from vllm_slo.bench.main import build_workload
+from vllm_slo.bench.planned import Workload
+from vllm_slo.bench.probes import measure_step, measure_zero_load
 from vllm_slo.bench.report import BenchReport, batch_tokens_per_s
-from vllm_slo.bench.workload import Workload, WorkloadOptions
+from vllm_slo.bench.workload import WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 
 if TYPE_CHECKING:
@@ -136,7 +139,7 @@ def demo(args: argparse.Namespace, console: Console) -> BenchReport:
 def compare_servers(args: argparse.Namespace, console: Console) -> BenchReport:
     """Compare stock vLLM and vllm-slo, one after the other; the other servers are idle."""
     model = choose_model(args.parameters, console)
-    client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
+    client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, ready_requests=8)
     steps: StepTimes | None = None
     workload: Workload | None = None
     runs: dict[str, ServerRun] = {}
@@ -186,7 +189,7 @@ def compare_routing(args: argparse.Namespace, console: Console) -> BenchReport:
     """Compare policies of routing over replicas of vllm-slo that share the cores."""
     parameters = REPLICAS_PARAMETERS if args.parameters is None else args.parameters
     model = choose_model(parameters, console)
-    client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, warmup_requests=8)
+    client = ClientOptions(vocab_size=VOCABULARY, drain_s=120.0, ready_requests=8)
     zero: ZeroLoad | None = None
     workload: Workload | None = None
     runs: list[ServerRun] = []

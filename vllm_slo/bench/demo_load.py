@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vllm_slo import tiny
-from vllm_slo.bench.client import ClientOptions, measure_step, measure_zero_load
+from vllm_slo.bench.client import ClientOptions
 from vllm_slo.bench.demo_servers import KV_BYTES, MAX_CONTEXT, MAX_SEQS, STEP_TOKENS
 from vllm_slo.bench.endpoint import ServerTarget
 from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.planned import PlannedRequest, Workload
+from vllm_slo.bench.probes import measure_step, measure_zero_load
 from vllm_slo.bench.workload import (
     DEFAULT_CLASSES,
     ClassSpec,
-    PlannedRequest,
-    Workload,
     WorkloadOptions,
     planned,
     synthetic,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+URL_VARIABLE: Final = "OPENAI_BASE_URL"
+
 KEEPALIVE_S: Final = 2.0
 """Time after which idle connections are closed; vLLM's HTTP server closes them after 5 s."""
 
@@ -52,11 +54,17 @@ class ServerTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server's description of itself; None for what it does not give."""
+    """The server's description of itself; None for what it does not give.
+
+    Attributes:
+        version: vLLM's.
+        is_vllm: whether it takes vLLM's own fields, which other servers may refuse.
+    """
 
     model: str
     max_model_len: int | None
     version: str | None
+    is_vllm: bool = True
 
 
 def import_openai() -> Any:
@@ -199,9 +207,12 @@ async def _describe(client: openai.AsyncOpenAI, target: ServerTarget) -> ServerI
     wanted = target.model or names[0]
     if wanted not in names:
         raise BenchError("--model", f"{target.base_url} serves {', '.join(names)}, not {wanted!r}")
-    limit = getattr(models[names.index(wanted)], "max_model_len", None)
+    card = models[names.index(wanted)]
+    limit = getattr(card, "max_model_len", None)
     version = await asyncio.to_thread(_version, target)
-    return ServerInfo(wanted, int(limit) if limit else None, version)
+    # A gateway may have no /version of the server behind it, but passes its models on.
+    is_vllm = version is not None or getattr(card, "owned_by", None) == "vllm"
+    return ServerInfo(wanted, int(limit) if limit else None, version, is_vllm)
 
 
 async def with_client(

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.report import TOTAL, BenchReport, batch_tokens_per_s, in_flight
+from vllm_slo.bench.planned import PlannedRequest
+from vllm_slo.bench.report import BenchReport, batch_tokens_per_s, in_flight
+from vllm_slo.bench.served import TOTAL
 from vllm_slo.bench.style import INK, MUTED, PICTURE
 from vllm_slo.core.attainment import Attainment, ClassSummary, RequestRecord, measure
 
@@ -35,11 +37,7 @@ def _colour(i: int) -> str:
 
 def _asking_classes(report: BenchReport) -> list[str]:
     """Names of the classes with an objective; requests of the others cannot attain or miss."""
-    asking = {
-        r.slo_class
-        for r in report.workload.requests
-        if r.ttft_slo_s is not None or r.tpot_slo_s is not None
-    }
+    asking = {r.slo_class for r in report.workload.requests if r.has_objective}
     return sorted(asking)
 
 
@@ -130,16 +128,20 @@ def _thousand(seconds: float | None) -> float | None:
 
 def _ratio(record: RequestRecord, result: Attainment, which: str) -> float | None:
     """Measured over objective: infinite if it never came, None without an objective."""
-    if which == "TTFT":
-        objective_s, got_s = record.ttft_slo_s, result.ttft_s
-    else:
-        objective_s, got_s = record.tpot_slo_s, result.worst_tpot_s
+    got_s = {"TTFT": result.ttft_s, "TPOT": result.worst_tpot_s, "E2E": record.e2e_s}[which]
+    objective_s = _objective_s(record, which)
     if objective_s is None:
         return None
-    if got_s is None:
-        missing = not record.finished or which == "TTFT"
+    if got_s is None or (which == "E2E" and not record.finished):
+        missing = not record.finished or which != "TPOT"
         return math.inf if missing else None
     return got_s / objective_s
+
+
+def _objective_s(request: PlannedRequest | RequestRecord, which: str) -> float | None:
+    if which == "E2E":
+        return request.e2e_slo_s
+    return request.ttft_slo_s if which == "TTFT" else request.tpot_slo_s
 
 
 def _draw_cdf(axes: Axes, report: BenchReport, slo_class: str, which: str) -> bool:
@@ -175,7 +177,7 @@ def _draw_cdf(axes: Axes, report: BenchReport, slo_class: str, which: str) -> bo
 def _objective(report: BenchReport, slo_class: str, which: str) -> str:
     """The objective's range over a class's requests, in ms."""
     members = [r for r in report.workload.requests if r.slo_class == slo_class]
-    objectives = [r.ttft_slo_s if which == "TTFT" else r.tpot_slo_s for r in members]
+    objectives = [_objective_s(r, which) for r in members]
     found_ms = [1e3 * s for s in objectives if s is not None]
     low, high = (f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}" for ms in (min(found_ms), max(found_ms)))
     return f"{low} ms" if low == high else f"{low} to {high} ms"
@@ -216,13 +218,10 @@ def _spread_arrivals_s(report: BenchReport) -> list[float]:
 
 
 def _asked_measures(report: BenchReport) -> list[str]:
-    """Which of TTFT and TPOT any request has an objective for."""
+    """Which of TTFT, TPOT and E2E (end to end) any request has an objective for."""
     requests = report.workload.requests
-    asked = {
-        "TTFT": any(r.ttft_slo_s is not None for r in requests),
-        "TPOT": any(r.tpot_slo_s is not None for r in requests),
-    }
-    return [which for which, wanted in asked.items() if wanted]
+    measures = ("TTFT", "TPOT", "E2E")
+    return [w for w in measures if any(_objective_s(r, w) is not None for r in requests)]
 
 
 def _draw_cdfs(figure: SubFigure, report: BenchReport, classes: Sequence[str]) -> None:
@@ -266,7 +265,7 @@ def draw(report: BenchReport) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BenchError("--out-png", "needs matplotlib: install vllm-slo[bench]") from error
+        raise BenchError("--out", "needs matplotlib: install vllm-slo[bench]") from error
     with matplotlib.rc_context(PICTURE):
         classes = _asking_classes(report)
         heights = (4.0, 3.0, max(0.4, 3.3 * len(_asked_measures(report))), 3.2)
@@ -295,4 +294,4 @@ def write_png(report: BenchReport, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:
-        raise BenchError("--out-png", f"cannot write {path}: {error.strerror}") from error
+        raise BenchError("--out", f"cannot write {path}: {error.strerror}") from error

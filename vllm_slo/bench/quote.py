@@ -5,50 +5,58 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
+from vllm_slo import arguments
 from vllm_slo.bench.credentials import (
     NO_CREDENTIALS,
     Credentials,
     add_credential_arguments,
     credentials_of,
 )
-from vllm_slo.bench.endpoint import api_root, opener, refused
+from vllm_slo.bench.endpoint import URL_VARIABLE, api_root, opener, refused
 from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.style import STANDARD_OUTPUT, write_json
 from vllm_slo.slo.model import SLO
 
+DEFAULT_URL: Final = "http://localhost:8000"
 ROUTE: Final = "/v1/slo/quote"
 TIMEOUT_S: Final = 60.0
-NOT_PROMISED: Final = 1
-"""Exit status if the request would not be promised."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``vllm-slo quote``: the server, and the request that it is asked about."""
     parser.add_argument(
         "--base-url",
-        default="http://localhost:8000",
+        default=os.environ.get(URL_VARIABLE) or DEFAULT_URL,
         metavar="URL",
-        help="the server, with or without /v1 (default: http://localhost:8000)",
+        help=f"the server, with or without /v1 (default: {URL_VARIABLE}, or {DEFAULT_URL})",
     )
     add_credential_arguments(parser)
-    parser.add_argument("--model", help="name of the model (default: the server's first)")
+    parser.add_argument("--model", metavar="NAME", help="model (default: the server's first)")
     parser.add_argument(
         "--prompt", required=True, help="text, or @FILE; with --chat a user's message"
     )
     parser.add_argument("--chat", action="store_true", help="ask for a chat completion")
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, tokens")
-    parser.add_argument("--ttft-ms", type=float, help="objective for the first token")
-    parser.add_argument("--tpot-ms", type=float, help="objective for each token after it")
-    parser.add_argument("--class", dest="slo_class", help="class of the server's configuration")
-    parser.add_argument("--value", type=float, help="weight if not everything can be promised")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("--max-tokens", metavar="TOKENS", type=arguments.whole(1), default=256,
+        help="longest answer (default: 256)")  # fmt: skip
+    number = arguments.number()
+    parser.add_argument("--ttft-ms", metavar="MS", type=number, help="objective: first token")
+    parser.add_argument("--tpot-ms", metavar="MS", type=number,
+        help="objective: each token after it")  # fmt: skip
+    parser.add_argument("--class", dest="slo_class", metavar="NAME",
+        help="class of the server's configuration")  # fmt: skip
+    parser.add_argument("--value", type=number, help="weight if not everything can be promised")
+    parser.add_argument("--json", metavar="FILE", type=Path, nargs="?", const=STANDARD_OUTPUT,
+        help="also write the answer as JSON; - prints only it")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,13 +68,14 @@ def run(args: argparse.Namespace) -> int:
     """
     credentials = credentials_of(args)
     quote = ask(args.base_url, _body(args, credentials), credentials)
-    console = Console(highlight=False)
-    if args.json:
-        console.print_json(json.dumps(quote))
+    if args.json == STANDARD_OUTPUT:
+        Console(highlight=False).print_json(json.dumps(quote))
     else:
         for line in in_words(quote):
-            console.print(line)
-    return 0 if quote["promised"] else NOT_PROMISED
+            Console(highlight=False).print(line)
+        if args.json is not None:
+            write_json(quote, args.json, partial(BenchError, "--json"))
+    return arguments.OK if quote["promised"] else arguments.NO
 
 
 def ask(
@@ -94,7 +103,8 @@ def _body(args: argparse.Namespace, credentials: Credentials) -> dict[str, Any]:
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise BenchError("--prompt", f"cannot read {text[1:]!r}: {error}") from error
+            why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise BenchError("--prompt", f"cannot read {text[1:]!r}: {why}") from error
     model = args.model or _first_model(args.base_url, credentials)
     asked = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
     given = {name: value for name, value in slo.items() if value is not None}
@@ -119,9 +129,14 @@ def _call(url: str, body: bytes | None, credentials: Credentials) -> dict[str, A
         text = credentials.hide(error.read().decode(errors="replace"))
         location = error.headers.get("location", "")
         refused(url, credentials, error.code, _message(text), location)
-    except (OSError, ValueError) as error:
-        text = credentials.hide(f"{url}: {error}; is the server up?")
-        raise BenchError("--base-url", text) from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or reason
+        text = f"cannot reach {url}: {why}; is the server running?"
+        raise BenchError("--base-url", credentials.hide(text)) from error
+    except ValueError as error:
+        text = f"{url} does not answer with JSON: {error}"
+        raise BenchError("--base-url", credentials.hide(text)) from error
 
 
 def _message(text: str) -> str:

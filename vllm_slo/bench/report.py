@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vllm_slo.bench import style
+from vllm_slo.bench import served, style
 from vllm_slo.bench.client import SentRequest, ServerRun
 from vllm_slo.bench.disturbance import Disturbance, unlike
 from vllm_slo.bench.drafts import DraftCounts
 from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.planned import Workload
+from vllm_slo.bench.served import TOTAL
 from vllm_slo.bench.style import milliseconds
-from vllm_slo.bench.workload import Workload
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.core.attainment import ClassSummary, measure, summarise, summarise_class
 
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA: Final = "vllm-slo-bench/1"
-TOTAL: Final = "total"
 LAG_WARNING_S: Final = 0.05
 """If a request was sent later than this after its planned time, the client could not keep up."""
+
+PROMPTS_OFF: Final = 0.01
+"""Share of the planned prompt tokens; with more or fewer than that the load was another one."""
 
 DEFINITIONS: Final[Mapping[str, str]] = {
     "ttft": "seconds from sending the request to its first token, queueing included",
@@ -51,15 +54,20 @@ class BenchReport:
     """One workload on one or more servers, and all that is needed to run it again.
 
     Attributes:
+        zero_load: the unit of the objectives; None: they are in seconds.
+        concurrency: of a closed loop; None: the workload's times counted.
+        recorded: what a trace recorded, by class and in total; empty: nothing.
         drafts: server's name -> counts of its speculation, if they were read.
         disturbances: server's name -> other load on the machine, if it was watched.
     """
 
     workload: Workload
-    zero_load: ZeroLoad
+    zero_load: ZeroLoad | None
     runs: tuple[ServerRun, ...]
     command: str
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    concurrency: int | None = None
+    recorded: Mapping[str, served.ServedClass] = field(default_factory=dict)
     drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
     disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
 
@@ -79,9 +87,10 @@ class BenchReport:
 
     def summaries(self, run: ServerRun) -> dict[str, ClassSummary]:
         """By class, sorted by name, then ``total``."""
-        by_class = summarise(run.records, max(run.elapsed_s, 1e-9))
+        duration_s = max(run.counted_s, 1e-9)
+        by_class = summarise(run.records, duration_s)
         ordered = {name: by_class[name] for name in sorted(by_class)}
-        return ordered | {TOTAL: summarise_class(TOTAL, run.records, max(run.elapsed_s, 1e-9))}
+        return ordered | {TOTAL: summarise_class(TOTAL, run.records, duration_s)}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form (schema ``vllm-slo-bench/1``). Times in seconds."""
@@ -94,7 +103,9 @@ class BenchReport:
             "seed": self.workload.seed,
             "definitions": dict(DEFINITIONS),
             "workload": self.workload.describe(),
-            "zero_load": self.zero_load.to_dict(),
+            "concurrency": self.concurrency,
+            "zero_load": None if self.zero_load is None else self.zero_load.to_dict(),
+            "recorded": {name: one.to_dict() for name, one in self.recorded.items()},
             "warnings": self.comparison_warnings(),
             "servers": [self._server_dict(run) for run in self.runs],
         }
@@ -112,6 +123,9 @@ class BenchReport:
             "elapsed_s": run.elapsed_s,
             "total": summaries.pop(TOTAL),
             "classes": summaries,
+            "latencies": {name: one.to_dict() for name, one in served.of_run(run).items()},
+            "prompt_tokens": prompt_tokens(run),
+            "warmup_requests": run.warmup,
             "batch_tokens_per_s": batch_tokens_per_s(run),
             "warnings": self.warnings(run),
             **({} if disturbance is None else {"disturbance": disturbance.to_dict()}),
@@ -121,7 +135,7 @@ class BenchReport:
 
     def write_json(self, path: Path) -> None:
         """Write ``to_dict()``; BenchError if the file cannot be written."""
-        style.write_json(self.to_dict(), path, partial(BenchError, "--out-json"))
+        style.write_json(self.to_dict(), path, partial(BenchError, "--json"))
 
 
 def _request_dict(sent: SentRequest) -> dict[str, Any]:
@@ -134,12 +148,14 @@ def _request_dict(sent: SentRequest) -> dict[str, Any]:
         "output_tokens": len(record.token_times_s),
         "ttft_slo_s": record.ttft_slo_s,
         "tpot_slo_s": record.tpot_slo_s,
+        "e2e_slo_s": record.e2e_slo_s,
         "ttft_s": result.ttft_s,
         "tpot_s": result.worst_tpot_s,
         "mean_tpot_s": result.mean_tpot_s,
         "last_token_s": record.token_times_s[-1] if record.token_times_s else None,
         "attained": result.attained,
         "outcome": record.outcome,
+        "late": sent.late,
         "finished": record.finished,
         "status": sent.status,
         "error": sent.error,
@@ -158,10 +174,31 @@ def warnings_of(run: ServerRun) -> list[str]:
     missing = sum(1 for r in run.requests if r.tokens_missing)
     if missing:
         warnings.append(f"{missing} requests got another number of tokens than the server counted")
+    prompts = prompt_tokens(run)
+    if abs(prompts["counted"] - prompts["planned"]) > PROMPTS_OFF * prompts["planned"]:
+        warnings.append(
+            f"prompts have {prompts['counted']:,} tokens where {prompts['planned']:,} were "
+            f"planned; one is off by {prompts['most_off']}"
+        )
     failed = [r for r in run.requests if r.record.outcome == "failed"]
     if failed:
         warnings.append(f"{len(failed)} requests failed, the first with: {failed[0].error}")
     return warnings
+
+
+def prompt_tokens(run: ServerRun) -> dict[str, int]:
+    """Prompt tokens as planned and as the server counted them, of requests where it did."""
+    known = [
+        (sent.record.num_prompt_tokens, sent.prompt_tokens_counted)
+        for sent in run.requests
+        if sent.prompt_tokens_counted is not None
+    ]
+    return {
+        "requests": len(known),
+        "planned": sum(planned for planned, _ in known),
+        "counted": sum(counted for _, counted in known),
+        "most_off": max((abs(counted - planned) for planned, counted in known), default=0),
+    }
 
 
 def batch_tokens_per_s(run: ServerRun) -> float | None:
@@ -243,9 +280,12 @@ def comparison_table(report: BenchReport) -> Table:
     """A table of every class on every server; the best server of a class is bold."""
     from rich.markup import escape
 
+    pace = f"{report.workload.rate:.2f}/s"
+    if report.concurrency is not None:
+        pace = f"{report.concurrency} at once"
     title = (
         f"{report.workload.name}: {len(report.workload.requests)} requests, "
-        f"{report.workload.rate:.2f}/s, the same for each server\n"
+        f"{pace}, the same for each server\n"
         "SLO kept, goodput: higher is better; TTFT, TPOT (worst 10 tokens): lower is better"
     )
     table = _table(title)
@@ -257,7 +297,9 @@ def comparison_table(report: BenchReport) -> Table:
         for i, (run, summary) in enumerate(rows):
             best = len(rows) > 1 and top > 0 and summary.attainment == top
             table.add_row(
-                escape(name) if i == 0 else "", escape(run.target.name), *_cells(summary, best)
+                escape(name or "-") if i == 0 else "",
+                escape(run.target.name),
+                *_cells(summary, best),
             )
     return table
 
@@ -266,15 +308,18 @@ def objectives_line(report: BenchReport) -> str:
     """One line per class: its objectives on this machine."""
     lines = []
     for name, sizes in sorted(report.workload.describe()["classes"].items()):
-        ttft, tpot = sizes["ttft_slo_s"], sizes["tpot_slo_s"]
+        ttft, tpot, e2e = (sizes[f"{which}_slo_s"] for which in ("ttft", "tpot", "e2e"))
         parts = []
         if ttft:
-            parts.append(f"TTFT {milliseconds(ttft[0])} to {milliseconds(ttft[1])} ms")
+            low, high = map(milliseconds, ttft)
+            parts.append(f"TTFT {low} ms" if low == high else f"TTFT {low} to {high} ms")
         if tpot:
             parts.append(f"TPOT {milliseconds(tpot[1])} ms")
+        if e2e:
+            parts.append(f"end to end {milliseconds(e2e[1])} ms")
         asked = ", ".join(parts) or "no objective"
         lines.append(
-            f"{name}: {asked} ({sizes['requests']} requests, about "
+            f"{name or '-'}: {asked} ({sizes['requests']} requests, about "
             f"{sizes['prompt_tokens_mean']:.0f} + {sizes['output_tokens_mean']:.0f} tokens)"
         )
     return "\n".join(lines)
@@ -291,7 +336,11 @@ def render(report: BenchReport) -> RenderableType:
         for doubt in report.warnings(run)
     ]
     doubts += [Text(f"warning: {doubt}", style="yellow") for doubt in report.comparison_warnings()]
-    return Group(Text(objectives_line(report)), comparison_table(report), *doubts)
+    tables = [comparison_table(report)]
+    if report.recorded:
+        by = {run.target.name: served.of_run(run) for run in report.runs}
+        tables.append(served.latency_table({**by, served.RECORDED: report.recorded}))
+    return Group(Text(objectives_line(report)), *tables, *doubts)
 
 
 def in_flight(run: ServerRun, times_s: Sequence[float]) -> list[int]:

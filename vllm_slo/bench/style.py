@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from rich.table import Table
 
+STANDARD_OUTPUT: Final = Path("-")
+"""The value of ``--json`` for which only the JSON is printed."""
+
 INK: Final = "#1b1f24"
 PAPER: Final = "#ffffff"
 MUTED: Final = "#6e7781"

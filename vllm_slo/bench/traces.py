@@ -21,10 +21,9 @@ import msgspec
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.planned import PlannedRequest, Workload
 from vllm_slo.bench.workload import (
     Lengths,
-    PlannedRequest,
-    Workload,
     WorkloadOptions,
     planned,
     positive,
@@ -203,7 +202,7 @@ def _fit_time(
 
 
 def _recording(kind: AzureKind, options: WorkloadOptions) -> Recording:
-    path = options.workload_file or data_file(f"azure_llm_2023_{kind}.csv")
+    path = options.trace or data_file(f"azure_llm_2023_{kind}.csv")
     if path is None:
         source = f"synthetic stand-in for azure_llm_2023_{kind}.csv"
         return Recording(source, "azure", standin_azure(kind, options.seed))
@@ -213,7 +212,7 @@ def _recording(kind: AzureKind, options: WorkloadOptions) -> Recording:
 def azure(kinds: Sequence[AzureKind], options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
     """A stretch of the Azure traces; ``code`` rows become class ``code``, ``conv`` rows ``chat``.
 
-    ``options.workload_file`` may have any format without objectives, such as BurstGPT's or
+    ``options.trace`` may have any format without objectives, such as BurstGPT's or
     Mooncake's. Two kinds divide ``rate`` by the shares of their classes. Each has its own stretch:
     the code trace is silent for minutes, so a common stretch would often have rows of one kind.
     """
@@ -280,7 +279,7 @@ def adaserve(options: WorkloadOptions, zero_load: ZeroLoad) -> Workload:
     class has its peak in turn). Without ``rate`` it is the first ``duration_s`` of the trace.
     """
     positive("--duration", options.duration_s)
-    path = options.workload_file or data_file("adaserve/emission_fluctuating.json")
+    path = options.trace or data_file("adaserve/emission_fluctuating.json")
     source = "synthetic stand-in for adaserve/emission_fluctuating.json"
     recording = Recording(source, "adaserve", standin_adaserve(options.seed))
     if path:

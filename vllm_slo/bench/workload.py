@@ -12,19 +12,16 @@ workload fits any machine.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from vllm_slo.bench.errors import BenchError
+from vllm_slo.bench.planned import PlannedRequest, Workload
 from vllm_slo.bench.zero_load import ZeroLoad
-
-FIRST_TOKEN_ID: Final = 16
-"""Lowest prompt id; the ids below are usually special tokens (padding, end of text)."""
 
 _Times = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -99,124 +96,6 @@ Token counts are for a context of 2,048; ``WorkloadOptions.length_scale`` adapts
 """
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    """One request to send ``at_s`` after the start. Objectives are seconds; None means none.
-
-    ``hash_ids``: one for each ``block_tokens`` of the beginning of its prompt. Requests with the
-    same leading ids have the same beginning; a prompt without ids has a unique one.
-    """
-
-    request_id: str
-    at_s: float
-    slo_class: str
-    prompt_tokens: int
-    output_tokens: int
-    ttft_slo_s: float | None
-    tpot_slo_s: float | None
-    value: float = 1.0
-    hash_ids: tuple[int, ...] = ()
-    block_tokens: float = 512
-
-    def slo_body(self) -> dict[str, Any] | None:
-        """The ``slo`` field of the request body (milliseconds); None without an objective."""
-        if self.ttft_slo_s is None and self.tpot_slo_s is None:
-            return None
-        body: dict[str, Any] = {}
-        if self.ttft_slo_s is not None:
-            body["ttft_ms"] = round(self.ttft_slo_s * 1e3, 3)
-        if self.tpot_slo_s is not None:
-            body["tpot_ms"] = round(self.tpot_slo_s * 1e3, 3)
-        if self.value != 1.0:
-            body["value"] = self.value
-        return body
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests in order of ``at_s``.
-
-    Attributes:
-        source: what they were made from.
-        rows_left_out: rows of the source without prompt or output tokens, which are not sent.
-    """
-
-    name: str
-    seed: int
-    duration_s: float
-    source: str
-    requests: tuple[PlannedRequest, ...]
-    rows_left_out: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Requests per second over the duration."""
-        return len(self.requests) / self.duration_s
-
-    def prompt_ids(self, request: PlannedRequest, vocab_size: int) -> list[int]:
-        """Token ids of the prompt.
-
-        They depend only on the seed, the request's id, its hash ids and ``vocab_size``. Only
-        prompts with the same leading hash ids share a prefix, so without hash ids a prefix cache
-        makes no difference.
-        """
-        low = min(FIRST_TOKEN_ID, vocab_size - 1)
-
-        def drawn(name: str, count: int) -> list[int]:
-            rng = np.random.default_rng([self.seed, *name.encode()])
-            return [int(i) for i in rng.integers(low, vocab_size, count)]
-
-        shared: list[int] = []
-        for place, hash_id in enumerate(request.hash_ids, 1):
-            # The end of a block is rounded, not its length, so that errors do not add up.
-            missing = round(place * request.block_tokens) - len(shared)
-            shared += drawn(f"block/{hash_id}", missing)
-            if len(shared) >= request.prompt_tokens:
-                break
-        shared = shared[: request.prompt_tokens]
-        return shared + drawn(request.request_id, request.prompt_tokens - len(shared))
-
-    def with_slo_scale(self, scale: float) -> Workload:
-        """Every objective times ``scale`` (AdaServe, figure 11)."""
-        if not 0 < scale < math.inf:
-            raise BenchError("--slo-scale", f"must be above 0, got {scale}")
-
-        def stretched(objective_s: float | None) -> float | None:
-            return None if objective_s is None else objective_s * scale
-
-        requests = tuple(
-            replace(r, ttft_slo_s=stretched(r.ttft_slo_s), tpot_slo_s=stretched(r.tpot_slo_s))
-            for r in self.requests
-        )
-        return replace(self, requests=requests)
-
-    def describe(self) -> dict[str, Any]:
-        """JSON form without the requests: sizes and the objectives' ranges (seconds)."""
-        counts = Counter(r.slo_class for r in self.requests)
-        return {
-            "name": self.name,
-            "source": self.source,
-            "seed": self.seed,
-            "duration_s": self.duration_s,
-            "requests": len(self.requests),
-            "rows_left_out": self.rows_left_out,
-            "rate_per_s": self.rate,
-            "classes": {name: self._describe_class(name) for name in counts},
-        }
-
-    def _describe_class(self, name: str) -> dict[str, Any]:
-        members = [r for r in self.requests if r.slo_class == name]
-        ttfts = [r.ttft_slo_s for r in members if r.ttft_slo_s is not None]
-        tpots = [r.tpot_slo_s for r in members if r.tpot_slo_s is not None]
-        return {
-            "requests": len(members),
-            "prompt_tokens_mean": float(np.mean([r.prompt_tokens for r in members])),
-            "output_tokens_mean": float(np.mean([r.output_tokens for r in members])),
-            "ttft_slo_s": [min(ttfts), max(ttfts)] if ttfts else None,
-            "tpot_slo_s": [min(tpots), max(tpots)] if tpots else None,
-        }
-
-
 DEFAULT_CONTEXT: Final = 2048
 BURST_SHARE: Final = 0.25
 """Share of each period that a burst of the square wave lasts."""
@@ -234,7 +113,7 @@ class WorkloadOptions:
         max_context: most tokens of a prompt and its answer; longer requests are clipped.
         length_scale: factor on all token counts; None: at most 1, so that the default lengths for a
             context of 2,048, or the 99th percentile of a trace, just fit ``max_context``.
-        workload_file: replaces the workload's own trace.
+        trace: a file that replaces the workload's own trace.
     """
 
     workload: str = "synthetic"
@@ -248,7 +127,7 @@ class WorkloadOptions:
     max_context: int = DEFAULT_CONTEXT
     length_scale: float | None = None
     slo_scale: float = 1.0
-    workload_file: Path | None = None
+    trace: Path | None = None
 
 
 def positive(option: str, value: float) -> float:

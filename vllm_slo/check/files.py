@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from vllm_slo.router.replica_list import MAX_FILE_BYTES, specs_of_file
 from vllm_slo.sim.hardware import PROFILE_KEYS, load_hardware
 from vllm_slo.traces import files as traces
 from vllm_slo.traces.rules import Rules
+from vllm_slo.traces.summary import Summary
 
 Kind = Literal[
     "configuration", "hardware profile", "list of replicas", "rules", "step-time profile", "trace"
@@ -86,12 +86,14 @@ def check_files(paths: Sequence[Path]) -> list[Finding]:
 
 
 def _check_file(path: Path, checks: Mapping[Kind, _Check]) -> Finding:
-    try:
-        with path.open("rb") as file:
-            head = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        return Finding(path, None, error=f"cannot read {path}: {error.strerror}")
-    kind = kind_of(head, path.suffix.lower())
+    kind: Kind = "trace"
+    if not path.is_dir():  # a folder holds recordings
+        try:
+            with path.open("rb") as file:
+                head = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            return Finding(path, None, error=f"cannot read {path}: {error.strerror}")
+        kind = kind_of(head, path.suffix.lower())
     try:
         valid = checks[kind](path)
     except VllmSLOError as error:
@@ -220,27 +222,18 @@ def _replicas(path: Path) -> _Valid:
 
 def _trace(path: Path) -> _Valid:
     form = traces.detect(path)
-    count, first_s, last_s, prompt_tokens, output_tokens = 0, math.inf, -math.inf, 0, 0
+    summary = Summary()
     for request in traces.read(path, form):
-        count += 1
-        first_s, last_s = min(first_s, request.at_s), max(last_s, request.at_s)
-        prompt_tokens += request.prompt_tokens
-        output_tokens += request.output_tokens
-    span_s = max(last_s - first_s, 0.0) if count else 0.0
-    told = f"{traces.format_name(form)}, {_count(count, 'request', 'requests')}"
-    if count:
-        told += (
-            f" in {_duration(span_s)}, {prompt_tokens / count:,.0f} prompt and "
-            f"{output_tokens / count:,.0f} output tokens on average"
-        )
-    facts = {
-        "format": form,
-        "requests": count,
-        "seconds": span_s,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-    }
-    return _Valid(told, facts, () if count else ((None, "there is no request in it"),))
+        summary.add(request)
+    if not summary.whole.requests:
+        warning = (None, "there is no request in it")
+        return _Valid(traces.format_name(form), {"format": form, "requests": 0}, (warning,))
+    facts = {"format": form, **summary.to_dict()}
+    told = (
+        f"{traces.format_name(form)}, {summary.text().splitlines()[0]}, half of them with up to "
+        f"{facts['prompt_tokens']['p50']} prompt and {facts['output_tokens']['p50']} output tokens"
+    )
+    return _Valid(told, facts)
 
 
 _CHECKS: Final[Mapping[Kind, _Check]] = {
@@ -255,10 +248,3 @@ _CHECKS: Final[Mapping[Kind, _Check]] = {
 
 def _count(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length_s in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * length_s:
-            return f"{seconds / length_s:.1f} {unit}"
-    return f"{seconds:.1f} seconds"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from vllm_slo.config.recording import RECORD_KEY, RecordingConfig
 from vllm_slo.config.sections import (
     BestEffortConfig,
     ClassConfig,
@@ -180,6 +181,11 @@ class SLOConfig(Section):
         description="Tokens drafted by small models (vllm-slo serve --draft-model), or by servers "
         "elsewhere (--draft-servers).",
     )
+    recording: RecordingConfig = Field(
+        default_factory=RecordingConfig,
+        description="A file of what arrived and what became of it, without prompts and answers "
+        "(vllm-slo serve --record).",
+    )
 
     access: AccessConfig | None = Field(
         default=None,
@@ -267,8 +273,8 @@ class SLOConfig(Section):
 
         ``additional_config``: `VllmConfig.additional_config`; ``slo_config`` in it is a path of a
         YAML file or the mapping itself, ``draft_model`` a draft model's name or folder, or a list
-        of them, ``draft_servers`` and ``draft_token_file`` as in the YAML file. Anything without
-        these keys gives the defaults.
+        of them, ``draft_servers`` and ``draft_token_file`` as in the YAML file, ``record`` the
+        path of `recording`. Anything without these keys gives the defaults.
 
         Raises:
             ConfigError: as `load`.
@@ -278,7 +284,9 @@ class SLOConfig(Section):
         config = cls._from_path_or_data(additional_config.get(CONFIG_KEY))
         keys = (DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY)
         given = {k: additional_config[k] for k in keys if additional_config.get(k) is not None}
-        return config.with_drafts(given) if given else config
+        config = config.with_drafts(given) if given else config
+        record = additional_config.get(RECORD_KEY)
+        return config if record is None else config.with_recording(record)
 
     @classmethod
     def _from_path_or_data(cls, given: Any) -> SLOConfig:
@@ -305,6 +313,17 @@ class SLOConfig(Section):
             raise ConfigError(str(error)) from error
         return self.model_copy(update={"speculation": speculation})
 
+    def with_recording(self, path: Any) -> SLOConfig:
+        """The same configuration, which records into this file.
+
+        Raises:
+            ConfigError: ``path`` is not a text, or empty.
+        """
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"{RECORD_KEY}: expected the path of a file, got {path!r}")
+        recording = self.recording.model_copy(update={"path": path})
+        return self.model_copy(update={"recording": recording})
+
     @classmethod
     def _from_data(cls, data: Any, origin: str, node: yaml.Node | None) -> SLOConfig:
         if not isinstance(data, Mapping):
@@ -326,6 +345,7 @@ _SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
     "quotas": QuotasConfig,
     "quotas.default": QuotaConfig,
     "quotas.tenants": QuotaConfig,
+    "recording": RecordingConfig,
     "routing": RoutingConfig,
     "sessions": SessionsConfig,
     "speculation": SpeculationConfig,

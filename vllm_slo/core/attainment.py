@@ -175,6 +175,7 @@ class RequestRecord:
     outcome: Outcome
     finished: bool
     num_prompt_tokens: int
+    e2e_slo_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.outcome not in get_args(Outcome):
@@ -193,9 +194,14 @@ class RequestRecord:
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
 
     @property
+    def e2e_s(self) -> float | None:
+        """Seconds from arrival to the last token, queueing included; None without a token."""
+        return self.token_times_s[-1] - self.arrival_s if self.token_times_s else None
+
+    @property
     def has_objective(self) -> bool:
-        """Whether it asked for a TTFT or a TPOT."""
-        return self.ttft_slo_s is not None or self.tpot_slo_s is not None
+        """Whether it asked for a TTFT, a TPOT, or a time to the last token."""
+        return not (self.ttft_slo_s is self.tpot_slo_s is self.e2e_slo_s is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +232,7 @@ def measure(record: RequestRecord, window: int = DEFAULT_WINDOW_TOKENS) -> Attai
     if not record.has_objective:
         return Attainment(ttft_s, worst_s, mean_s, None, None)
     in_time = record.finished and ttft_s is not None and _kept(record.ttft_slo_s, ttft_s)
+    in_time = in_time and _kept(record.e2e_slo_s, record.e2e_s)
     return Attainment(
         ttft_s,
         worst_s,

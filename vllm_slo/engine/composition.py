@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -49,6 +50,7 @@ from vllm_slo.engine.speculation.no_speculation import NoSpeculation, Speculatio
 from vllm_slo.engine.speculation.tenants import TenantShares
 from vllm_slo.engine.speculation.trees import Trees
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.request_recorder import RequestRecorder
 from vllm_slo.engine.telemetry.tracing import RequestSpans
 from vllm_slo.slo.access import Seal
 
@@ -79,6 +81,7 @@ class Parts(NamedTuple):
     best_effort: BestEffort | None
     sessions: SessionRounds
     outcomes: Outcomes
+    recorder: RequestRecorder | None
     reports: ReplicaReports
     metrics: SchedulerMetrics
     endings: Endings
@@ -180,25 +183,26 @@ def assemble(
     )
     sessions = SessionRounds(tracker, workload, blocks, steps, warm, metrics, config.sessions)
     spans = RequestSpans.from_config(vllm_config.observability_config)
-    outcomes = Outcomes(tracker, sessions, steps, metrics, spans)
+    recorder = _recorder(vllm_config, config, clock, metrics)
+    outcomes = Outcomes(tracker, sessions, steps, metrics, spans, recorder)
     reports = ReplicaReports(state, tracker, workload, quotes, steps, containment)
     endings, groups = Endings(state), ChoiceGroups()
     promises = Promises(tracker, steps, quotes, quotas, guard, groups, metrics, endings)
     recovery = Recovery(
         *(state, intake, tracker, promises, quotes, quotas, best_effort, sessions, guard, groups),
-        endings,
+        *(recorder, endings),
     )
     controller = Controller(
         *(state, tracker, steps, intake, marks, workload, admission, late, planner, quotes, quotas),
-        *(best_effort, sessions, guard, groups, promises, recovery, responsive, outcomes, reports),
-        *(metrics, endings, containment),
+        *(best_effort, sessions, guard, groups, promises, recovery, responsive, outcomes, recorder),
+        *(reports, metrics, endings, containment),
         tpot_window=config.tpot_window_tokens,
         can_promise=can_promise,
     )
     return Parts(
         *(config, steps, tracker, blocks, workload, guard, marks, speculation, starts),
-        *(admission, planner, quotas, quotes, best_effort, sessions, outcomes, reports, metrics),
-        *(endings, promises, recovery, containment, controller),
+        *(admission, planner, quotas, quotes, best_effort, sessions, outcomes, recorder, reports),
+        *(metrics, endings, promises, recovery, containment, controller),
     )
 
 
@@ -208,6 +212,15 @@ def _compile_policies(*, drafts: bool) -> None:
     logger.info("%d functions are compiled, in %.1f s.", done.functions, done.seconds)
     if done.folder is None:
         logger.warning(done.complaint())
+
+
+def _recorder(
+    vllm_config: VllmConfig, config: SLOConfig, clock: Clock, metrics: SchedulerMetrics
+) -> RequestRecorder | None:
+    if config.recording.path is None:
+        return None
+    series, window = metrics.recording(), config.tpot_window_tokens
+    return RequestRecorder.of_engine(config.recording, vllm_config, clock, series, window)
 
 
 def _step_clock(

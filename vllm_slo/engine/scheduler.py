@@ -131,6 +131,7 @@ class Scheduler(AsyncScheduler):
             raise
         self._controller = self.parts.controller
         self._speculation = self.parts.speculation
+        self._recorder = self.parts.recorder
         self._containment = self.parts.containment
 
     # A step.
@@ -288,6 +289,9 @@ class Scheduler(AsyncScheduler):
         with self._containment.single:
             for part in messages.drafting_of(model_runner_output).failed:
                 self._containment.count(part)
+        if self._recorder is not None:
+            with self._containment.single:
+                self._recorder.note_tokens(outputs, self.parts.clock.now_s)
         with self._containment.single:
             self._report_ahead(outputs)
         with self._containment.single:
@@ -360,6 +364,13 @@ class Scheduler(AsyncScheduler):
         if pause_state != PauseState.UNPAUSED:
             with self._containment.single:
                 self._controller.on_pause(everybody=pause_state == PauseState.PAUSED_ALL)
+
+    def shutdown(self) -> None:
+        """As vLLM's; what is recorded is written to its end."""
+        if self._recorder is not None:
+            with self._containment.single:
+                self._recorder.close()
+        super().shutdown()
 
     def _report_of_end(
         self, request: Request, blocks: Sequence[KVCacheBlock]

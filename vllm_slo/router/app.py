@@ -20,6 +20,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from vllm_slo.config.command_line import Flags
+from vllm_slo.config.recording import SALT_VARIABLE, make_salt
 from vllm_slo.errors import ConfigError
 from vllm_slo.router.api_keys import API_KEY_ENV, api_key_digest, api_keys_in
 from vllm_slo.router.arguments import AppArgs, Resources, resources
@@ -107,6 +108,7 @@ def _replicas(parsed: AppArgs) -> Application:
             env=tuple(sorted(parsed.env.items())),
             secret_env=_secrets(parsed),
             token=token_in({**os.environ, **parsed.env}) or secrets.token_urlsafe(32),
+            salt={**os.environ, **parsed.env}.get(SALT_VARIABLE) or make_salt(),
         )
     )
 

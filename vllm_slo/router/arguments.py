@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from vllm_slo.config.command_line import Flags, flag_of
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
+from vllm_slo.config.recording import RECORD_KEY
 from vllm_slo.config.serve_args import BUILT_IN_DRAFTS, given_arguments, tree_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.errors import ConfigError
@@ -309,22 +310,23 @@ def _check_ports(address: str | None, replicas: int) -> None:
 
 
 def embedded_config(
-    slo_config: Any, additional_json: str | None, speculation: Mapping[str, Any] | None = None
+    slo_config: Any, additional_json: str | None, from_flags: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """vLLM's additional_config for processes that may run on machines without these files.
 
-    Paths of a profile, of draft models and of their token on this machine become absolute.
+    Paths of a profile, of draft models and of their token on this machine become absolute, and so
+    does that of a recording.
 
     Args:
         slo_config: path of the SLO configuration, or the mapping itself.
         additional_json: vLLM's ``--additional-config``.
-        speculation: keys of additional_config that say where drafts come from; None: not said.
+        from_flags: keys of additional_config that flags of ours set; None: none.
 
     Raises:
         ConfigError: the JSON or the SLO configuration cannot be used.
     """
     additional = read_additional_config(additional_json or "{}")
-    given = {CONFIG_KEY: slo_config, **(speculation or {})}
+    given = {CONFIG_KEY: slo_config, **(from_flags or {})}
     additional |= {key: value for key, value in given.items() if value is not None}
     config = SLOConfig.from_additional_config(additional)
     pool = [_whole_path(name) for name in config.speculation.pool]
@@ -333,6 +335,8 @@ def embedded_config(
     token_file = config.speculation.draft_token_file
     if token_file is not None and Path(token_file).exists():
         additional[TOKEN_FILE_KEY] = str(Path(token_file).resolve())
+    if config.recording.path is not None:
+        additional[RECORD_KEY] = str(Path(config.recording.path).absolute())
     if additional.get(CONFIG_KEY) is None:
         return additional
     embedded = config.model_dump(exclude_unset=True)

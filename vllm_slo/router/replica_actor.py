@@ -19,6 +19,7 @@ from typing import Any, Final
 import ray
 from ray import serve
 
+from vllm_slo.config.recording import SALT_VARIABLE
 from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.core.routing.demand_meter import Load
 from vllm_slo.router.child import Child
@@ -43,8 +44,10 @@ _DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 class ReplicaSpec:
     """All that a replica's actor needs to start its child on any node.
 
-    ``token``: the same for all replicas, because HAProxy has one for all while a front's decision
-    service is gone.
+    Attributes:
+        token: the same for all replicas, because HAProxy has one for all while a front's decision
+            service is gone.
+        salt: of the hashes in recordings, the same for all replicas.
     """
 
     module: str
@@ -62,6 +65,7 @@ class ReplicaSpec:
     env: tuple[tuple[str, str], ...]
     secret_env: tuple[str, ...]
     token: str = field(repr=False)
+    salt: str = field(repr=False)
 
     def command(self, private_host: str) -> list[str]:
         return [
@@ -84,7 +88,12 @@ class ReplicaSpec:
             cores = int(self.cpus) if self.cpus else node_cores // self.most
             env.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.workers)))
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        return {**env, **dict(self.env), TOKEN_VARIABLE: self.token}
+        return {
+            **env,
+            **dict(self.env),
+            TOKEN_VARIABLE: self.token,
+            SALT_VARIABLE: self.salt,
+        }
 
 
 class Replica:

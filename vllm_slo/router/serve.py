@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from vllm_slo.arguments import INTERRUPTED, number, whole
 from vllm_slo.config.command_line import Flags
+from vllm_slo.config.recording import RECORD_KEY
 from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.errors import ConfigError, VllmSLOError
 from vllm_slo.router import ray_session
@@ -64,12 +65,13 @@ def app_args(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     port = flags.last("--port") or str(DEFAULT_PORT)
     if not port.isdecimal():
         raise ConfigError(f"--port {port}: not a number")
-    speculation = {
+    from_flags = {
         DRAFT_KEY: args.draft_model and pool_value(args.draft_model),
         SERVERS_KEY: args.draft_servers,
         TOKEN_FILE_KEY: args.draft_token_file,
+        RECORD_KEY: args.record,
     }
-    additional = embedded_config(args.slo_config, args.additional_config, speculation)
+    additional = embedded_config(args.slo_config, args.additional_config, from_flags)
     given = {
         "model": args.model,
         "replicas": args.replicas,

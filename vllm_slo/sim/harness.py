@@ -156,6 +156,8 @@ class VirtualEngine:
         overhead: seconds to schedule a step of so many requests. ``None``: no time.
             ``"measured"``: the time that it takes in this process.
         seed: of which drafts are accepted.
+        records: whether requests are recorded as ``slo_config`` says. A simulation of a server's
+            configuration must not write into the server's file.
         options: further arguments of the scheduler class.
         engine_args: further arguments of vLLM's ``EngineArgs``.
 
@@ -176,10 +178,13 @@ class VirtualEngine:
         slo_config: dict[str, Any] | None = None,
         overhead: Callable[[int], float] | Literal["measured"] | None = None,
         seed: int = 0,
+        records: bool = False,
         options: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
         shape = shape or EngineShape()
+        if not records:
+            slo_config = {k: v for k, v in (slo_config or {}).items() if k != "recording"}
         self.clock = VirtualClock()
         self.step_time = step_time
         self.overlap = overlap

@@ -209,7 +209,8 @@ class Summary:
         return min(self.by_application.values())
 
 
-def _percentile(values: Iterable[float], q: float) -> float | None:
+def percentile(values: Iterable[float], q: float) -> float | None:
+    """The ``q``-th percentile, 0 to 100; None without a value."""
     known = list(values)
     return float(np.percentile(known, q)) if known else None
 
@@ -242,11 +243,11 @@ def summarise(measures: Sequence[JobMeasure], window_s: float) -> Summary:
             name: _share([m.attained for m in asking if m.application == name]) for name in names
         },
         token_attainment=sum(m.tokens for m in good) / max(1, sum(m.tokens for m in asking)),
-        ttft_p50_s=_percentile(ttfts, 50),
-        ttft_p99_s=_percentile(ttfts, 99),
-        tpot_p50_s=_percentile(tpots, 50),
-        tpot_p99_s=_percentile(tpots, 99),
-        missed_latency_p99_s=_percentile(late, 99),
+        ttft_p50_s=percentile(ttfts, 50),
+        ttft_p99_s=percentile(ttfts, 99),
+        tpot_p50_s=percentile(tpots, 50),
+        tpot_p99_s=percentile(tpots, 99),
+        missed_latency_p99_s=percentile(late, 99),
         promised=sum(promises) if promises else None,
         promised_missed=sum(m.broken for m in measures),
         late=sum(m.late_kept is not None for m in measures),
@@ -277,18 +278,32 @@ class Load:
 
 
 def load_over_time(results: Iterable[JobResult], points: int = 400) -> Load:
-    """The load at ``points`` even times from 0 to the last token."""
-    spans: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
+    """The load of simulated jobs, from 0 to the last token."""
+    spans = [
+        (got.sent_s, got.token_times_s[-1] if got.token_times_s else got.sent_s, got.promised)
+        for result in results
+        for got in result.rounds
+    ]
+    return load_of_spans(spans, points)
+
+
+def load_of_spans(
+    spans: Iterable[tuple[float, float, bool | None]], points: int = 400, to_s: float | None = None
+) -> Load:
+    """The load at ``points`` even times from 0 to ``to_s``; None: the end of the last request.
+
+    ``spans``: of each request when it came, when it left, and whether it was promised; None: the
+    system promises nothing.
+    """
+    parts: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     promises = False
-    for result in results:
-        for got in result.rounds:
-            promises = promises or got.promised is not None
-            end_s = got.token_times_s[-1] if got.token_times_s else got.sent_s
-            spans[got.promised is True].append((got.sent_s, end_s))
-    last_s = max((end for part in spans for _, end in part), default=0.0)
-    times = np.linspace(0.0, last_s, points)
-    plain, promised = (_present(part, times) for part in spans)
-    return Load(tuple(times.tolist()), promised, plain, promises)
+    for begin_s, end_s, promised in spans:
+        promises = promises or promised is not None
+        parts[promised is True].append((begin_s, end_s))
+    last_s = max((end for part in parts for _, end in part), default=0.0)
+    times = np.linspace(0.0, last_s if to_s is None else to_s, points)
+    plain, promised_ones = (_present(part, times) for part in parts)
+    return Load(tuple(times.tolist()), promised_ones, plain, promises)
 
 
 def _present(spans: Sequence[tuple[float, float]], times: np.ndarray) -> tuple[int, ...]:

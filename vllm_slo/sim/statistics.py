@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means, intervals and ratios of capacities over several windows."""
+"""Means, intervals and ratios of capacities over several windows, and shares of bursty requests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,71 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     mean, freedom = math.fsum(values) / len(values), len(values) - 1
     if freedom == 0:
         return mean, None
-    quantile = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.5 / freedom
     variance = math.fsum((value - mean) ** 2 for value in values) / freedom
-    return mean, quantile * math.sqrt(variance / len(values))
+    return mean, _student(freedom) * math.sqrt(variance / len(values))
+
+
+def _student(freedom: int) -> float:
+    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.5 / freedom
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """``kept`` of ``of`` requests (at least one), and the 95% interval of that share.
+
+    Requests that arrive together are kept or missed together, so they are not as many observations
+    as they are requests. The requests are divided into stretches, in the order in which they came,
+    and what the stretches differ by says how many independent requests there are. For that number
+    the interval is Wilson's (Korn and Graubard, Survey Methodology 24, 1998; Franco et al., Journal
+    of Survey Statistics and Methodology 7, 2019).
+    """
+
+    kept: int
+    of: int
+    low: float
+    high: float
+    residuals: tuple[float, ...]
+    """Of each stretch: what it adds to the error of the share."""
+
+    @property
+    def value(self) -> float:
+        return self.kept / self.of
+
+    @classmethod
+    def over(cls, kept: Sequence[int], of: Sequence[int]) -> Share:
+        """Of so many kept, and so many requests, in each of at least two stretches."""
+        count = sum(of)
+        if len(kept) != len(of) or len(of) < 2 or count < 1:
+            raise SimulationError("share: needs two stretches and one request at least")
+        share = sum(kept) / count
+        residuals = tuple((k - share * n) / count for k, n in zip(kept, of, strict=True))
+        variance, spread = _variance(residuals), share * (1 - share)
+        independent = float(count) if variance * count <= spread else spread / variance
+        low, high = _wilson(share, independent, _student(len(of) - 1))
+        return cls(sum(kept), count, low, high, residuals)
+
+    def minus(self, other: Share) -> tuple[float, float]:
+        """How much larger this share is, and half of the 95% interval of that difference.
+
+        Both are of the same requests in the same stretches, so they are compared in pairs.
+        """
+        pairs = zip(self.residuals, other.residuals, strict=True)
+        variance = _variance([mine - theirs for mine, theirs in pairs])
+        half = _student(len(self.residuals) - 1) * math.sqrt(variance)
+        return self.value - other.value, half
+
+
+def _variance(residuals: Sequence[float]) -> float:
+    """Of a share, from what each stretch adds to its error (they sum to 0)."""
+    stretches = len(residuals)
+    return stretches / (stretches - 1) * math.fsum(part**2 for part in residuals)
+
+
+def _wilson(share: float, count: float, quantile: float) -> tuple[float, float]:
+    square = quantile**2 / count
+    middle = (share + square / 2) / (1 + square)
+    half = math.sqrt(square * (share * (1 - share) + square / 4)) / (1 + square)
+    return min(max(middle - half, 0.0), share), max(min(middle + half, 1.0), share)
 
 
 @dataclass(frozen=True, slots=True)

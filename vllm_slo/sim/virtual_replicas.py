@@ -132,7 +132,7 @@ def build_engine(
             min(hardware.max_model_len, kv_tokens_for_requests(system, hardware, conditions)),
         ),
         believed=conditions.believed(hardware, number),
-        margin=1.0 if conditions.is_known(hardware, number) else DEFAULT_MARGIN,
+        margin=1.0 if conditions.is_known(number) else DEFAULT_MARGIN,
         slo_config=slo_config,
         overhead=_overhead(system, hardware, conditions),
         seed=conditions.seed,
@@ -176,7 +176,9 @@ def _overhead(
     """Scheduling time per step, as ``VirtualEngine`` takes it."""
     if conditions.overhead == "measured":
         return "measured"
-    return system.overhead_s if conditions.charges_scheduling(hardware) else None
+    if conditions.overhead == "none" or hardware.scheduled:
+        return None
+    return system.overhead_s
 
 
 class Colocated:

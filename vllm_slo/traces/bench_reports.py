@@ -43,7 +43,8 @@ def _run(where: str, report: Mapping[str, Any]) -> Iterator[TraceRequest]:
     for field in VLLM_BENCH_FIELDS:
         if field not in report:
             raise RecordError(
-                f"{where}, field {field}: missing; run vllm bench serve with --save-detailed"
+                f"{where}, field {field}: missing; run a recent vllm bench serve with "
+                "--save-detailed"
             )
         if not isinstance(report[field], list):
             raise RecordError(f"{where}, field {field}: not a list")

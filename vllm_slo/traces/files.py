@@ -88,6 +88,7 @@ _KEYS: Final[tuple[tuple[str, Format], ...]] = (
     ("start_times", "vllm-bench"),
     ("endpoint_type", "vllm-bench"),
     ("parent_chat_id", "bailian"),
+    ("asctime", "vllm-log"),
 )
 """A key near the beginning of a JSON object -> its format; the first that is there counts."""
 _TABLES: Final[tuple[Format, ...]] = ("azure", "burstgpt")

@@ -8,26 +8,28 @@ A request's lines, of which the second and third hold its lengths, as token ids:
     ... DEBUG 11-30 12:00:04 [...] Generated response chatcmpl-1 details: output_token_ids: [..
     ... INFO 11-30 12:00:04 [...] Generated response chatcmpl-1: output: ..., finish_reason: stop
 
-The times have whole seconds and no year. They count from the start of the first line's year.
+The times have whole seconds and no year. They count from the start of the first line's year. The
+lines of ``--logging-config.formatter json`` have dates with milliseconds, which are taken for UTC.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, TextIO
 
-from vllm_slo.traces.errors import RecordError
+from vllm_slo.traces import fields
+from vllm_slo.traces.errors import FieldError, RecordError
 from vllm_slo.traces.request import Served, TraceRequest
 
 FIELDS: Final = ("Received request", "Generated response")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_LINE: Final = re.compile(
-    r".*?(\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
-    r"(?P<kind>Received request|Request|Generated response) (?P<id>[^\s:]+)(?P<rest>.*)",
-    re.ASCII | re.DOTALL,
+_PREFIX: Final = re.compile(r".*?(\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] ", re.ASCII)
+_MESSAGE: Final = re.compile(
+    r"(Received request|Request|Generated response) ([^\s:]+)(.*)", re.ASCII | re.DOTALL
 )
 _PROMPT_IDS: Final = re.compile(r".*prompt_token_ids: (None|\[[\d, ]*\])", re.ASCII | re.DOTALL)
 _OUTPUT_IDS: Final = re.compile(r"(?: \([\w ]+\))? details: output_token_ids: (None|[\[(][\d, ]*)")
@@ -40,7 +42,7 @@ _REASON: Final = re.compile(r".*finish_reason: (\w+)", re.ASCII | re.DOTALL)
 _YEAR_S: Final = 366 * 86_400
 """Of the year 2000, to which the dates without a year are read."""
 _DELTA: Final = " (streaming delta)"
-_LEVEL: Final = "set VLLM_LOGGING_LEVEL=DEBUG, and no --max-log-len, on the server"
+_LEVEL: Final = "start the server with VLLM_LOGGING_LEVEL=DEBUG, without --max-log-len"
 
 
 @dataclass(slots=True)
@@ -68,12 +70,12 @@ def requests(text: TextIO) -> Iterator[TraceRequest]:
     for line_number, line in enumerate(text, 1):
         if not any(word in line for word in ("Received request ", " details: ", FIELDS[1])):
             continue
-        match = _LINE.match(_COLOUR.sub("", line))
+        at_s, message = _json_line(line_number, line) if line[0] == "{" else clock.line(line)
+        match = _MESSAGE.match(message)
         if match is None:
             continue
-        at_s = clock.seconds(match.group(1))
-        name, rest = match["id"], match["rest"]
-        if match["kind"] != "Generated response":
+        kind, name, rest = match.groups()
+        if kind != "Generated response":
             _received(unfinished.setdefault(name, _Open(line_number, at_s)), rest)
             continue
         name = name if name in unfinished else f"{name}_0"  # the first turn of a /v1/responses
@@ -87,6 +89,17 @@ def requests(text: TextIO) -> Iterator[TraceRequest]:
             )
         request.aborted = True
         yield _ended(name, request)
+
+
+def _json_line(line_number: int, line: str) -> tuple[float, str]:
+    """(seconds since 2000, message) of a line of ``--logging-config.formatter json``."""
+    try:
+        item = json.loads(line)
+        date = str(item["asctime"]).replace(",", ".")
+        return fields.date_s("asctime", date), str(item["message"])
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        why = error if isinstance(error, FieldError) else "not a line of vLLM's JSON log"
+        raise RecordError(f"line {line_number}, {why}") from None
 
 
 def _received(request: _Open, rest: str) -> None:
@@ -146,13 +159,19 @@ def _count(match: re.Match[str] | None, group: int) -> int | None:
 
 
 class _Clock:
-    """Seconds from dates without a year, which never go back by half a year."""
+    """Reads the times of text lines: dates without a year, which never go back by half a year."""
 
     def __init__(self) -> None:
         self._last_s = 0.0
         self._years_s = 0.0
 
-    def seconds(self, date: str) -> float:
+    def line(self, line: str) -> tuple[float, str]:
+        """(seconds since the log's first year began, message); the message is empty for others."""
+        plain = _COLOUR.sub("", line)
+        match = _PREFIX.match(plain)
+        return (0.0, "") if match is None else (self._seconds(match[1]), plain[match.end() :])
+
+    def _seconds(self, date: str) -> float:
         moment = datetime.strptime(f"2000-{date}", "%Y-%m-%d %H:%M:%S")
         at_s = (moment - datetime(2000, 1, 1)).total_seconds() + self._years_s
         if at_s < self._last_s - _YEAR_S / 2:

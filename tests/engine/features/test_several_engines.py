@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ import httpx
 from features import row, run_group
 from live_server import SMALL, Answer, LiveServer, ask_openai, command, request_body, running
 from patience import patience
+
+from vllm_slo.traces.files import read
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -40,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config = folder / "slo.yaml"
     config.write_text("speculation: {min_depth: 3}\n")
     arguments = [command("vllm-slo"), "serve", "tiny", *DRAFTS, *TWO, "--slo-config", str(config)]
-    arguments += [*SMALL, "--max-num-seqs", str(SEATS)]
+    arguments += [*SMALL, "--max-num-seqs", str(SEATS), "--record", str(folder / "r.jsonl")]
     with running(arguments, "tiny", folder) as live:
         yield live
 
@@ -84,6 +87,24 @@ def test_two_api_servers(server: LiveServer) -> None:
     assert all(answer.error and "ttft" in str(answer.error["message"]) for answer in wrong)
     log = server.log.read_text(errors="replace")
     assert {f"ApiServer_{number} " in log for number in (0, 1)} == {True}
+
+
+def test_each_engine_records_into_a_file_of_its_own(server: LiveServer) -> None:
+    files = [server.log.with_name(name) for name in ("r.jsonl", "r.rank-1.jsonl")]
+    prompt = "# the same beginning of both prompts, longer than a block of tokens\n" * 8
+    for rank in RANKS:
+        body = request_body(server, "completions", {"prompt": prompt, "max_tokens": 7})
+        url = f"{server.url}/v1/completions"
+        assert httpx.post(url, json=body, headers=at(rank), timeout=patience(60)).is_success
+    until_s = time.monotonic() + patience(20)
+    while True:
+        new = [[r for r in read(file) if r.output_tokens == 7] for file in files]
+        if all(new):
+            break
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    (first,), (second,) = new
+    assert first.hash_ids == second.hash_ids != ()  # under one salt
 
 
 def at(rank: int) -> dict[str, str]:

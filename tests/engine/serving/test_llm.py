@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from vllm_slo import LLM, SLO, tiny
 from vllm_slo.engine.serving.llm import report_of
 from vllm_slo.errors import ConfigError, InvalidSLOError
 from vllm_slo.slo.fields import Stage
+from vllm_slo.traces.files import read
 
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
@@ -82,12 +85,17 @@ def plain_vllm(
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of recorded requests."""
+    return tmp_path_factory.mktemp("recording") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def llm(recording: Path) -> Iterator[LLM]:
     parser = SUPPORT / "first_line_parser.py"
     thinking = {"reasoning_parser": "first_line", "reasoning_parser_plugin": str(parser)}
-    engine = LLM(
-        "tiny", slo_config={"classes": CLASSES}, structured_outputs_config=thinking, **OPTIONS
-    )
+    config = {"classes": CLASSES, "recording": {"path": str(recording), "block_tokens": 1}}
+    engine = LLM("tiny", slo_config=config, structured_outputs_config=thinking, **OPTIONS)
     yield engine
     engine.llm_engine.engine_core.shutdown()
 
@@ -113,6 +121,27 @@ def test_without_an_slo_it_says_what_stock_says(llm: LLM) -> None:
     assert promised(outputs) == [None] * len(PROMPTS)
     with_slo = generate(llm, slo=EASY)
     assert [output.outputs[0].text for output in with_slo] == [text for text, _, _ in stock]
+
+
+def test_requests_are_recorded(llm: LLM, recording: Path) -> None:
+    before = len(list(read(recording)))
+    plain, asked = generate(llm), generate(llm, slo=SLO(slo_class="chat"))
+    until_s = time.monotonic() + patience(20)
+    while len(requests := list(read(recording))[before:]) < 2 * len(PROMPTS):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    lengths = sorted((len(o.prompt_token_ids), len(o.outputs[0].token_ids)) for o in plain + asked)
+    assert sorted((r.prompt_tokens, r.output_tokens) for r in requests) == lengths
+    assert [request.slo_class for request in requests] == [""] * 4 + ["chat"] * 4
+    prompts = {request.hash_ids for request in requests}
+    assert len(prompts) == len(PROMPTS) and all(prompts)
+    reports = [report_of(output) or {} for output in asked]
+    for name, attribute in (("ttft_ms", "ttft_s"), ("tpot_ms", "tpot_s")):
+        told = sorted(report[name] / 1e3 for report in reports)
+        assert sorted(getattr(r.served, attribute) for r in requests[4:]) == pytest.approx(told)
+    for request in requests:
+        assert request.served is not None and request.served.end == "completed"
+        assert 0 < (request.served.ttft_s or 0) < (request.served.e2e_s or 0)
 
 
 def test_plain_vllm_with_our_scheduler(llm: LLM) -> None:

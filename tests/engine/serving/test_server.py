@@ -26,7 +26,7 @@ import httpx
 import live_server
 from live_server import SMALL, Answer, LiveServer, ask_curl, ask_openai, command, request_body
 
-from vllm_slo import tiny
+from vllm_slo import cli, tiny
 
 pytestmark = pytest.mark.engine
 
@@ -467,7 +467,37 @@ def test_the_command_that_quotes(server: LiveServer) -> None:
     assert "configured classes: chat, code" in unknown.stderr
     away = run("--prompt", "hello", "--ttft-ms", "5", url="http://127.0.0.1:9")
     assert away.returncode == 2
-    assert "is the server up?" in away.stderr
+    assert "is the server running?" in away.stderr
+
+
+# --- recorded traffic ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ["completions", "chat", "responses"])
+def test_a_recorded_trace_is_replayed(
+    server: LiveServer, api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten requests of two classes, four of them rounds of one session, get their promises."""
+    lines = [{"schema": "vllm-slo-trace/1", "created": "2026-12-01T10:00:00Z", "block_tokens": 64}]
+    for n in range(10):
+        row: dict[str, Any] = {"timestamp": 50 * n, "input_length": 96 + 32 * n}
+        row |= {"output_length": 3 + n, "hash_ids": [7, n], "class": ("wide", "deep")[n % 2]}
+        row |= {"session": "job"} if n in (0, 3, 4, 7) else {}
+        lines.append({**row, "ttft_ms": 80_000, "tpot_ms": 9_000 + n % 2})
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "report.json"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["replay", str(trace), "--base-url", server.url, "--api", api, "--json", str(out)]
+    assert cli.main([*words, "--min-attainment", "1", "--every-class"]) == 0
+    (run,) = json.loads(out.read_text())["servers"]
+    assert {name: one["admitted"] for name, one in run["classes"].items()} == {"wide": 5, "deep": 5}
+    assert [request["output_tokens"] for request in run["requests"]] == list(range(3, 13))
+    assert run["prompt_tokens"]["most_off"] == 0
+    # Responses do not say how many tokens an event has, which may be none of a character.
+    assert not [told for told in run["warnings"] if api != "responses" or "per chunk" not in told]
+    ends = [request["last_token_s"] for request in run["requests"]]
+    starts = [request["arrival_s"] for request in run["requests"]]
+    assert starts[3] >= ends[0] and starts[4] >= ends[3] and starts[7] >= ends[4]
+    assert "wide" in capsys.readouterr().out
 
 
 # --- metrics, and clients that leave -------------------------------------------------------------

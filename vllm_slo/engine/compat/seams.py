@@ -66,6 +66,7 @@ SCHEDULING: Final = (
         called_by="update_from_output",
     ),
     Seam(_SCHEDULER, "set_pause_state", "pauses", ("pause_state",)),
+    Seam(_SCHEDULER, "shutdown", "recording", ()),
     Seam(_SCHEDULER, "_free_request", "following requests", ("request", "delay_free_blocks")),
     Seam(_SCHEDULER, "_handle_blocked_waiting_request", "loads and grammars", ("request",)),
     Seam(_SCHEDULER, "_request_blocks_can_be_freed", "preempting", ("request",)),
@@ -92,7 +93,7 @@ SCHEDULING: Final = (
         *(_SCHEDULER, "decodes that sit a step out", "current_step"),
         "num_sampled_tokens_per_step",
     ),
-    *_held("vllm.multimodal.inputs.MultiModalFeatureSpec", "images", "mm_position"),
+    *_held("vllm.multimodal.inputs.MultiModalFeatureSpec", "images", "mm_position", "identifier"),
     Seam("vllm.config.VllmConfig", "use_v2_model_runner", "chains of drafts"),
     *_held(_SCHEDULER, "steps in which nothing is decided", "_inflight_prefills"),
     Seam(_MANAGER, "get_blocks", "KV blocks", ("request_id",)),
@@ -121,7 +122,7 @@ SCHEDULING: Final = (
     *_held(
         *(_REQUEST, "what a request asks for", "request_id", "client_index", "sampling_params"),
         *("arrival_time", "max_tokens", "prompt_token_ids", "lora_request", "trace_headers"),
-        *("mm_features", "skip_reading_prefix_cache"),
+        *("mm_features", "skip_reading_prefix_cache", "priority", "cache_salt"),
         *("resumable", "structured_output_request", "use_structured_output"),
     ),
     *_held(

@@ -41,6 +41,7 @@ from vllm_slo.engine.scheduling.step_planner import StepPlanner
 from vllm_slo.engine.scheduling.step_schedule import StepSchedule
 from vllm_slo.engine.scheduling.workload import Workload
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.request_recorder import RequestRecorder
 from vllm_slo.errors import InvalidSLOError
 from vllm_slo.slo.verdicts import Invalid
 
@@ -57,6 +58,8 @@ class Controller:
         quotas: how much each tenant may be promised; None: as much as there is.
         best_effort: in which order requests without a promise are served; None: as they arrive.
         responsive: how long a step may be that no promise limits.
+        recorder: is told of arrivals, and of the ends that `outcomes` is not told of; None: nothing
+            is recorded.
         endings: ends the requests that are not served.
         containment: holds the faults that cost one request or one series, and no step's plan.
         tpot_window: tokens over which a TPOT is judged.
@@ -85,6 +88,7 @@ class Controller:
         recovery: Recovery,
         responsive: ResponsiveSteps,
         outcomes: Outcomes,
+        recorder: RequestRecorder | None,
         reports: ReplicaReports,
         metrics: SchedulerMetrics,
         endings: Endings,
@@ -112,6 +116,7 @@ class Controller:
         self._recovery = recovery
         self._responsive = responsive
         self._outcomes = outcomes
+        self._recorder = recorder
         self._reports = reports
         self._metrics = metrics
         self._endings = endings
@@ -154,6 +159,8 @@ class Controller:
             logger.warning("request %s refused: %s", request.request_id, error)
             self._endings.refuse(request, Invalid(str(error)).pack())
             return
+        if self._recorder is not None and not asks and not request_facts.is_exempt(request):
+            self._recorder.arrived(request, slo, arrival_s)
         if asks:
             self._quotes.add(request, slo, arrival_s, self._clock.clock.monotonic_s())
             self._state.set_aside(request)
@@ -236,6 +243,10 @@ class Controller:
             cut_off = request_facts.is_cut_off(request)
             self._workload.lengths.observe(label, request.num_output_tokens, cut_off=cut_off)
         if tracked is None:
+            if self._recorder is not None:
+                now_s = self._clock.now_s
+                with self._containment.single:
+                    self._recorder.ended(request, None, None, now_s, by_itself=by_itself)
             return self._recovery.report_of_lost(name)
         return self._finish(tracked, blocks, by_itself=by_itself)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of requests: reports to their clients, metrics, spans."""
+"""What became of requests: reports to their clients, metrics, spans, the recording."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.slo_request import SLORequest
 from vllm_slo.engine.scheduling.step_clock import StepClock
 from vllm_slo.engine.telemetry.metrics import SchedulerMetrics
+from vllm_slo.engine.telemetry.request_recorder import RequestRecorder
 from vllm_slo.engine.telemetry.tracing import RequestSpans
 
 
@@ -18,6 +19,7 @@ class Outcomes:
 
     Args:
         spans: makes a span for each request; None where tracing is off.
+        recorder: is told of each request; None: nothing is recorded.
     """
 
     def __init__(
@@ -27,12 +29,14 @@ class Outcomes:
         clock: StepClock,
         metrics: SchedulerMetrics,
         spans: RequestSpans | None,
+        recorder: RequestRecorder | None,
     ) -> None:
         self._tracker = tracker
         self._sessions = sessions
         self._clock = clock
         self._metrics = metrics
         self._spans = spans
+        self._recorder = recorder
 
     def ended(self, tracked: SLORequest, attained: bool | None, *, by_itself: bool) -> None:
         """Count a request that has ended, and make its span.
@@ -61,6 +65,9 @@ class Outcomes:
             self.publish_soon()
         if self._spans is not None:
             self._spans.ended(tracked, attained, self._clock.clock)
+        if self._recorder is not None:
+            now_s, request = self._clock.now_s, tracked.request
+            self._recorder.ended(request, tracked, attained, now_s, by_itself=by_itself)
 
     def report_now(self, tracked: SLORequest) -> dict[str, Any]:
         """The report of a live request as it would be if it ended here."""

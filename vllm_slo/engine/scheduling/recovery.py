@@ -22,6 +22,7 @@ from vllm_slo.engine.scheduling.request_tracker import RequestTracker
 from vllm_slo.engine.scheduling.ruling import Ruling
 from vllm_slo.engine.scheduling.sessions import SessionRounds
 from vllm_slo.engine.scheduling.slo_request import SLORequest, lost_report
+from vllm_slo.engine.telemetry.request_recorder import RequestRecorder
 from vllm_slo.slo.verdicts import PLANNING_FAILED
 
 
@@ -40,6 +41,7 @@ class Recovery:
         sessions: SessionRounds,
         guard: StarvationGuard,
         groups: ChoiceGroups,
+        recorder: RequestRecorder | None,
         endings: Endings,
     ) -> None:
         self._state = state
@@ -52,6 +54,7 @@ class Recovery:
         self._sessions = sessions
         self._guard = guard
         self._groups = groups
+        self._recorder = recorder
         self._endings = endings
         self._lost: set[str] = set()  # requests with an SLO that could not be tracked
 
@@ -139,6 +142,8 @@ class Recovery:
         self._guard.retain(live)
         self._quotes.retain(live)
         self._endings.retain(live)
+        if self._recorder is not None:
+            self._recorder.retain(live)
         if self._quotas is not None:
             self._quotas.retain(live)
         if self._best_effort is not None:

@@ -73,12 +73,12 @@ def wrap_engine() -> None:
 def _check_or_exit(flags: Flags) -> None:
     """End the server with one clear line, before it loads a model, if it cannot serve.
 
-    From here on the secret of the seal is in the environment.
+    From here on the secret of the seal is in the environment, and the salt of a recording.
 
     Raises:
         SystemExit: the version of vLLM or the configuration cannot be used.
     """
-    from vllm_slo.config import profiles
+    from vllm_slo.config import profiles, recording
     from vllm_slo.config.model import SLOConfig
     from vllm_slo.slo.access import Access, Seal
 
@@ -91,6 +91,9 @@ def _check_or_exit(flags: Flags) -> None:
             Access(config.access)
         if config.profile is not None:
             profiles.load(config.profile)  # only the engine knows whether the profile is its own
+        if config.recording.path is not None:
+            recording.check_path(config.recording.path)
+            recording.share_salt()
         if token_in(os.environ) is not None:
             check_single(flags)
     except VllmSLOError as error:

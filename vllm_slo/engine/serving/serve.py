@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from vllm_slo.config.command_line import Flags, is_flag
 from vllm_slo.config.model import CONFIG_KEY, SLOConfig, read_additional_config
+from vllm_slo.config.recording import RECORD_KEY
 from vllm_slo.config.serve_args import serve_arguments
 from vllm_slo.config.speculation import DRAFT_KEY, SERVERS_KEY, TOKEN_FILE_KEY, pool_value
 from vllm_slo.engine.compat.version import check_vllm
@@ -55,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft_token_file",
         metavar="FILE",
         help=f"file with the secret of draft servers; without it ${TOKEN_VARIABLE} holds it",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="record what arrives and what becomes of it, without prompts and answers; with "
+        "--replicas, each one adds .replica-K to the name (see 'recording' in the YAML file)",
     )
     parser.add_argument(
         "--additional-config",
@@ -110,6 +117,7 @@ def command_line(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         DRAFT_KEY: args.draft_model and pool_value(args.draft_model),
         SERVERS_KEY: args.draft_servers,
         TOKEN_FILE_KEY: args.draft_token_file,
+        RECORD_KEY: args.record,
     }
     additional |= {key: value for key, value in given.items() if value is not None}
     speculation = SLOConfig.from_additional_config(additional).speculation

@@ -214,6 +214,10 @@ class SchedulerMetrics:
         self._order.service.observe(foreseen_s / taken_s)
         self._order.service_error.observe(abs(foreseen_s - taken_s) / taken_s)
 
+    def recording(self) -> RecordingSeries:
+        """The series of a recording, which show from now on."""
+        return RecordingSeries(self._make)
+
     def due(self, now_s: float) -> bool:
         """Whether the file should be written again."""
         return now_s >= self._next_s
@@ -260,3 +264,25 @@ class OrderSeries:
             "Distance between service foreseen and needed, over the latter.",
             buckets=_ERROR_BUCKETS,
         ).of()
+
+
+class RecordingSeries:
+    """The series of a recording, counted in the threads of the scheduler and of the writer."""
+
+    def __init__(self, make: SeriesMaker) -> None:
+        self._recorded = make.counter(
+            "vllm_slo:recorded_requests",
+            "Requests that ended while requests were recorded, those included that were dropped.",
+        ).of()
+        self._dropped = make.counter(
+            "vllm_slo:recording_dropped",
+            "Requests that are missing in the recording because it could not be written.",
+        ).of()
+
+    def recorded(self) -> None:
+        """Count a request."""
+        self._recorded.inc()
+
+    def dropped(self) -> None:
+        """Count a request that is missing."""
+        self._dropped.inc()
