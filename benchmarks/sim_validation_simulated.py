@@ -105,7 +105,7 @@ class Scattered(Conditions):
 
         return taken
 
-    def is_known(self, hardware: Hardware, engine: int) -> bool:
+    def is_known(self, engine: int) -> bool:
         """Whether step times are the believed ones."""
         return not self.errors.short
 

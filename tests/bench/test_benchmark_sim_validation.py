@@ -208,8 +208,8 @@ def test_errors_are_replayed_in_stretches_and_by_length():
     steps = np.diff(found)
     assert (np.abs(steps) < 2e-3).mean() > 0.9
     assert (steps > 0).mean() > 0.9
-    assert not world.is_known(HARDWARE, 0)
-    assert told.Scattered().is_known(HARDWARE, 0)
+    assert not world.is_known(0)
+    assert told.Scattered().is_known(0)
     assert told.Scattered().true_step_time(HARDWARE, 0)(shape) == MODEL.predict_s(1)
 
 
