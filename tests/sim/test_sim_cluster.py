@@ -26,12 +26,11 @@ from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst
 from vllm_slo.sim.cluster import Run, Simulation, simulate
-from vllm_slo.sim.conditions import Conditions, Overhead, Slowness
+from vllm_slo.sim.conditions import Conditions, Slowness
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Draft, Hardware
 from vllm_slo.sim.harness import EngineShape, Outcome, VirtualEngine
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundRequest, Stage, answer_text, own_text
-from vllm_slo.sim.measure import job_attained
 from vllm_slo.sim.systems import OURS, TREES, System, parse_system
 from vllm_slo.sim.virtual_replicas import Disaggregated, kv_tokens_for_requests
 
@@ -44,6 +43,7 @@ PLAIN = Hardware(
 )
 HARDWARE = PLAIN.with_draft_step(DRAFT_STEP_S)
 FCFS = parse_system("fcfs-2048")
+NO_SCHEDULING = Conditions(overhead="none")
 SHED = parse_system("shed-edf-2048")
 SYSTEMS = tuple(
     parse_system(name)
@@ -169,17 +169,6 @@ def test_scheduling_takes_time_unless_the_step_times_have_it() -> None:
     )
 
 
-def test_no_promise_counts_on_scheduling_that_takes_no_time() -> None:
-    # A step alone takes 20 ms; with the time to schedule it, more than this objective.
-    tight = job(0, 0.0, one_round(10, 30, tpot_s=0.0201))
-    cases: tuple[tuple[Overhead, bool], ...] = (("modelled", False), ("none", True))
-    for overhead, promised in cases:
-        (result,) = simulate([tight], OURS, HARDWARE, Conditions(overhead=overhead)).results
-        assert result.rounds[0].promised is promised is job_attained(result)
-    assert Conditions().is_known(replace(HARDWARE, scheduled=True), 0)
-    assert not Conditions().is_known(HARDWARE, 0)
-
-
 def test_two_runs_are_equal() -> None:
     conditions = Conditions(replicas=2, noise=0.3, bias=1.1, seed=4)
     for system in SYSTEMS:
@@ -241,15 +230,13 @@ def test_a_slow_engine_has_its_own_step_times_and_one_that_becomes_slow_has_not(
     shape = BatchShape(50, 0, 0, 1, 0)
     step_s = HARDWARE.step_time.predict_shape_s(shape)
     conditions = Conditions(
-        replicas=3,
-        slowness={1: Slowness(2.0), 2: Slowness(3.0, after_s=2.5 * step_s)},
-        overhead="none",
+        replicas=3, slowness={1: Slowness(2.0), 2: Slowness(3.0, after_s=2.5 * step_s)}
     )
     times = {n: conditions.true_step_time(HARDWARE, n) for n in range(3)}
     believed = {n: conditions.believed(HARDWARE, n).predict_shape_s(shape) for n in range(3)}
     assert [times[n](shape) for n in range(3)] == pytest.approx([step_s, 2 * step_s, step_s])
     assert [believed[n] for n in range(3)] == pytest.approx([step_s, 2 * step_s, step_s])
-    assert [conditions.is_known(HARDWARE, n) for n in range(3)] == [True, True, False]
+    assert [conditions.is_known(n) for n in range(3)] == [True, True, False]
     assert [times[2](shape) for _ in range(3)] == pytest.approx([step_s, step_s, 3 * step_s])
     # A second run begins anew.
     assert conditions.true_step_time(HARDWARE, 2)(shape) == pytest.approx(step_s)
@@ -394,12 +381,32 @@ def test_what_nobody_promises_is_served_as_best_effort() -> None:
 def test_a_double_that_is_wrong_costs_a_hop_and_no_promise() -> None:
     jobs = [job(0, 0.0, one_round(50, 5, ttft_s=5.0))]
     simulation = Simulation(jobs, OURS, HARDWARE, Conditions(replicas=3), None)
-    asked: list[int] = []
-    simulation.replicas[0].promise = lambda *_: asked.append(0)  # type: ignore[assignment, method-assign, func-returns-value]
+    refused_s = 0.25
+    simulation.replicas[0].promise = lambda *_: refused_s  # type: ignore[method-assign]
     simulation.run()
     one = simulation.results()[0].rounds[0]
-    assert (asked, simulation.fronts[0].wrong) == ([0], 1)
+    assert (simulation.fronts[0].asked, simulation.fronts[0].wrong) == (2, 1)
     assert (one.replica, one.promised, one.finished) == (1, True, True)
+    # The second replica is asked when the first one has said no, and the client waits meanwhile.
+    assert one.sent_s == 0.0
+    step_s = HARDWARE.step_time.predict_shape_s(BatchShape.of([(50, 0)]))
+    assert one.token_times_s[0] == pytest.approx(refused_s + step_s, abs=1e-3)
+
+
+def test_a_replica_refuses_when_its_step_is_over() -> None:
+    # Each front has sent one request, so the second does not know that replica 0 is busy.
+    jobs = [
+        job(0, 0.0, one_round(2000, 3)),
+        job(1, 0.1, one_round(1500, 3, 1.15 * HARDWARE.zero_load_ttft_s(1500))),
+    ]
+    conditions = replace(NO_SCHEDULING, replicas=2, fronts=2, state_interval_s=100.0)
+    simulation = Simulation(jobs, OURS, HARDWARE, conditions, None)
+    simulation.run()
+    first, second = (result.rounds[0] for result in simulation.results())
+    assert [front.wrong for front in simulation.fronts] == [0, 1]
+    assert (first.replica, second.replica) == (0, 1)
+    step_s = HARDWARE.step_time.predict_shape_s(BatchShape.of([(1500, 0)]))
+    assert second.token_times_s[0] == pytest.approx(first.token_times_s[0] + step_s)
 
 
 def test_a_round_goes_first_where_its_prefix_is() -> None:

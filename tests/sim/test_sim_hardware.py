@@ -208,6 +208,12 @@ def test_a_yaml_file_loads(tmp_path: Path) -> None:
     )
 
 
+def test_a_file_may_hold_a_price_and_no_built_in_one_does(tmp_path: Path) -> None:
+    text = GOOD.replace("frontend_s: 0.01", "price_per_gpu_hour: 2.5")
+    assert load(tmp_path, text).price_per_gpu_hour == 2.5
+    assert {load_hardware(name).price_per_gpu_hour for name in built_in()} == {None}
+
+
 def test_options_replace_the_files_values(tmp_path: Path) -> None:
     hardware = load(tmp_path, GOOD, kv_tokens=8000, max_num_seqs=None, name="mine")
     assert (hardware.name, hardware.kv_tokens, hardware.max_num_seqs) == ("mine", 8000, 256)
@@ -238,6 +244,8 @@ def test_options_replace_the_files_values(tmp_path: Path) -> None:
         ),
         ("frontend_s: 0.01", "frontend_s: -1.0", r"box\.yaml:11: frontend_s: "),
         ("frontend_s: 0.01", "gpus: 3", r"box\.yaml:11: gpus: duplicate key"),
+        ("frontend_s: 0.01", "price_per_gpu_hour: 0", r"box\.yaml:11: price_per_gpu_hour: "),
+        ("frontend_s: 0.01", "price_per_gpu_hour: 2 $", r"box\.yaml:11: price_per_gpu_hour: "),
         ("step_time.kv_s: a", "kv_token: a", r"box\.yaml:13: sources\.kv_token: no such field"),
         ("gpus: 2", "gpus: [", r"box\.yaml:\d+: broken YAML"),
         (GOOD, "just text", r"box\.yaml: expected keys .*got str"),
@@ -342,6 +350,8 @@ def test_a_bad_field_of_a_draft_is_named(field: str, value: float) -> None:
         ("frontend_s", math.nan),
         ("frontend_s", math.inf),
         ("frontend_s", -0.1),
+        ("price_per_gpu_hour", 0.0),
+        ("price_per_gpu_hour", math.inf),
         ("name", ""),
     ],
 )

@@ -140,16 +140,14 @@ class Conditions:
         slowness = self.slowness.get(engine)
         return taken if slowness is None or not slowness.after_s else _later(taken, slowness)
 
-    def charges_scheduling(self, hardware: Hardware) -> bool:
-        """Whether scheduling takes time that the hardware's step times do not include."""
-        return self.overhead == "measured" or (
-            self.overhead == "modelled" and not hardware.scheduled
-        )
+    def is_known(self, engine: int) -> bool:
+        """Whether the step times that ``engine`` starts with are the true ones.
 
-    def is_known(self, hardware: Hardware, engine: int) -> bool:
-        """Whether steps take exactly what ``engine`` starts to believe."""
+        The time to schedule a step comes on top where it is modelled, and is learnt online like any
+        other error: promises of the first steps may break by that.
+        """
         slowness = self.slowness.get(engine)
-        exact = self.bias == 1.0 and self.noise == 0.0 and not self.charges_scheduling(hardware)
+        exact = self.bias == 1.0 and self.noise == 0.0
         return exact and (slowness is None or slowness.after_s == 0.0)
 
     @property
