@@ -1,213 +1,221 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One workload on vLLM's real CPU engine and in the simulator, side by side.
+"""The same requests on vLLM's real CPU engine and in the simulator, under several conditions.
 
-The engine is vLLM's engine core with the built-in model as a costlier twin, in a process of its own
-on one core. A loop adds each request when its arrival time has come and steps the engine; there is
-no server, no tokenizer and no network, in the simulator neither. Step times are profiled first, on
-the same engine with the same settings; the simulator knows that profile and the engine's limits,
-and nothing of the live runs but, where a row says so, how their step times scattered.
+    python benchmarks/sim_validation.py                     results/sim_validation.md, 35 minutes
+    python benchmarks/sim_validation.py --only sessions     one condition; writes nothing
+    python benchmarks/sim_validation.py --quick             seconds of each; writes nothing
 
-Answers end where the workload says, by a stop token that the schedulers cannot foresee.
+The engine is vLLM's engine core with a costlier twin of the built-in model, in a process of its own
+on one core. A client in another process sends each request at its time; there is no HTTP server,
+no tokenizer and no network, in the simulator neither. Step times are profiled on the same machine
+before each condition and again after it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
+import pickle
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-from sim_validation_engine import (
+from common import RESULTS, markdown, write_result
+from sim_validation_conditions import (
     CLASSES,
-    KV_TOKENS,
-    MAX_SEQS,
-    STEP_TOKENS,
-    Live,
-    hardware_of,
+    CONDITIONS,
+    PLENTY,
+    Condition,
+    Served,
+    limits,
     make_jobs,
-    measure_profile,
-    read_jobs,
-    read_live,
-    replay,
 )
-from sim_validation_report import Row, StepError, compare, draw, error_table, main_table, step_error
+from sim_validation_engine import BLOCK_SIZE, EngineSetup, Record
+from sim_validation_live import EngineProcess, LiveRun, Measured, code_tokens, serve
+from sim_validation_report import HEAD, LIVE, PROFILE, Row, again, bounds, cells, draw
+from sim_validation_simulated import (
+    BLOCK_STEPS,
+    SEEDS,
+    Task,
+    Told,
+    acceptance,
+    bias,
+    simulated,
+    told,
+    told_live,
+)
 
-from vllm_slo.bench.demo_load import twin
+from vllm_slo.bench.demo_load import choose_model
 from vllm_slo.config import profiles
-from vllm_slo.sim.cluster import simulate
-from vllm_slo.sim.conditions import Conditions
-from vllm_slo.sim.hardware import Hardware
-from vllm_slo.sim.jobs import Job
+from vllm_slo.sim.hardware import load_hardware
 from vllm_slo.sim.measure import measure_job
-from vllm_slo.sim.systems import OURS, System, system
+from vllm_slo.sim.workers import Workers, run_tasks
 
-ENVIRONMENT: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "1",  # one core, as the engine of a server on two cores gets
-}
-SYSTEMS: Final = {
-    "stock vLLM": system("fcfs", STEP_TOKENS),
-    "vllm-slo": replace(OURS, token_budget=STEP_TOKENS),
-}
-SEEDS: Final = 10
-"""Simulations per row with noise; their requests are pooled."""
+PARAMETERS: Final = 25e6
+"""Size of the twin: steps of some 10 ms on one core, so that a run holds hundreds of requests."""
+INTRODUCTION: Final = """\
+{doc}
+
+The engine is vLLM's engine core with a costlier twin of the built-in model, in a process of its own
+on one core, with synchronous stepping. A client in another process sends each request at its time.
+There is no HTTP server, no tokenizer and no network, in the simulator neither. The requests are the
+demo's classes with objectives, Poisson. A load is the offered tokens over what one engine could
+process if it did nothing but prefill. The simulator serves the very same requests. Answers end
+where the workload says; no scheduler knows where.
+
+{conditions}
+
+*{profile}*: what an operator knows. Step times are profiled right before and right after the runs
+of a system (`vllm-slo profile --quick`), and scatter as the profile's steps did, in stretches of
+{block} steps. A run of {short_s:g} s before the others tells what vllm-slo's scheduler takes beyond
+vLLM's, and what drafts take. The accepted share of the drafts is that of the runs themselves. The
+target is judged on these rows. *{live}*: each run is simulated with step times that were fitted to
+the steps of the other runs. What the first kind gets wrong and the second does not is a change of
+the machine between profile and runs.
+"""
+PICTURE: Final = "![CDFs of TTFT and TPOT, real against simulated](sim_validation.png)"
+NOTE: Final = """\
+TPOT is each request's worst window of 10 tokens. *same verdict*: share of the requests that kept
+their objectives in both or missed them in both. Of two real runs of the same requests, the second
+against the first: {again}. No simulator can be asked for less.
+
+Not covered: asynchronous scheduling, an HTTP frontend, several fronts, draft servers.
+Took {minutes:.0f} minutes."""
+PROFILE_S: Final = 25.0
+PROFILE_AFTER_S: Final = 10.0
+SHORT_RUN_S: Final = 10.0
+"""Arrivals of the run before them. It warms the engine up, and from it the simulator is told what
+drafts and vllm-slo's scheduler take."""
+SHORT_RUN_SEED: Final = 1000
 
 
-def in_own_process(*arguments: object) -> None:
-    """Run this script with ``arguments`` in another process; its output is shown if it fails."""
-    command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(
-        command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: failed\n{done.stdout}{done.stderr}")
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        runs: of the seeds of a condition, at most.
+        share: of the duration of each run.
+        simulations: of each run, for each row; the table has their mean.
+    """
+
+    profile_s: float = PROFILE_S
+    after_s: float = PROFILE_AFTER_S
+    runs: int = 3
+    share: float = 1.0
+    simulations: int = SEEDS
 
 
-def simulated(
-    name: str,
-    kind: str,
-    one: System,
-    jobs: Sequence[Job],
-    hardware: Hardware,
-    *,
-    noise: float = 0.0,
-    bias: float = 1.0,
-) -> Row:
-    """A row of the simulator: ``SEEDS`` runs with noise, else one."""
-    seeds = SEEDS if noise else 1
-    runs = []
-    for seed in range(seeds):
-        # The profile's step times include what vLLM's scheduler takes.
-        world = Conditions(bias=bias, noise=noise, seed=seed, overhead="none")
-        runs.append(tuple(map(measure_job, simulate(jobs, one, hardware, world).results)))
-    return Row(name, kind, tuple(runs))
+QUICK: Final = Sizes(12.0, 4.0, 1, 0.25, 1)
 
 
 def say(text: str) -> None:
     """Progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+    sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
 
 
-def go_live(
-    args: argparse.Namespace, work: Path
-) -> tuple[Hardware, list[Job], dict[str, list[Live]]]:
-    """Profile the engine, make the jobs, replay them; results in ``work`` are not made again."""
-    from rich.console import Console
+class Machine:
+    """The model, the cores, and the engine that is profiled, which stays for all conditions."""
 
-    model = twin(args.parameters, Console())
-    profile = work / "profile.json"
-    if not profile.is_file():
-        say("profiling the engine")
-        in_own_process("--measure", model, profile, args.profile_s)
-    hardware = hardware_of(profile)
-    jobs = make_jobs(hardware, args.load, args.duration, args.seed)
-    described = json.dumps([asdict(job) for job in jobs])
-    asked = work / "jobs.json"
-    if asked.is_file() and asked.read_text() != described:
-        raise SystemExit(f"--work {work} holds runs of another workload: give another folder")
-    asked.write_text(described)
-    live: dict[str, list[Live]] = {name: [] for name in SYSTEMS}
-    for repetition in range(args.repetitions):
-        order = list(SYSTEMS) if repetition % 2 == 0 else list(reversed(SYSTEMS))
-        for name in order:
-            out = work / f"{name.replace(' ', '-')}-{repetition + 1}.json"
-            if not out.is_file():
-                say(f"{name}, run {repetition + 1}: {len(jobs)} requests in {args.duration:g} s")
-                in_own_process("--replay", model, asked, name, profile, out)
-            live[name].append(read_live(out, jobs))
-    return hardware, jobs, live
+    def __init__(self, parameters: float) -> None:
+        from rich.console import Console
+
+        model = choose_model(parameters, Console(stderr=True))
+        self.arguments = {"model": str(model.folder)}
+        for option in model.options:
+            name, _, value = option.removeprefix("--").partition("=")
+            self.arguments[name] = value
+        self.cores = sorted(os.sched_getaffinity(0), reverse=True)
+        self.profiler = self.engine({"enable_prefix_caching": False}, None, PLENTY)
+        self.profiler.ready()
+
+    def engine(
+        self,
+        arguments: dict[str, object],
+        slo_config: dict[str, object] | None,
+        kv_tokens: int,
+        *,
+        number: int = 0,
+        tells_state: bool = False,
+    ) -> EngineProcess:
+        """Start an engine on core ``number`` of those that engines use; it is not ready yet."""
+        # One block is vLLM's null block.
+        blocks = {"num_gpu_blocks_override": kv_tokens // BLOCK_SIZE + 1}
+        core = self.cores[number % len(self.cores)]
+        setup = EngineSetup(
+            {**self.arguments, **blocks, **arguments}, slo_config, core, tells_state
+        )
+        return EngineProcess(setup)
+
+    @contextmanager
+    def engines(
+        self, condition: Condition, served: Served, profile: Path
+    ) -> Iterator[list[EngineProcess]]:
+        """The engines of one system."""
+        config = None
+        if served.slo_config is not None:
+            classes: dict[str, object] = {spec.name: {} for spec in CLASSES}
+            slo = {"profile": str(profile), "classes": classes}
+            config = {**served.slo_config, "slo_config": slo}
+        several = condition.replicas > 1
+        engines = [
+            self.engine(
+                {"max_model_len": condition.max_model_len, **served.arguments},
+                config, condition.kv_tokens,
+                number=number, tells_state=several and config is not None,
+            )
+            for number in range(condition.replicas)
+        ]  # fmt: skip
+        try:
+            for engine in engines:
+                engine.ready()
+            yield engines
+        finally:
+            for engine in engines:
+                engine.close()
 
 
-def rows_of(
-    hardware: Hardware, jobs: Sequence[Job], live: Mapping[str, Sequence[Live]]
-) -> tuple[list[Row], dict[str, list[StepError]]]:
-    """Every row of the table, and the error of the profile in each live run."""
-    errors = {
-        name: [step_error(run.steps, hardware.step_time) for run in runs]
-        for name, runs in live.items()
-    }
-    rows = []
-    for name, one in SYSTEMS.items():
-        for number, run in enumerate(live[name], 1):
-            measures = tuple(map(measure_job, run.results))
-            rows.append(Row(name, f"real, run {number}", (measures,)))
-        every = step_error([s for run in live[name] for s in run.steps], hardware.step_time)
-        noise = min(every.noise, 1.0)
-        rows += [
-            simulated(name, "simulated", one, jobs, hardware),
-            simulated(name, "simulated, noise", one, jobs, hardware, noise=noise),
-            simulated(
-                name, "simulated, noise and bias", one, jobs, hardware, noise=noise, bias=every.bias
-            ),
+def measure(condition: Condition, machine: Machine, sizes: Sizes, folder: Path) -> Measured:
+    """Profile the engine; serve all runs by each system, and profile again after each system."""
+    begun_s = time.monotonic()
+    say(f"{condition.name}: profiling")
+    profiles_made = [machine.profiler.profile(sizes.profile_s)]
+    path = profiles.save(profiles_made[0].report, folder / f"{slug(condition)}.json")
+    hardware = load_hardware(path, **limits())
+    workload, text = condition.workload, code_tokens() if condition.text else []
+    duration_s = sizes.share * workload.duration_s
+    wanted = [(SHORT_RUN_SEED, SHORT_RUN_S)]
+    wanted += [(seed, duration_s) for seed in condition.seeds[: sizes.runs]]
+    jobs = [
+        [
+            replace(job, job_id=f"{number}-{job.job_id}")
+            for job in make_jobs(workload, hardware, seed, lasts_s)
         ]
-    return rows, errors
+        for number, (seed, lasts_s) in enumerate(wanted)
+    ]
+    runs: dict[str, list[LiveRun]] = {}
+    for served in condition.systems:
+        with machine.engines(condition, served, path) as engines:
+            runs[served.name] = []
+            for number, one in enumerate(jobs):
+                say(f"{condition.name}: {served.name}, run {number}: {len(one)} jobs")
+                first = sum(map(len, jobs[:number]))
+                runs[served.name].append(serve(one, engines, text=text, first=first))
+        profiles_made.append(machine.profiler.profile(sizes.after_s))
+    took_s = time.monotonic() - begun_s
+    return Measured(condition, tuple(profiles_made), hardware, jobs, runs, took_s)
 
 
-def describe(
-    hardware: Hardware,
-    jobs: Sequence[Job],
-    profile: profiles.ProfileReport,
-    errors: Mapping[str, Sequence[StepError]],
-    args: argparse.Namespace,
-) -> str:
-    """What was run, and how well the profile fits, in words."""
-    ratios = [took_s / profile.model.predict_shape_s(shape) for shape, took_s in profile.samples]
-    lone_s = hardware.zero_load_tpot_s()
-    parts = ", ".join(
-        f"{spec.name} (TTFT {spec.ttft_slowdown:g}x, TPOT {spec.tpot_multiple:g}x zero load; "
-        f"{sum(job.application == spec.name for job in jobs)} requests)"
-        for spec in CLASSES
-    )
-    prompt = np.mean([job.rounds[0].prompt_tokens for job in jobs])
-    output = np.mean([job.rounds[0].output_tokens for job in jobs])
-    live = "; ".join(
-        f"{name}, run {number}: bias {one.bias:.3f}, noise {one.noise:.1%} over {one.steps:,} steps"
-        for name, runs in errors.items()
-        for number, one in enumerate(runs, 1)
-    )
-    return f"""
-Workload: {len(jobs)} requests, Poisson over {args.duration:g} s ({len(jobs) / args.duration:.2f}/s,
-seed {args.seed}), on average {prompt:.0f} prompt and {output:.0f} answer tokens:
-{parts}.
-Engine: twin of {args.parameters / 1e6:.0f}M parameters, at most {STEP_TOKENS} tokens and {MAX_SEQS}
-requests a step, {KV_TOKENS:,} KV tokens, synchronous stepping. A lone step takes
-{1e3 * lone_s:.1f} ms.
-
-Profile: {profile.fit.n} shapes, R² {profile.fit.r2:.4f}; predictions are off by
-{np.std(ratios):.1%} (standard deviation), at worst {profile.fit.worst_residual_ratio:.1%}. Live
-steps against it (bias: time of all steps over what was predicted; noise: standard deviation of
-actual over predicted, relative to its mean):
-{live}.
-
-*simulated*: the profile alone. *noise*: step times scatter as the live ones did (lognormal,
-independent; {SEEDS} seeds, pooled; counts are means). *noise and bias*: they are longer by the live
-bias, too, which the schedulers are not told, so that what remains is the simulator's own error.
-TPOT is each request's worst window of 10 tokens.
-""".strip()
-
-
-NOTE: Final = """
-The lines that compare real runs say how far two runs of the same requests on the same engine lie
-apart: no simulator can be asked for less. *same verdict*: share of the requests that kept their
-objectives in both or missed them in both. The step times of the profile hold what vLLM's own
-scheduler takes, so the simulator charges none; what ours takes beyond that is left out (see
-scheduler_overhead.md) but for the bias.
-
-Not covered: memory pressure (the KV cache holds all requests), prefix caching across requests,
-asynchronous scheduling, an HTTP frontend, more than one replica.
-"""
+def slug(condition: Condition) -> str:
+    """A condition's name for files."""
+    return condition.name.replace(" ", "-")
 
 
 def main() -> None:
@@ -215,61 +223,160 @@ def main() -> None:
     args = parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if args.measure:
-        model, out, limit_s = args.measure
-        measure_profile(model, Path(out), float(limit_s))
-        return
-    if args.replay:
-        model, asked, name, profile, out = args.replay
-        replay(model, read_jobs(Path(asked)), name == "vllm-slo", Path(profile), Path(out))
-        return
+    chosen = [one for one in CONDITIONS if not args.only or one.name in args.only]
+    sizes = QUICK if args.quick else Sizes()
+    begun_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        work = args.work or Path(scratch)
-        work.mkdir(parents=True, exist_ok=True)
-        hardware, jobs, live = go_live(args, work)
-        say("simulating")
-        rows, errors = rows_of(hardware, jobs, live)
-        report(
-            args, rows, describe(hardware, jobs, profiles.load(work / "profile.json"), errors, args)
-        )
+        folder = args.work or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        measured = list(measurements(chosen, sizes, folder, args.parameters))
+    say("simulating")
+    with Workers() as workers:
+        rows = [row for one in measured for row in rows_of(one, sizes, workers)]
+    show(args, measured, rows, (time.monotonic() - begun_s) / 60)
     say("done")
 
 
-def report(args: argparse.Namespace, rows: Sequence[Row], text: str) -> None:
-    """Write the result, or with ``--smoke`` only show it."""
-    from common import RESULTS, markdown, write_result
+def rows_of(measured: Measured, sizes: Sizes, workers: Workers) -> list[Row]:
+    """The rows of one condition: what an operator knows, and with the step times of other runs."""
+    rows = []
+    for number, served in enumerate(measured.condition.systems):
+        short, *runs = measured.runs[served.name]
+        begun_s = tuple(run.began_s for run in (short, *runs))
+        known = known_of(measured, number)
+        accepted = acceptance([record for run in runs for record in run.records])
+        task = partial(Task, measured.condition, served, measured.jobs, begun_s, accepted)
+        tasks = [(task(known, seed),) for seed in range(sizes.simulations)]
+        lived = [told_live(known, served, others(runs, place)) for place in range(len(runs))]
+        tasks += [(task(one, place),) for place, one in enumerate(lived)]
+        found = run_tasks(simulated, tasks, workers, None)
+        profiled, live = found[: sizes.simulations], found[sizes.simulations :]
+        real = tuple(tuple(map(measure_job, run.results)) for run in runs)
+        for kind, parts in (
+            (PROFILE, tuple(zip(*profiled, strict=True))),
+            (LIVE, tuple((one[place],) for place, one in enumerate(live))),
+        ):
+            rows.append(Row(measured.condition.name, served.name, kind, real, parts))
+    return rows
 
-    table, wrong = main_table(rows), error_table(compare(rows))
-    shown = "\n\n".join(
-        [text, markdown(table[0], table[1:]), "Error:", markdown(wrong[0], wrong[1:])]
-    )
-    if args.smoke:
-        print(shown)
+
+def known_of(measured: Measured, number: int) -> Told:
+    """What an operator knows of system ``number`` of a condition."""
+    served = measured.condition.systems[number]
+    (record, *_) = measured.runs[served.name][0].records
+    return told(served, measured.hardware, measured.profiles[number : number + 2], record)
+
+
+def others(runs: Sequence[LiveRun], place: int) -> list[Record]:
+    """Records of all runs but one; of that one if there is no other."""
+    chosen = [run for number, run in enumerate(runs) if number != place] or runs
+    return [record for run in chosen for record in run.records]
+
+
+def measurements(
+    chosen: Sequence[Condition], sizes: Sizes, folder: Path, parameters: float
+) -> Iterator[Measured]:
+    """Each condition's; those that are kept in ``folder`` are not measured again."""
+    machine = None
+    for condition in chosen:
+        kept = folder / f"{slug(condition)}.pickle"
+        if not kept.is_file():
+            machine = machine or Machine(parameters)
+            kept.write_bytes(pickle.dumps(measure(condition, machine, sizes, folder)))
+        yield pickle.loads(kept.read_bytes())
+    if machine is not None:
+        machine.profiler.close()
+
+
+TELLING_HEAD: Final = (
+    "condition", "system", "lone step, ms, by profile", "live steps over the profile",
+    "scatter of short, long steps", "scheduling beyond the profile, ms a step", "drafts accepted",
+    "preemptions", "tokens found in the prefix cache", "promises that a replica took back",
+    "jobs of each run",
+)  # fmt: skip
+
+
+def telling(measured: Measured) -> list[list[str]]:
+    """What the simulator was told, and what happened live: a line for each system."""
+    lines = []
+    for number, served in enumerate(measured.condition.systems):
+        runs = measured.runs[served.name][1:]
+        known = known_of(measured, number)
+        records = [record for run in runs for record in run.records]
+        steps = [step for record in records for step in record.steps]
+        mean_requests = statistics.fmean(step.shape.requests for step in steps)
+        beyond_s = known.scheduling[0] + known.scheduling[1] * mean_requests
+        accepted = acceptance(records)
+        parts = (known.errors.short, known.errors.long)
+        scattered = ", ".join(f"{statistics.pstdev(part):.1%}" for part in parts if part)
+        lone = (p.report.model.predict_s(1) for p in measured.profiles[number : number + 2])
+        lines.append([
+            measured.condition.name, served.name, ", ".join(f"{1e3 * s:.1f}" for s in lone),
+            f"{bias(steps, known):.3f}", scattered,
+            f"{1e3 * max(beyond_s, 0.0):.2f}",
+            ", ".join(f"{name} {share:.0%}" for name, share in accepted.items()) or "-",
+            str(sum(record.preemptions for record in records)),
+            f"{sum(record.cached_tokens for record in records):,}",
+            f"{sum(run.wrong for run in runs)} of {sum(run.asked for run in runs)}",
+            ", ".join(str(len(jobs)) for jobs in measured.jobs[1:]),
+        ])  # fmt: skip
+    return lines
+
+
+def repeated(measured: Measured, rows: Sequence[Row]) -> list[str]:
+    """How far real runs of the same requests are from each other, in sentences."""
+    condition = measured.condition
+    seeds = condition.seeds[: len(measured.jobs) - 1]
+    pairs = [
+        (seeds.index(seed), place) for place, seed in enumerate(seeds) if seeds.index(seed) < place
+    ]
+    return [
+        again(row.condition, row.system, row.real[first], row.real[second])
+        for row in rows
+        if row.condition == condition.name and row.kind == PROFILE
+        for first, second in pairs
+    ]
+
+
+def show(
+    args: argparse.Namespace, measured: Sequence[Measured], rows: Sequence[Row], minutes: float
+) -> None:
+    """Write the result, or only show it where it is a part of one."""
+    table = markdown(HEAD, map(cells, rows))
+    details = markdown(TELLING_HEAD, [line for one in measured for line in telling(one)])
+    repeats = [line for one in measured for line in repeated(one, rows)]
+    same = "; ".join(repeats) or "no run was repeated"
+    note = f"{bounds(rows)}\n\n{PICTURE}\n\n{details}\n\n{NOTE.format(again=same, minutes=minutes)}"
+    if args.quick or args.only:
+        sys.stdout.write(f"{table}\n\n{note}\n")
         if args.work:
             draw(rows, args.work / "sim_validation.png")
         return
-    note = f"![CDFs of TTFT and TPOT, real against simulated](sim_validation.png)\n{NOTE}"
-    write_result("sim_validation", __doc__ or "", shown, note=note)
+    conditions = "\n".join(
+        f"- {one.condition.name}: {one.condition.words}; load {one.condition.workload.load:g}."
+        for one in measured
+    )
+    text = INTRODUCTION.format(
+        doc=(__doc__ or "").partition("\n")[0], conditions=conditions, profile=PROFILE, live=LIVE,
+        block=BLOCK_STEPS, short_s=SHORT_RUN_S,
+    )  # fmt: skip
+    write_result("sim_validation", text, table, note=note)
     draw(rows, RESULTS / "sim_validation.png")
 
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
+    names = [condition.name for condition in CONDITIONS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parameters", type=float, default=100e6, help="size of the twin")
-    parser.add_argument("--load", type=float, default=0.6, help="offered tokens over capacity")
-    parser.add_argument("--duration", type=float, default=50.0, help="seconds of arrivals")
-    parser.add_argument("--repetitions", type=int, default=2, help="live runs of each system")
-    parser.add_argument("--profile-s", type=float, default=60.0, help="seconds of profiling")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="keep raw data here; runs found are not redone")
-    parser.add_argument("--smoke", action="store_true", help="seconds of each; writes no result")
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--replay", nargs=5, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.smoke:
-        args.duration, args.profile_s, args.repetitions = 8.0, 15.0, 1
-    return args
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="shows that it runs")
+    parser.add_argument(
+        "--parameters", type=float, default=PARAMETERS, help="size of the twin; default: 25e6"
+    )
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep what was measured; it is not done again"
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

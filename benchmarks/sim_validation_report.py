@@ -3,220 +3,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vllm_slo.core.step_time.model import Sample, StepTimeModel
 from vllm_slo.sim.measure import JobMeasure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-QUANTILES: Final = (50, 90, 99)
+POINTS_TARGET: Final = 3.0
+"""Attainment may be off by so many percentage points."""
+P50_TARGET: Final = 0.10
+P99_TARGET: Final = 0.25
+"""Percentiles of TTFT and TPOT may be off by such a share."""
+PROFILE: Final = "profile"
+LIVE: Final = "live step times"
 
-
-@dataclass(frozen=True, slots=True)
-class StepError:
-    """Live steps against the profile.
-
-    Attributes:
-        bias: time of all steps over the time predicted for them.
-        noise: standard deviation of actual over predicted, relative to its mean.
-        steps: how many.
-    """
-
-    bias: float
-    noise: float
-    steps: int
-
-
-def step_error(steps: Sequence[Sample], model: StepTimeModel) -> StepError:
-    """The error of the profile's predictions of ``steps``."""
-    actual = np.array([took_s for _, took_s in steps])
-    predicted = np.array([model.predict_shape_s(shape) for shape, _ in steps])
-    ratio = actual / predicted
-    return StepError(
-        float(actual.sum() / predicted.sum()), float(ratio.std() / ratio.mean()), len(steps)
-    )
+Measures = tuple[JobMeasure, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: ``runs`` are the measures of each run, all over the same jobs."""
+    """One system under one condition.
 
+    Attributes:
+        kind: what the simulator was told: `PROFILE` or `LIVE`.
+        real: measures of each run.
+        simulated: measures of each simulation of each run, over the same jobs in the same order.
+    """
+
+    condition: str
     system: str
     kind: str
-    runs: tuple[tuple[JobMeasure, ...], ...]
-
-    @property
-    def measures(self) -> list[JobMeasure]:
-        """Measures of all runs."""
-        return [measure for run in self.runs for measure in run]
+    real: tuple[Measures, ...]
+    simulated: tuple[tuple[Measures, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a row says. Shares, seconds; counts are means over the runs of the row.
+    """What is compared: attainment as a share, percentiles in seconds; of TPOT, each request's
+    worst window."""
 
-    Attributes:
-        attainment: share of the jobs that kept their objectives.
-        by_class: the same per class.
-        ttft_s, tpot_s: percentiles (``QUANTILES``); TPOT is each request's worst window.
-        finished: jobs that finished.
-        promised: jobs that were promised their objectives; None where nothing is promised.
-        kept: those of them that kept them.
+    attained: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+
+
+def numbers(runs: Sequence[Measures]) -> Numbers:
+    """The numbers of all jobs of some runs together."""
+    jobs = [job for run in runs for job in run]
+    ttfts_s = np.percentile([t for job in jobs for t in job.ttfts_s], (50, 99))
+    tpots_s = np.percentile([t for job in jobs for t in job.tpots_s], (50, 99))
+    attained = sum(job.attained for job in jobs) / len(jobs)
+    return Numbers(attained, *map(float, ttfts_s), *map(float, tpots_s))
+
+
+def expected(simulated: Sequence[Sequence[Measures]]) -> Numbers:
+    """The mean of the numbers of each repetition: each has as many jobs as the real runs, so that
+    percentiles are of as many values.
+
+    ``simulated``: for each run its simulations.
     """
-
-    attainment: float
-    by_class: dict[str, float]
-    ttft_s: tuple[float, ...]
-    tpot_s: tuple[float, ...]
-    finished: float
-    promised: float | None
-    kept: float | None
-
-
-def numbers(row: Row) -> Numbers:
-    """The numbers of a row over all its runs."""
-    every = row.measures
-    names = sorted({m.application for m in every})
-    promises = [m for m in every if m.promised]
-    promising = any(m.promised is not None for m in every)
-    runs = len(row.runs)
-
-    def share(members: Sequence[JobMeasure]) -> float:
-        return sum(m.attained for m in members) / len(members)
-
-    def percentiles(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(float(x) for x in np.percentile(values, QUANTILES))
-
+    each = [numbers(runs) for runs in zip(*simulated, strict=True)]
     return Numbers(
-        share(every),
-        {name: share([m for m in every if m.application == name]) for name in names},
-        percentiles([t for m in every for t in m.ttfts_s]),
-        percentiles([t for m in every for t in m.tpots_s]),
-        sum(m.finished for m in every) / runs,
-        len(promises) / runs if promising else None,
-        sum(not m.broken for m in promises) / runs if promising else None,
+        *(statistics.fmean(getattr(one, f.name) for one in each) for f in fields(Numbers))
     )
-
-
-def agreement(one: Row, other: Row) -> float:
-    """Share of the jobs on which two rows agree (kept or missed), over all pairs of runs."""
-    pairs = [
-        a.attained == b.attained
-        for left in one.runs
-        for right in other.runs
-        for a, b in zip(left, right, strict=True)
-    ]
-    return sum(pairs) / len(pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """One row against another, the reference.
+class Errors:
+    """Simulated against real.
 
     Attributes:
-        points: difference in attainment, percentage points.
-        class_points: the same per class.
-        ttft, tpot: relative differences of the percentiles.
-        same: share of the jobs on which both agree.
+        points: of attainment, percentage points.
+        by_run: the same of each run.
+        ttft_p50, ttft_p99, tpot_p50, tpot_p99: relative.
+        same: share of the jobs that kept their objectives in both or missed them in both.
     """
 
     points: float
-    class_points: dict[str, float]
-    ttft: tuple[float, ...]
-    tpot: tuple[float, ...]
+    by_run: tuple[float, ...]
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p99: float
     same: float
 
+    @property
+    def misses(self) -> list[str]:
+        """What is off by more than the targets."""
+        bounds = {
+            "attained": (self.points, POINTS_TARGET),
+            "TTFT p50": (self.ttft_p50, P50_TARGET),
+            "TTFT p99": (self.ttft_p99, P99_TARGET),
+            "TPOT p50": (self.tpot_p50, P50_TARGET),
+            "TPOT p99": (self.tpot_p99, P99_TARGET),
+        }
+        return [name for name, (error, bound) in bounds.items() if abs(error) > bound]
 
-def difference(row: Row, reference: Row) -> Difference:
-    """How far ``row`` is from ``reference``."""
-    ours, theirs = numbers(row), numbers(reference)
 
-    def relative(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-        return tuple(x / y - 1.0 for x, y in zip(a, b, strict=True))
+def errors(real: Sequence[Measures], simulated: Sequence[Sequence[Measures]]) -> Errors:
+    """How far simulations are from the runs that they repeat.
 
-    return Difference(
-        100 * (ours.attainment - theirs.attainment),
-        {n: 100 * (s - theirs.by_class[n]) for n, s in ours.by_class.items()},
-        relative(ours.ttft_s, theirs.ttft_s),
-        relative(ours.tpot_s, theirs.tpot_s),
-        agreement(row, reference),
+    ``simulated``: for each run its simulations.
+    """
+    pooled = expected(simulated)
+    true = numbers(real)
+    by_run = tuple(
+        100 * (numbers(runs).attained - numbers([run]).attained)
+        for run, runs in zip(real, simulated, strict=True)
+    )
+    same = [
+        a.attained == b.attained
+        for run, runs in zip(real, simulated, strict=True)
+        for one in runs
+        for a, b in zip(run, one, strict=True)
+    ]
+    return Errors(
+        100 * (pooled.attained - true.attained),
+        by_run,
+        pooled.ttft_p50_s / true.ttft_p50_s - 1.0,
+        pooled.ttft_p99_s / true.ttft_p99_s - 1.0,
+        pooled.tpot_p50_s / true.tpot_p50_s - 1.0,
+        pooled.tpot_p99_s / true.tpot_p99_s - 1.0,
+        sum(same) / len(same),
     )
 
 
-def _ms(seconds: Sequence[float]) -> str:
-    return " / ".join(f"{1e3 * s:,.0f}" for s in seconds)
+HEAD: Final = (
+    "condition", "system", "told", "jobs", "attained: real", "simulated", "error, points (by run)",
+    "TTFT p50 / p99, ms: real", "simulated", "error",
+    "TPOT p50 / p99, ms: real", "simulated", "error", "same verdict", "within target",
+)  # fmt: skip
 
 
-def _count(number: float | None) -> str:
-    return "-" if number is None else f"{number:.4g}"
+def _ms(p50_s: float, p99_s: float) -> str:
+    return f"{1e3 * p50_s:,.0f} / {1e3 * p99_s:,.0f}"
 
 
-def main_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Head and lines of the table of all rows."""
-    names = sorted({m.application for row in rows for m in row.measures})
-    lines = [
-        ["system", "run", "attained", *names, "TTFT ms p50 / p90 / p99",
-         "TPOT ms p50 / p90 / p99", "finished", "promised", "promises kept"]
-    ]  # fmt: skip
-    for row in rows:
-        n = numbers(row)
-        lines.append(
-            [row.system, row.kind, f"{n.attainment:.1%}",
-             *(f"{n.by_class[name]:.0%}" for name in names), _ms(n.ttft_s), _ms(n.tpot_s),
-             _count(n.finished), _count(n.promised), _count(n.kept)]
-        )  # fmt: skip
-    return lines
+def _shares(p50: float, p99: float) -> str:
+    return f"{100 * p50:+.0f}% / {100 * p99:+.0f}%"
 
 
-def error_table(pairs: Sequence[tuple[str, str, Difference]]) -> list[list[str]]:
-    """Head and lines of the table of differences: (system, what against what, difference)."""
-    names = sorted({name for _, _, one in pairs for name in one.class_points})
-    lines = [
-        ["system", "compared", "attained, points", *(f"{name}, points" for name in names),
-         "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99", "same verdict"]
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    real = numbers(row.real)
+    told = expected(row.simulated)
+    off = errors(row.real, row.simulated)
+    by_run = ", ".join(f"{points:+.1f}" for points in off.by_run)
+    return [
+        row.condition, row.system, row.kind, str(sum(map(len, row.real))),
+        f"{real.attained:.1%}", f"{told.attained:.1%}", f"{off.points:+.1f} ({by_run})",
+        _ms(real.ttft_p50_s, real.ttft_p99_s), _ms(told.ttft_p50_s, told.ttft_p99_s),
+        _shares(off.ttft_p50, off.ttft_p99),
+        _ms(real.tpot_p50_s, real.tpot_p99_s), _ms(told.tpot_p50_s, told.tpot_p99_s),
+        _shares(off.tpot_p50, off.tpot_p99),
+        f"{off.same:.0%}", "no: " + ", ".join(off.misses) if off.misses else "yes",
     ]  # fmt: skip
 
-    def relative(values: Sequence[float]) -> str:
-        return " / ".join(f"{100 * x:+.0f}%" for x in values)
 
-    for name, what, one in pairs:
-        lines.append(
-            [name, what, f"{one.points:+.1f}",
-             *(f"{one.class_points[n]:+.1f}" for n in names), relative(one.ttft),
-             relative(one.tpot), f"{one.same:.0%}"]
-        )  # fmt: skip
-    return lines
+def bounds(rows: Sequence[Row]) -> str:
+    """The largest errors of the rows that know the profile, in sentences for the documentation."""
+    judged = [(row, errors(row.real, row.simulated)) for row in rows if row.kind == PROFILE]
+    within = sum(not off.misses for _, off in judged)
+
+    def worst(name: str) -> tuple[float, str]:
+        row, off = max(judged, key=lambda pair: abs(getattr(pair[1], name)))
+        return getattr(off, name), f"{row.condition}, {row.system}"
+
+    points, where = worst("points")
+    largest = [f"attainment {points:+.1f} points ({where})"]
+    for name, words in (
+        ("ttft_p50", "TTFT p50"), ("tpot_p50", "TPOT p50"),
+        ("ttft_p99", "TTFT p99"), ("tpot_p99", "TPOT p99"),
+    ):  # fmt: skip
+        share, where = worst(name)
+        largest.append(f"{words} {100 * share:+.0f}% ({where})")
+    return (
+        f"Within the target ({POINTS_TARGET:g} points of attainment, {P50_TARGET:.0%} at p50, "
+        f"{P99_TARGET:.0%} at p99): {within} of {len(judged)} rows that know the profile. Largest "
+        f"errors of these rows: {', '.join(largest)}."
+    )
 
 
-def pooled(rows: Sequence[Row], kind: str) -> Row:
-    """Rows of one system as one."""
-    return Row(rows[0].system, kind, tuple(run for row in rows for run in row.runs))
-
-
-def compare(rows: Sequence[Row]) -> list[tuple[str, str, Difference]]:
-    """Each simulated row against all real runs of its system; then real runs among themselves."""
-    found = []
-    for name in dict.fromkeys(row.system for row in rows):
-        mine = [row for row in rows if row.system == name]
-        real = [row for row in mine if row.kind.startswith("real")]
-        reference = pooled(real, "real")
-        found += [
-            (name, f"{row.kind}, against real", difference(row, reference))
-            for row in mine
-            if row not in real
-        ]
-        found += [
-            (name, f"{row.kind}, against {real[0].kind}", difference(row, real[0]))
-            for row in real[1:]
-        ]
-    return found
+def again(condition: str, system: str, one: Measures, other: Measures) -> str:
+    """How far two real runs of the same requests are from each other, in a sentence."""
+    off = errors([one], [[other]])
+    return (
+        f"{condition}, {system}: attainment {off.points:+.1f} points, TTFT p50 "
+        f"{100 * off.ttft_p50:+.0f}%, p99 {100 * off.ttft_p99:+.0f}%, TPOT p50 "
+        f"{100 * off.tpot_p50:+.0f}%, p99 {100 * off.tpot_p99:+.0f}%, same verdict {off.same:.0%}"
+    )
 
 
 INK: Final = "#1b1f24"
@@ -224,52 +208,56 @@ COLOURS: Final = {"stock vLLM": "#d55e00", "vllm-slo": "#0072b2"}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """CDFs of TTFT and TPOT, real against simulated, one line of panels per system."""
+    """CDFs of TTFT and TPOT, real against simulated from the profile: a line of two panels for each
+    condition."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(row.system for row in rows))
-    figure = Figure(figsize=(10, 3.2 * len(names) + 0.8), layout="constrained")
+    names = list(dict.fromkeys(row.condition for row in rows))
+    figure = Figure(figsize=(10, 2.5 * len(names) + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(names), 2, squeeze=False, sharex="col", sharey=True)
     for line, name in zip(panels, names, strict=True):
         for axes, what in zip(line, ("TTFT", "TPOT"), strict=True):
-            _draw_cdfs(axes, [row for row in rows if row.system == name], what)
-            axes.set_title(f"{name}: {what}", loc="left", fontsize=11)
+            for row in rows:
+                if row.condition == name and row.kind == PROFILE:
+                    _draw_row(axes, row, what)
+            _finish(axes)
+            axes.set_title(f"{name}: {what}", loc="left", fontsize=10)
         line[0].set_ylabel("requests (%)")
-        line[1].legend(loc="lower right", frameon=False, fontsize=9)
+        line[1].legend(loc="lower right", frameon=False, fontsize=8)
     panels[-1][0].set_xlabel("TTFT (ms, from 1 s on in s; log scale)")
     panels[-1][1].set_xlabel("TPOT, each request's worst 10 tokens (ms, log scale)")
     figure.suptitle(
         "The same requests on the real engine and in the simulator", fontsize=12, x=0.01, ha="left"
     )
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
 
 
-def _draw_cdfs(axes: Axes, rows: Sequence[Row], what: str) -> None:
+def _draw_row(axes: Axes, row: Row, what: str) -> None:
+    colour = COLOURS[row.system]
+    simulated = [run for runs in row.simulated for run in runs]
+    for runs, look, words in (
+        (row.real, {"color": colour, "linewidth": 1.6}, "real"),
+        (simulated, {"color": INK, "linewidth": 1.1, "linestyle": (0, (4, 2))}, "simulated"),
+    ):
+        values = sorted(_values(runs, what))
+        shares = 100 * np.arange(1, len(values) + 1) / len(values)
+        style: dict[str, Any] = {**look}
+        axes.step(values, shares, where="post", label=f"{row.system}, {words}", **style)
+
+
+def _values(runs: Sequence[Measures], what: str) -> Iterator[float]:
+    """Milliseconds of every request."""
+    for run in runs:
+        for job in run:
+            for seconds in job.ttfts_s if what == "TTFT" else job.tpots_s:
+                yield 1e3 * seconds
+
+
+def _finish(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    looks: list[dict[str, Any]] = [
-        {"color": INK, "linewidth": 1.1, "linestyle": "-"},
-        {"color": "#7a7a7a", "linewidth": 1.1, "linestyle": "-"},
-    ]
-    styles = iter([(0, (1, 1.2)), "-", (0, (5, 1.5))])
-    real = 0
-    for row in rows:
-        values = [
-            1e3 * t for m in row.measures for t in (m.ttfts_s if what == "TTFT" else m.tpots_s)
-        ]
-        if row.kind.startswith("real"):
-            look = looks[real % len(looks)]
-            real += 1
-        else:
-            style = next(styles)
-            look = {
-                "color": COLOURS[row.system], "linestyle": style,
-                "linewidth": 2.0 if style == "-" else 1.3,
-            }  # fmt: skip
-        shares = 100 * np.arange(1, len(values) + 1) / len(values)
-        axes.step(np.sort(values), shares, where="post", label=row.kind, **look)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure parts of ``benchmarks/sim_validation.py``: workload, rows, errors, tables."""
+"""The pure parts of ``benchmarks/sim_validation.py``: conditions, what is told, rows, tables."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,18 +16,22 @@ from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
 from vllm_slo.sim.measure import measure_job
 
-live = load("sim_validation_engine")
+engine = load("sim_validation_engine")
+conditions = load("sim_validation_conditions")
+told = load("sim_validation_simulated")
+live = load("sim_validation_live")
 report = load("sim_validation_report")
 
 MODEL = StepTimeModel(((0.0, 0.0, 0.010), (5e-4, 0.0, 0.008)), kv_s=1e-6)
-HARDWARE = Hardware("test", 1, MODEL, live.KV_TOKENS, 32, 64, 2048)
+HARDWARE = Hardware("test", 1, MODEL, conditions.PLENTY, 32, 64, 2048)
+BY_NAME = {condition.name: condition for condition in conditions.CONDITIONS}
 
 
-def measured(name, first_s, gap_s, *, application="chat", promised=None, tokens=11):
+def measured(name, first_s, gap_s, *, application="chat", tokens=11):
     """A request of TTFT objective 1 s and TPOT objective 0.1 s."""
     job = Job(name, application, 5.0, (Round(10, (Stage(tokens, 0.1),), 1.0),))
     times = tuple(5.0 + first_s + gap_s * i for i in range(tokens))
-    return measure_job(JobResult(job, (RoundResult(5.0, times, True, promised),)))
+    return measure_job(JobResult(job, (RoundResult(5.0, times, True, None),)))
 
 
 GOOD = measured("a", 0.5, 0.05)
@@ -36,158 +39,296 @@ LATE = measured("b", 2.0, 0.05)
 SLOW = measured("c", 0.5, 0.2, application="code")
 
 
-def row(*runs, kind="real, run 1", system="stock vLLM"):
-    return report.Row(system, kind, tuple(map(tuple, runs)))
+def row(real, simulated, kind=report.PROFILE, system="stock vLLM", condition="plain"):
+    runs = tuple(map(tuple, real))
+    return report.Row(
+        condition, system, kind, runs, tuple(tuple(map(tuple, one)) for one in simulated)
+    )
 
 
-def test_numbers_of_one_run():
-    found = report.numbers(row([GOOD, LATE, SLOW]))
-    assert found.attainment == pytest.approx(1 / 3)
-    assert found.by_class == {"chat": 0.5, "code": 0.0}
-    assert found.ttft_s == pytest.approx(np.percentile([0.5, 2.0, 0.5], (50, 90, 99)))
-    assert found.tpot_s == pytest.approx(np.percentile([0.05, 0.05, 0.2], (50, 90, 99)))
-    assert found.finished == 3
-    assert found.promised is None
-    assert found.kept is None
+# Conditions.
 
 
-def test_runs_are_pooled_and_counts_are_means():
-    kept, broken = measured("a", 0.5, 0.05, promised=True), measured("a", 2.0, 0.05, promised=True)
-    not_promised = measured("b", 2.0, 0.05, promised=False)
-    found = report.numbers(row([kept, not_promised], [broken, not_promised]))
-    assert found.attainment == 0.25
-    assert found.finished == 2
-    assert found.promised == 1.0
-    assert found.kept == 0.5
+def make(name, load=1.0, seed=3, duration_s=20.0):
+    workload = BY_NAME[name].workload
+    return conditions.make_jobs(
+        replace(workload, load=load * workload.load), HARDWARE, seed, duration_s
+    )
 
 
-def test_agreement_goes_over_all_pairs_of_runs():
-    one, other = row([GOOD, LATE]), row([GOOD, LATE], [LATE, GOOD])
-    assert report.agreement(one, one) == 1.0
-    assert report.agreement(one, other) == 0.5
-
-
-def test_difference_of_a_row_from_itself_is_none():
-    one = row([GOOD, LATE, SLOW])
-    found = report.difference(one, one)
-    assert found.points == 0.0
-    assert found.class_points == {"chat": 0.0, "code": 0.0}
-    assert found.ttft == found.tpot == (0.0, 0.0, 0.0)
-    assert found.same == 1.0
-
-
-def test_difference_is_relative_to_the_reference():
-    found = report.difference(row([LATE]), row([GOOD]))
-    assert found.points == -100.0
-    assert found.ttft == pytest.approx((3.0, 3.0, 3.0))
-    assert found.tpot == pytest.approx((0.0, 0.0, 0.0))
-    assert found.same == 0.0
-
-
-def test_simulated_rows_are_held_against_all_real_runs_of_their_system():
-    rows = [
-        row([GOOD], kind="real, run 1"),
-        row([LATE], kind="real, run 2"),
-        row([GOOD], kind="simulated"),
-        row([SLOW], kind="real, run 1", system="vllm-slo"),
-        row([SLOW], kind="simulated", system="vllm-slo"),
-    ]
-    found = report.compare(rows)
-    assert [(name, what, one.points) for name, what, one in found] == [
-        ("stock vLLM", "simulated, against real", 50.0),
-        ("stock vLLM", "real, run 2, against real, run 1", -100.0),
-        ("vllm-slo", "simulated, against real", 0.0),
-    ]
-
-
-def test_tables_are_rectangular_and_show_units_and_signs():
-    rows = [row([GOOD, SLOW]), row([LATE, SLOW], kind="simulated")]
-    head, *lines = report.main_table(rows)
-    assert {len(line) for line in lines} == {len(head)}
-    assert lines[0][2:5] == ["50.0%", "100%", "0%"]
-    assert lines[1][5] == "1,250 / 1,850 / 1,985"
-    assert lines[0][-3:] == ["2", "-", "-"]
-    head, *lines = report.error_table(report.compare(rows))
-    assert {len(line) for line in lines} == {len(head)}
-    assert lines[0][2] == "-50.0"
-    assert lines[0][5].startswith("+150%")
-
-
-def test_step_error_of_a_biased_noisy_engine():
-    shapes = [BatchShape(n, 0, 10 * n, n) for n in (1, 8, 64, 256)] * 500
-    rng = np.random.default_rng(0)
-    steps = [(s, 1.1 * MODEL.predict_shape_s(s) * rng.normal(1.0, 0.05)) for s in shapes]
-    found = report.step_error(steps, MODEL)
-    assert found.bias == pytest.approx(1.1, abs=0.01)
-    assert found.noise == pytest.approx(0.05, abs=0.005)
-    assert found.steps == 2000
-
-
-def test_jobs_survive_their_way_to_the_engine(tmp_path):
-    jobs = live.make_jobs(HARDWARE, 0.5, 20.0, 3)
-    path = tmp_path / "jobs.json"
-    path.write_text(json.dumps([asdict(job) for job in jobs]))
-    assert live.read_jobs(path) == jobs
-
-
-def test_workload_fits_the_engine_and_states_its_objectives():
-    jobs = live.make_jobs(HARDWARE, 0.5, 20.0, 3)
-    assert {job.application for job in jobs} == {spec.name for spec in live.CLASSES}
+@pytest.mark.parametrize("name", BY_NAME)
+def test_jobs_fit_the_engine_and_state_their_objectives(name):
+    jobs = make(name)
     assert [job.arrival_s for job in jobs] == sorted(job.arrival_s for job in jobs)
-    lone = {spec.name: spec for spec in live.CLASSES}
+    multiples = {spec.name: spec.tpot_multiple for spec in conditions.CLASSES}
+    assert {job.application for job in jobs} == set(multiples)
     for job in jobs:
-        (asked,) = job.rounds
-        spec = lone[job.application]
-        assert job.tokens <= live.MAX_CONTEXT
-        assert asked.stages[0].tpot_s == pytest.approx(spec.tpot_multiple * MODEL.predict_s(1))
-        assert math.isfinite(asked.ttft_s) and asked.ttft_s > 0
-    more = live.make_jobs(HARDWARE, 1.0, 20.0, 3)
-    assert len(more) == pytest.approx(2 * len(jobs), abs=1)
+        assert job.tokens <= engine.MAX_CONTEXT
+        for asked in job.rounds:
+            tpot_s = multiples[job.application] * MODEL.predict_s(1)
+            assert asked.stages[0].tpot_s == pytest.approx(tpot_s)
+            assert math.isfinite(asked.ttft_s) and asked.ttft_s > 0
+    assert make(name) == jobs
+    assert make(name, seed=4) != jobs
+    assert len(make(name, load=2.0)) == pytest.approx(2 * len(jobs), rel=0.35)
+
+
+def test_prefixes_are_shared_and_leave_an_own_part():
+    jobs = make("prefix sharing", load=3.0)
+    details = [job.rounds[0].details for job in jobs]
+    texts = {one.hash_ids for one in details}
+    assert (
+        len(texts) == len({ids[0] for ids in texts}) == BY_NAME["prefix sharing"].workload.prefixes
+    )
+    tokens = [len(one.hash_ids) * one.block_tokens for one in details]
+    assert all(job.rounds[0].prompt_tokens > n for job, n in zip(jobs, tokens, strict=True))
+    assert all(one.slo.slo_class == job.application for job, one in zip(jobs, details, strict=True))
+    prompts = live.prompts_of(jobs)
+    one, other = [n for n, these in enumerate(details) if these.hash_ids == details[0].hash_ids][:2]
+    shared = tokens[0]
+    assert prompts[one, 0][:shared] == prompts[other, 0][:shared]
+    assert prompts[one, 0][shared:][:6] != prompts[other, 0][shared:][:6]
+
+
+def test_sessions_have_rounds_and_prompts_that_go_on():
+    jobs = make("sessions", load=3.0)
+    assert {len(job.rounds) for job in jobs} == {2, 3, 4}
+    prompts = live.prompts_of(jobs)
+    for number, job in enumerate(jobs):
+        for place in range(1, len(job.rounds)):
+            before, prompt = prompts[number, place - 1], prompts[number, place]
+            assert prompt[: len(before)] == before
+            told_tokens = job.rounds[place - 1].output_tokens + job.rounds[place].prompt_tokens
+            assert len(prompt) == len(before) + told_tokens
+
+
+def test_prompts_of_a_text_are_parts_of_it():
+    jobs, text = make("drafts"), list(range(5000))
+    for (number, _), prompt in live.prompts_of(jobs, text).items():
+        assert len(prompt) == jobs[number].rounds[0].prompt_tokens
+        assert prompt == text[prompt[0] : prompt[0] + len(prompt)]
+
+
+def test_memory_pressure_has_less_memory_than_requests_want():
+    condition = BY_NAME["memory pressure"]
+    assert condition.max_model_len <= condition.kv_tokens < conditions.PLENTY / 4
+    jobs = make("memory pressure", duration_s=60.0)
+    assert max(job.tokens for job in jobs) <= condition.max_model_len
+    assert sum(sorted(job.tokens for job in jobs)[-8:]) > 2 * condition.kv_tokens
+
+
+# The engine's process.
 
 
 class Base:
     """Stands for a scheduler: hands back what it is given."""
 
-    def _update_request_with_output(self, request, new_token_ids, is_stale):
-        return new_token_ids, bool(new_token_ids) and new_token_ids[0] == live.STOP_TOKEN
+    vllm_config = SimpleNamespace(speculative_config=None)
+
+    def _update_request_with_output(self, request, new_token_ids, is_stale=False):
+        return new_token_ids, bool(new_token_ids) and new_token_ids[-1] == engine.STOP_TOKEN
 
 
 def test_answers_end_at_their_length_whatever_the_model_says():
-    recorded = type("Recorded", (live.Recorder, Base), {})()
+    recorded = type("Recorded", (engine.Recorder, Base), {})()
     recorded.lengths["r"] = 3
     ends = []
     for made in range(3):
         request = SimpleNamespace(request_id="r", num_output_tokens=made)
-        ends.append(recorded._update_request_with_output(request, [live.STOP_TOKEN])[1])
+        sampled = [engine.STOP_TOKEN]
+        ends.append(recorded._update_request_with_output(request, sampled)[1])
+        assert sampled == [engine.STOP_TOKEN]  # the worker's own tokens stay as they are
     assert ends == [False, False, True]
     prefill = SimpleNamespace(request_id="r", num_output_tokens=0)
     assert recorded._update_request_with_output(prefill, []) == ([], False)
 
 
-def test_a_live_run_is_read_back(tmp_path):
-    asked = Round(10, (Stage(2, 0.1),), 1.0)
-    jobs = [Job("a", "chat", 1.0, (asked,)), Job("b", "chat", 2.0, (asked,))]
-    data = {
-        "kv_tokens": live.KV_TOKENS,
-        "requests": {
-            "a": {"times_s": [1.5, 1.6], "finished": True, "promised": True},
-            "b": {"times_s": [2.5], "finished": False, "promised": None},
-        },
-        "steps": [[10, 0, 0, 1, 55, 0.02]],
-    }
-    path = tmp_path / "live.json"
-    path.write_text(json.dumps(data))
-    run = live.read_live(path, jobs)
-    assert [measure_job(result).attained for result in run.results] == [True, False]
-    assert run.results[0].rounds[0].promised is True
-    assert run.steps == ((BatchShape(10, 0, 0, 1, 55), 0.02),)
-    path.write_text(json.dumps({**data, "kv_tokens": 1}))
-    with pytest.raises(SystemExit, match="KV tokens"):
-        live.read_live(path, jobs)
+@pytest.mark.parametrize(
+    ("tokens", "parents", "given", "found"),
+    [
+        ([7, 8, 9], [-1, 0, 1], [7, 8, 9, 1], (3, 3)),
+        ([7, 8, 9], [-1, 0, 1], [7, 4], (2, 1)),
+        ([7, 8, 9], [-1, 0, 1], [4], (1, 0)),
+        ([7, 8, 9], [-1, -1, 1], [8, 9, 1], (2, 1)),  # the second guess was right, then the best
+        ([], [], [4], (0, 0)),
+    ],
+)
+def test_best_guesses(tokens, parents, given, found):
+    assert engine.best_guesses(tokens, parents, given) == found
+
+
+# What the simulator is told.
+
+
+def step(shape, took_s, scheduling_s=0.0, gap_s=0.0, drafting=()):
+    return engine.LiveStep(shape, took_s, scheduling_s, gap_s, drafting)
+
+
+@pytest.mark.parametrize(
+    ("points", "found"),
+    [
+        ([(1.0, 3.0), (2.0, 5.0), (3.0, 7.0)], (1.0, 2.0)),
+        ([(1.0, 3.0), (2.0, 2.0)], (2.5, 0.0)),  # falling
+        ([(1.0, 1.0), (2.0, 3.0)], (0.0, 1.4)),  # through the origin
+    ],
+)
+def test_lines_have_no_negative_number(points, found):
+    assert told.line(points) == pytest.approx(found)
+
+
+def test_scheduling_beyond_the_profile_is_charged_by_requests():
+    shapes = [BatchShape(n, 0, 0, n) for n in (1, 4, 16)] * 3
+    ours = told.scheduling_line([step(s, 0.02, 1e-3 + 1e-4 * s.requests) for s in shapes])
+    stock = told.scheduling_line([step(s, 0.02, 2e-4 + 1e-5 * s.requests) for s in shapes])
+    assert told.less(ours, stock) == pytest.approx((8e-4, 9e-5))
+    plain = conditions.SLO
+    fields = {name: getattr(plain, name) for name in type(plain).__dataclass_fields__}
+    charged = told.Scheduled(**fields, scheduling=(8e-4, 9e-5))
+    assert charged.overhead_s(10) == pytest.approx(1.7e-3)
+    assert told.Scheduled(**fields, scheduling=(-8e-4, 0.0)).overhead_s(10) == 0.0
+
+
+def test_time_between_steps_that_follow_each_other():
+    steps = [step(BatchShape(1), 0.02, gap_s=gap_s) for gap_s in (0.0, 3e-4, 2e-4, 9e-3)]
+    assert told.gap_s(steps) == 3e-4
+    assert told.gap_s(steps[:1]) == 0.0
+
+
+def test_errors_are_replayed_in_stretches_and_by_length():
+    short = tuple(np.linspace(0.5, 1.5, 1000))
+    world = told.Scattered(errors=told.StepErrors(0.05, short, (1.02,) * 9), seed=1)
+    taken = world.true_step_time(HARDWARE, 0)
+    shape, long = BatchShape(1), BatchShape(500, requests=1)
+    found = []
+    for _ in range(5000):
+        found.append(taken(shape) / MODEL.predict_s(1))
+        assert taken(long) == pytest.approx(1.02 * MODEL.predict_shape_s(long))
+    assert np.mean(found) == pytest.approx(1.0, abs=0.1)
+    # Neighbours stay neighbours, in their order.
+    steps = np.diff(found)
+    assert (np.abs(steps) < 2e-3).mean() > 0.9
+    assert (steps > 0).mean() > 0.9
+    assert not world.is_known(0)
+    assert told.Scattered().is_known(0)
+    assert told.Scattered().true_step_time(HARDWARE, 0)(shape) == MODEL.predict_s(1)
+
+
+def test_scatter_is_of_each_shape():
+    short, long = BatchShape(1), BatchShape(500, 0, 0, 1)
+    steps = [step(s, t) for s, t in ((short, 1.0), (long, 10.0)) for t in (0.9 * t, t, 1.2 * t)]
+    found = told.scatter([SimpleNamespace(steps=steps)])
+    assert (found.short, found.long) == ((0.9, 1.0, 1.2), pytest.approx((0.9, 1.0, 1.2)))
+
+
+def test_long_steps_hold_half_of_the_time():
+    found = told.StepErrors.of([(1.0, 1.1)] * 30 + [(10.0, 10.0)] * 2 + [(20.0, 30.0)])
+    assert found.split_s == 10.0
+    assert (set(found.short), set(found.long)) == ({1.1}, {1.0, 1.5})
+
+
+def test_a_profile_from_before_and_after_is_one():
+    shapes = [BatchShape(n, 0, 10 * n, n) for n in (1, 4, 16, 64, 256)] * 4
+
+    def profiled(factor):
+        samples = tuple((s, factor * MODEL.predict_shape_s(s)) for s in shapes)
+        steps = tuple(step(*sample) for sample in samples)
+        return SimpleNamespace(report=SimpleNamespace(samples=samples), steps=steps)
+
+    served = BY_NAME["plain"].systems[0]
+    record = engine.Record(steps=[step(s, MODEL.predict_shape_s(s)) for s in shapes])
+    found = told.told(served, HARDWARE, [profiled(0.9), profiled(1.1)], record)
+    model = found.hardware.step_time
+    for shape in shapes:
+        assert model.predict_shape_s(shape) == pytest.approx(MODEL.predict_shape_s(shape), rel=0.12)
+    assert told.bias(record.steps, found) == pytest.approx(1.0, abs=0.12)
+
+
+def test_what_drafts_take_is_what_the_profile_does_not_explain():
+    served = BY_NAME["drafts"].systems[0]
+    shapes = [BatchShape(4 * n, 3, 100 * n, n) for n in (1, 2, 4, 8, 16)] * 4
+    plain = [BatchShape(4 * n, 0, 100 * n, n) for n in (1, 2, 4, 8, 16, 64)] * 4
+    samples = tuple((s, MODEL.predict_shape_s(s)) for s in plain)
+    profile = SimpleNamespace(
+        report=SimpleNamespace(samples=samples), steps=tuple(step(*s) for s in samples)
+    )
+    taken = [step(s, MODEL.predict_shape_s(s) + 0.006 + 1e-4 * s.tokens) for s in shapes]
+    found = told.told(served, HARDWARE, [profile], engine.Record(steps=taken))
+    (_, pass_s, _), _ = found.hardware.step_time.terms
+    assert pass_s == pytest.approx(0.002, rel=0.1)
+    assert found.hardware.draft.token_s == pytest.approx(1e-4, rel=0.3)
+    assert told.bias(taken, found) == pytest.approx(1.0, abs=0.01)
+
+
+def test_acceptance_is_pooled_by_application():
+    one = engine.Record(tried={"chat": 10, "code": 0}, accepted={"chat": 5, "code": 0})
+    other = engine.Record(tried={"chat": 30}, accepted={"chat": 25})
+    assert told.acceptance([one, other]) == {"chat": 0.75}
+
+
+# The report.
+
+
+def test_numbers_pool_runs():
+    found = report.numbers([[GOOD, LATE], [SLOW]])
+    assert found.attained == pytest.approx(1 / 3)
+    assert (found.ttft_p50_s, found.ttft_p99_s) == pytest.approx((0.5, 1.97))
+    assert (found.tpot_p50_s, found.tpot_p99_s) == pytest.approx((0.05, 0.197))
+
+
+def test_a_run_has_no_error_against_itself():
+    found = report.errors([[GOOD, LATE]], [[[GOOD, LATE], [GOOD, LATE]]])
+    assert (found.points, found.by_run, found.same) == (0.0, (0.0,), 1.0)
+    assert (found.ttft_p50, found.ttft_p99, found.tpot_p50, found.tpot_p99) == (0.0,) * 4
+    assert found.misses == []
+
+
+def test_errors_are_relative_and_by_run():
+    found = report.errors([[GOOD, GOOD], [GOOD, LATE]], [[[LATE, GOOD]], [[GOOD, GOOD]]])
+    assert found.points == 0.0
+    assert found.by_run == (-50.0, 50.0)
+    assert found.same == 0.5
+    found = report.errors([[GOOD]], [[[LATE]]])
+    assert (found.points, found.ttft_p50) == pytest.approx((-100.0, 3.0))
+    assert found.misses == ["attained", "TTFT p50", "TTFT p99"]
+
+
+@pytest.mark.parametrize(("first_s", "missed"), [(0.549, []), (0.551, ["TTFT p50"])])
+def test_targets_are_bounds(first_s, missed):
+    off = measured("a", first_s, 0.05)
+    assert report.errors([[GOOD]], [[[off]]]).misses == missed
+
+
+def test_table_is_rectangular_and_says_what_missed():
+    rows = [row([[GOOD]], [[[GOOD]]]), row([[GOOD], [SLOW]], [[[LATE]], [[SLOW]]])]
+    lines = [report.cells(one) for one in rows]
+    assert {len(line) for line in lines} == {len(report.HEAD)}
+    assert lines[0][-1] == "yes"
+    assert lines[1][-1] == "no: attained, TTFT p50, TTFT p99"
+    assert lines[1][6] == "-50.0 (-100.0, +0.0)"
+    assert lines[1][7] == "500 / 500"
+
+
+def test_bounds_name_the_worst_row_that_knows_the_profile():
+    rows = [
+        row([[GOOD]], [[[GOOD]]]),
+        row([[GOOD]], [[[LATE]]], system="vllm-slo"),
+        row([[GOOD]], [[[SLOW]]], kind=report.LIVE, condition="trees"),
+    ]
+    text = report.bounds(rows)
+    assert "1 of 2 rows" in text
+    assert "attainment -100.0 points (plain, vllm-slo)" in text
+    assert "TTFT p50 +300% (plain, vllm-slo)" in text
+    assert "trees" not in text
+
+
+def test_repeated_runs_are_compared():
+    assert "attainment -100.0 points, TTFT p50 +300%" in report.again(
+        "plain", "vllm-slo", (GOOD,), (LATE,)
+    )
 
 
 def test_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [row([GOOD, SLOW]), row([LATE, SLOW], kind="simulated")]
+    rows = [row([[GOOD, SLOW]], [[[LATE, SLOW]]]), row([[GOOD]], [[[GOOD]]], condition="trees")]
     report.draw(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -43,6 +43,7 @@ PLAIN = Hardware(
 )
 HARDWARE = PLAIN.with_draft_step(DRAFT_STEP_S)
 FCFS = parse_system("fcfs-2048")
+NO_SCHEDULING = Conditions(overhead="none")
 SHED = parse_system("shed-edf-2048")
 SYSTEMS = tuple(
     parse_system(name)
@@ -380,12 +381,32 @@ def test_what_nobody_promises_is_served_as_best_effort() -> None:
 def test_a_double_that_is_wrong_costs_a_hop_and_no_promise() -> None:
     jobs = [job(0, 0.0, one_round(50, 5, ttft_s=5.0))]
     simulation = Simulation(jobs, OURS, HARDWARE, Conditions(replicas=3), None)
-    asked: list[int] = []
-    simulation.replicas[0].promise = lambda *_: asked.append(0)  # type: ignore[assignment, method-assign, func-returns-value]
+    refused_s = 0.25
+    simulation.replicas[0].promise = lambda *_: refused_s  # type: ignore[method-assign]
     simulation.run()
     one = simulation.results()[0].rounds[0]
-    assert (asked, simulation.fronts[0].wrong) == ([0], 1)
+    assert (simulation.fronts[0].asked, simulation.fronts[0].wrong) == (2, 1)
     assert (one.replica, one.promised, one.finished) == (1, True, True)
+    # The second replica is asked when the first one has said no, and the client waits meanwhile.
+    assert one.sent_s == 0.0
+    step_s = HARDWARE.step_time.predict_shape_s(BatchShape.of([(50, 0)]))
+    assert one.token_times_s[0] == pytest.approx(refused_s + step_s, abs=1e-3)
+
+
+def test_a_replica_refuses_when_its_step_is_over() -> None:
+    # Each front has sent one request, so the second does not know that replica 0 is busy.
+    jobs = [
+        job(0, 0.0, one_round(2000, 3)),
+        job(1, 0.1, one_round(1500, 3, 1.15 * HARDWARE.zero_load_ttft_s(1500))),
+    ]
+    conditions = replace(NO_SCHEDULING, replicas=2, fronts=2, state_interval_s=100.0)
+    simulation = Simulation(jobs, OURS, HARDWARE, conditions, None)
+    simulation.run()
+    first, second = (result.rounds[0] for result in simulation.results())
+    assert [front.wrong for front in simulation.fronts] == [0, 1]
+    assert (first.replica, second.replica) == (0, 1)
+    step_s = HARDWARE.step_time.predict_shape_s(BatchShape.of([(1500, 0)]))
+    assert second.token_times_s[0] == pytest.approx(first.token_times_s[0] + step_s)
 
 
 def test_a_round_goes_first_where_its_prefix_is() -> None:

@@ -101,7 +101,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait after the last arrival (default: 300)")  # fmt: skip
     add("--vocab-size", metavar="TOKENS", type=arguments.whole(2), default=512,
         help="prompt token ids are below this (default: 512)")  # fmt: skip
-    add("--seed", type=arguments.whole(0), default=0, help="of all draws (default: 0)")
+    add("--seed", metavar="N", type=arguments.whole(0), default=0, help="of all draws (default: 0)")
     add("--min-attainment", metavar="SHARE", type=arguments.share(),
         help="exit with status 1 if a smaller share of the requests with objectives kept "
         "them")  # fmt: skip

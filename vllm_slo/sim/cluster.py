@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs through one or more replicas in virtual time.
 
-There are two kinds of event: a client sends a round, and a replica does a step (schedules, runs,
-answers). The earliest event goes first. At the same instant a send goes before a step, a
-lower-numbered replica before a higher one, and an earlier job before a later one. A replica sees
-what arrived during a step when the step is over, as vLLM does.
+There are three kinds of event: a client sends a round, a replica refuses one that its shadow had
+promised, and a replica does a step (schedules, runs, answers). The earliest event goes first. At
+the same instant a refusal goes before a send, a send before a step, a lower-numbered replica before
+a higher one, and an earlier job before a later one. A replica sees what arrived during a step when
+the step is over, as vLLM does; only then can it refuse.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import (
     Job,
     JobResult,
-    Round,
     RoundRequest,
     RoundResult,
     answer_text,
-    hashed_text,
     own_text,
+    round_prompt,
 )
 from vllm_slo.sim.systems import System
 from vllm_slo.slo.model import SLO, Stage
@@ -117,6 +117,7 @@ class Simulation:
             (job.arrival_s, number, 0) for number, job in enumerate(jobs)
         ]
         heapq.heapify(self._sends)
+        self._refusals: list[tuple[float, str]] = []
         self._begun: list[list[RoundResult]] = [[] for _ in jobs]
         self._prompts: dict[int, list[int]] = {}
         self._texts: dict[int, list[int]] = {}
@@ -126,12 +127,17 @@ class Simulation:
     def run(self) -> None:
         """Run until every job has ended or ``watch`` stops it."""
         sends, replicas, frontend_s = self._sends, self.replicas, self.hardware.frontend_s
+        refusals = self._refusals
         while not self.aborted:
             ready_s, replica, number = math.inf, None, 0
             for place, candidate in enumerate(replicas):
                 if candidate.busy and candidate.now_s < ready_s:
                     ready_s, replica, number = candidate.now_s, candidate, place
-            if sends and sends[0][0] + frontend_s <= ready_s:
+            send_s = sends[0][0] + frontend_s if sends else math.inf
+            if refusals and refusals[0][0] <= min(send_s, ready_s):
+                now_s, name = heapq.heappop(refusals)
+                self._refused_at(self._sent[name].refused(name, now_s), name)
+            elif sends and send_s <= ready_s:
                 self._send(*heapq.heappop(sends))
             elif replica is not None:
                 ended = replica.step()
@@ -152,7 +158,7 @@ class Simulation:
             text = text if details is None else text[: details.kept_tokens]
             if self._begun[number][-1].finished:  # the replica of that round holds the prefix
                 cached[str(self._begun[number][-1].replica)] = len(text)
-        prompt = self._prompt(name, asked, text)
+        prompt = round_prompt(asked, name, text or (), self._system)
         if len(job.rounds) > 1:
             self._prompts[number] = prompt
         request = RoundRequest(
@@ -168,18 +174,11 @@ class Simulation:
         )
         front = next(self._turns)
         self._sent[name] = front
-        front.send(request, cached)
+        self._refused_at(front.send(request, cached), name)
 
-    def _prompt(self, name: str, asked: Round, before: list[int] | None) -> list[int]:
-        """The tokens of a prompt; ``before``: what it repeats of the rounds before it."""
-        length = asked.prompt_tokens + len(before or ())
-        if asked.details is not None and asked.details.hash_ids:
-            prompt = list(before or ())
-            ids, block = asked.details.hash_ids, asked.details.block_tokens
-            prompt += hashed_text(ids, block, len(prompt), length)
-        else:
-            prompt = list(before or self._system[: asked.prompt_tokens - 1])
-        return [*prompt, *own_text(name, length - len(prompt))]
+    def _refused_at(self, at_s: float | None, name: str) -> None:
+        if at_s is not None:
+            heapq.heappush(self._refusals, (at_s, name))
 
     def _collect(self, replica: Replica, name: str) -> None:
         number, place = map(int, name.split("."))

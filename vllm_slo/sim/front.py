@@ -3,13 +3,15 @@
 
 The front keeps a shadow of each replica's state. A shadow learns the true state after a step of its
 replica, at most every ``interval_s``. A replica confirms what its shadow promised, unless no
-other replica is left to ask.
+other replica is left to ask. If it refuses, which takes it until its next step, the front routes
+the request among the others.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final, Protocol
 
@@ -48,8 +50,13 @@ class Replica(Protocol):
     def state(self) -> ReplicaState | None:
         """The state that a front may see; None if the replica promises nothing."""
 
-    def promise(self, request: RoundRequest, ticket: Ticket) -> bool:
-        """Take the request if its objectives can be promised now; whether it was taken."""
+    def promise(self, request: RoundRequest, ticket: Ticket) -> float | None:
+        """Take the request if its objectives can be promised.
+
+        Returns:
+            When the replica says that it does not take it: before its next step. None: it took it,
+            or will tell.
+        """
 
     def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
         """Take the request. Without a ticket no front plans with this replica."""
@@ -59,6 +66,23 @@ class Replica(Protocol):
 
     def take(self, name: str) -> tuple[RoundResult, list[int]]:
         """Remove a request that ended; its result, and its prompt with the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request on its way through the replicas.
+
+    Attributes:
+        shadows: of the replicas that are left to ask.
+        turn: of these.
+        hops: replicas that were asked.
+    """
+
+    request: RoundRequest
+    seen: RoutedRequest
+    shadows: Sequence[VirtualReplica]
+    turn: int
+    hops: int
 
 
 class Front:
@@ -98,6 +122,7 @@ class Front:
         self._turn = 0
         self._tickets = itertools.count(1)
         self._sent: dict[str, tuple[int, int]] = {}
+        self._asked: dict[str, _Asked] = {}
         self._told_s = [-INFINITY] * len(replicas)
         for number in range(len(replicas)):
             self.stepped(number)
@@ -114,51 +139,68 @@ class Front:
             self._told_s[number] = replica.now_s
             self._shadows[number].update(state, replica.now_s)
 
-    def send(self, request: RoundRequest, cached: dict[str, int]) -> None:
-        """Route one request; ``cached``: replica -> tokens of the prompt that it caches."""
+    def send(self, request: RoundRequest, cached: dict[str, int]) -> float | None:
+        """Route one request.
+
+        Args:
+            cached: replica -> tokens of the prompt that it caches.
+
+        Returns:
+            When its replica refuses it: then call `refused`. None: it has its replica.
+        """
         turn, self._turn = self._turn, self._turn + 1
         if len(self.replicas) == 1:
             self.replicas[0].accept(request, None)
-            return
+            return None
         seen = routed(request, cached)
-        shadows = self._shadows
-        if self._policy == "slo" and all(shadow.state is None for shadow in shadows):
-            first = prefix_first(seen, shadows, turn, self._rng)[0]
+        if self._policy == "slo" and all(shadow.state is None for shadow in self._shadows):
+            first = prefix_first(seen, self._shadows, turn, self._rng)[0]
             self._accept(int(first.name), request, seen)
-            return
-        hops = 0
-        while True:
-            choice = route(
-                seen,
-                shadows,
-                request.seen_s,
-                policy=self._policy,
-                turn=turn,
-                max_hops=self._max_hops,
-                rng=self._rng,
-                already_asked=hops,
-            )
-            assert choice.target is not None
-            number = int(choice.target)
-            self.asked += choice.hops - hops
-            if not (choice.promised and choice.left):
-                self._accept(number, request, seen, promised=choice.promised)
-                return
-            if self._promise(number, request, seen):
-                return
-            self.wrong += 1
-            shadows = [self._shadows[int(name)] for name in choice.left]
-            hops, turn = choice.hops, 0
+            return None
+        return self._place(_Asked(request, seen, self._shadows, turn, 0))
+
+    def refused(self, name: str, now_s: float) -> float | None:
+        """A replica has refused a request that its shadow had promised: route it among the others.
+
+        Returns:
+            As `send`.
+
+        Raises:
+            KeyError: the request was not asked of a replica.
+        """
+        asked = self._asked.pop(name)
+        self.wrong += 1
+        self.ended(name)
+        return self._place(replace(asked, request=replace(asked.request, seen_s=now_s)))
+
+    def _place(self, asked: _Asked) -> float | None:
+        """Give a request to one of the replicas that are left to ask."""
+        request, seen = asked.request, asked.seen
+        choice = route(
+            seen,
+            asked.shadows,
+            request.seen_s,
+            policy=self._policy,
+            turn=asked.turn,
+            max_hops=self._max_hops,
+            rng=self._rng,
+            already_asked=asked.hops,
+        )
+        assert choice.target is not None
+        number = int(choice.target)
+        self.asked += choice.hops - asked.hops
+        if not (choice.promised and choice.left):
+            self._accept(number, request, seen, promised=choice.promised)
+            return None
+        left = [self._shadows[int(name)] for name in choice.left]
+        self._asked[request.name] = _Asked(request, seen, left, 0, choice.hops)
+        ticket = self._ticket()
+        refused_s = self.replicas[number].promise(request, ticket)
+        self._note(number, ticket, request, seen, promised=True)
+        return refused_s
 
     def _ticket(self) -> Ticket:
         return Ticket(self._name, next(self._tickets))
-
-    def _promise(self, number: int, request: RoundRequest, seen: RoutedRequest) -> bool:
-        ticket = self._ticket()
-        if not self.replicas[number].promise(request, ticket):
-            return False
-        self._note(number, ticket, request, seen, promised=True)
-        return True
 
     def _accept(
         self, number: int, request: RoundRequest, seen: RoutedRequest, *, promised: bool = False
@@ -181,6 +223,7 @@ class Front:
 
     def ended(self, name: str) -> None:
         """A request was answered, or dropped."""
+        self._asked.pop(name, None)
         number, ticket = self._sent.pop(name, (0, 0))
         self._shadows[number].ended(ticket)
 

@@ -249,6 +249,25 @@ def hashed_text(hash_ids: Sequence[int], block_tokens: int, start: int, end: int
     return text
 
 
+def round_prompt(
+    asked: Round, name: str, before: Sequence[int] = (), system: Sequence[int] = ()
+) -> list[int]:
+    """The tokens of a prompt.
+
+    Args:
+        name: of the request; its own text follows from it.
+        before: what it repeats of the rounds before it.
+        system: tokens with which the first prompts of all jobs begin.
+    """
+    length, prompt = asked.prompt_tokens + len(before), list(before)
+    if asked.details is not None and asked.details.hash_ids:
+        ids, block = asked.details.hash_ids, asked.details.block_tokens
+        prompt += hashed_text(ids, block, len(prompt), length)
+    elif not prompt:
+        prompt += system[: length - 1]
+    return [*prompt, *own_text(name, length - len(prompt))]
+
+
 def answer_token(place: int, length: int) -> int:
     """Token ``place`` (from 0) of an answer of ``length`` tokens; the last one ends it."""
     return STOP_TOKEN if place + 1 >= length else 3 + place % 1000

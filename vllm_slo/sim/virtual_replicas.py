@@ -215,16 +215,17 @@ class Colocated:
         scheduler = self.engine.scheduler
         return scheduler.state() if isinstance(scheduler, Scheduler) else None
 
-    def promise(self, request: RoundRequest, ticket: Ticket) -> bool:
-        if not isinstance(self.engine.scheduler, Scheduler):
-            return False
+    def promise(self, request: RoundRequest, ticket: Ticket) -> float | None:
+        scheduler = self.engine.scheduler
+        if not isinstance(scheduler, Scheduler):
+            return request.seen_s
         self.accept(request, ticket)
-        if self.engine.scheduler.promise_now(request.name):
-            return True
+        if scheduler.promise_now(request.name):
+            return None
         self.engine.abort(request.name)
         self.engine.forget(request.name)
         del self._prompts[request.name]
-        return False
+        return self.engine.clock.now_s
 
     def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
         engine = self.engine
@@ -319,8 +320,8 @@ class Disaggregated:
     def state(self) -> ReplicaState | None:
         return None
 
-    def promise(self, request: RoundRequest, ticket: Ticket) -> bool:
-        return False
+    def promise(self, request: RoundRequest, ticket: Ticket) -> float | None:
+        return request.seen_s
 
     def accept(self, request: RoundRequest, ticket: Ticket | None) -> None:
         place = min(range(len(self._load)), key=self._load.__getitem__)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from step_shapes import TRUE, shapes
 
 from vllm_slo.core.step_time.fit import fit, nnls
-from vllm_slo.core.step_time.model import BatchShape, Sample
+from vllm_slo.core.step_time.model import BatchShape, Sample, chunk_pairs
 from vllm_slo.errors import ProfileError
 
 
@@ -42,6 +42,22 @@ def test_fit_recovers_the_coefficients_under_noise_and_outliers() -> None:
         assert report.model.predict_shape_s(shape) == pytest.approx(
             TRUE.predict_shape_s(shape), rel=0.06
         )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fit_to_live_steps_that_mostly_decode(seed: int) -> None:
+    """The first tokens of a step cost more than later ones, which no maximum of two lines says. The
+    many short steps must not decide alone."""
+    rng = random.Random(seed)
+    samples = []
+    for _ in range(1000):
+        decodes, chunk = rng.randint(1, 6), rng.random() < 0.25 and int(10 ** rng.uniform(1, 2.6))
+        context = sum(rng.randint(20, 600) for _ in range(decodes))
+        tokens, pairs = decodes + chunk, context + decodes + chunk_pairs(chunk, 0)
+        seconds = 0.012 + 4e-4 * min(tokens, 8) + 3.7e-4 * tokens + 2.8e-6 * context + 1e-7 * pairs
+        shape = BatchShape(tokens, 0, context, decodes + bool(chunk), pairs)
+        samples.append((shape, seconds * rng.gauss(1.0, 0.07)))
+    assert fit(samples).r2 > 0.95
 
 
 def test_fit_is_exact_without_noise_and_says_so() -> None:
