@@ -411,8 +411,8 @@ def test_notes_on_what_is_not_as_recorded(faked, capsys, trace, classes):
     assert err == [
         "azure.csv: 1 row with 0 prompt or output tokens is left out",
         (
-            "azure.csv: 1 of the requests are cut to the context of h100-llama-8b, prompt and answer "
-            "together"
+            "azure.csv: 1 of the requests are cut to the context of h100-llama-8b, "
+            "prompt and answer together"
         ),
     ]
 
