@@ -6,7 +6,7 @@ is stock vLLM with 8,192 tokens a step, and its step times vary as they do on a 
 
     python docs/reports/example_recording.py recording.jsonl
     vllm-slo whatif recording.jsonl --slo-config examples/slo.yaml --hardware h100-llama-8b \
-        --out docs/reports/whatif-example.html
+        --html docs/reports/whatif-example.html
 """
 
 from __future__ import annotations

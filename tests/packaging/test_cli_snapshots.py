@@ -155,7 +155,7 @@ MISTAKES: Final = {
         "whatif trace.csv --hardware h100-llama-8b --rules slo.yaml",
         "whatif trace.csv --hardware h100-llama-8b --systems magic",
         "whatif trace.csv --hardware h100-llama-8b --from 2024-05-11",
-        "whatif trace.csv --hardware h100-llama-8b --out notes.txt/folder",
+        "whatif trace.csv --hardware h100-llama-8b --html notes.txt/page.html",
         "whatif trace.csv --hardware h100-llama-8b --json notes.txt/result.json",
         "whatif broken.csv --hardware h100-llama-8b",
     ),

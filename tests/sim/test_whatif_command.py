@@ -136,8 +136,7 @@ GOOD = ["own.jsonl", "--slo-config", "slo.yaml", "--hardware", "h100-llama-8b"]
         ([*GOOD, "--hardware", "abacus"], "hardware: no profile is called 'abacus'"),
         ([*GOOD, "--slo-config", "none.yaml"], "none.yaml"),
         ([*GOOD, "--rules", "none.yaml"], "cannot read none.yaml"),
-        ([*GOOD, "--out", "/dev/null/x"], "--out: cannot make /dev/null/x"),
-        ([*GOOD, "--out", "/dev/null/x.html"], "--out: cannot make /dev/null"),
+        ([*GOOD, "--html", "/dev/null/x.html"], "--html: cannot make /dev/null"),
         ([*GOOD, "--json", "/dev/null/x.json"], "--json: cannot make /dev/null"),
         (
             [*GOOD, "--hardware", "a100-qwen-1.5b", "--systems", "vllm-slo-spec"],
@@ -272,24 +271,19 @@ def test_several_systems_are_told_apart(numbers_of: Any) -> None:
 @pytest.mark.usefixtures("faked")
 def test_files_and_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*GOOD, "--processes", "1", "--from", "2", "--rows", "40"]
-    status, out, err = run(capsys, *words, "--out", "report", "--json", "numbers.json")
+    status, out, err = run(capsys, *words, "--html", "report/page.html", "--json", "numbers.json")
     assert (status, err) == (0, "")
-    text = (folder / "report" / "whatif.json").read_text()
-    assert text == (folder / "numbers.json").read_text()
-    data = json.loads(text)
+    data = json.loads((folder / "numbers.json").read_text())
     assert data["schema"] == "vllm-slo-whatif/1"
     assert (data["trace"]["name"], data["setup"]["slo_config"]) == ("own.jsonl", "slo.yaml")
     assert data["trace"]["selection"] == "from 2 s, at most 40 requests"
     assert data["trace"]["warmup"] == 2
-    html = (folder / "report" / "whatif.html").read_text(encoding="utf-8")
+    html = (folder / "report" / "page.html").read_text(encoding="utf-8")
     for cell in data["all"]["systems"].values():
         share = 100 * cell["attained"]["share"]
         assert f"{share:.1f}%" in html and f"{share:.1f}" in out
-    assert "written: report/whatif.html" in out and "written: numbers.json" in out
+    assert "written: report/page.html" in out and "written: numbers.json" in out
     assert "chat" in out and "batch" in out and "As served" in out
-    status, out, _ = run(capsys, *words, "--out", "page.html")
-    assert status == 0 and (folder / "page.html").exists()
-    assert not (folder / "whatif.json").exists()
 
 
 @pytest.mark.usefixtures("faked", "folder")
@@ -317,7 +311,7 @@ def test_a_file_that_cannot_be_written_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "page.html").mkdir()
-    status, _, err = run(capsys, *GOOD, "--processes", "1", "--out", "page.html")
+    status, _, err = run(capsys, *GOOD, "--processes", "1", "--html", "page.html")
     assert status == 2 and "error: cannot write page.html: Is a directory" in err
 
 

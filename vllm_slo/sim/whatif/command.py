@@ -81,8 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", metavar="N", type=arguments.whole(1),
         help="systems simulated at the same time (default: one per core)")  # fmt: skip
     arguments.add_json(parser)
-    parser.add_argument("--out", metavar="FILE.html|DIR", type=Path,
-                        help="write the page; into a folder also the JSON file")  # fmt: skip
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write the page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,16 +153,13 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
 
 def _outputs(args: argparse.Namespace) -> list[tuple[str, Path]]:
-    """(what, file) of ``--json`` and ``--out``; their folders are made now, so that a wrong path
+    """(what, file) of ``--json`` and ``--html``; their folders are made now, so that a wrong path
     shows before the simulation."""
-    files, out = [], args.out
+    files = []
     if args.json is not None and not arguments.standard_output(args.json):
         files.append(("--json", "numbers", args.json))
-    if out is not None and out.suffix == ".html":
-        files.append(("--out", "page", out))
-    elif out is not None:
-        files.append(("--out", "numbers", out / "whatif.json"))
-        files.append(("--out", "page", out / "whatif.html"))
+    if args.html is not None:
+        files.append(("--html", "page", args.html))
     for option, _, path in files:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
