@@ -77,6 +77,11 @@ class StepErrors:
             parts[expected >= split_s].append(actual / expected)
         return cls(split_s, *map(tuple, parts))
 
+    def centred(self) -> StepErrors:
+        """The same about a mean of 1: how much steps scatter, and not whether all are slower."""
+        parts = (np.array(part) for part in (self.short, self.long))
+        return StepErrors(self.split_s, *(tuple(p / p.mean()) if p.size else () for p in parts))
+
 
 @dataclass(frozen=True)
 class Scattered(Conditions):
@@ -193,7 +198,7 @@ def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], recor
     Args:
         hardware: all but the step times.
         profiles: from before and after the runs.
-        record: of the short run; how its steps differed from the profile is told, too.
+        record: of the short run; how its steps scattered is told, too.
     """
     samples = [sample for profile in profiles for sample in profile.report.samples]
     model = fit(samples).model
@@ -217,7 +222,7 @@ def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], recor
         pass_s, token_s, fixed_s = map(float, nnls(causes, np.array([*map(beyond_s, steps)])))
         hardware = replace(hardware, step_time=model.besides(fixed_s))
         hardware = _with_draft(hardware, pass_s, token_s)
-    errors = misfit(record.steps, hardware, scheduling)
+    errors = misfit(record.steps, hardware, scheduling).centred()
     return Told(hardware, (scheduling[0] + gap_s(record.steps), scheduling[1]), errors)
 
 

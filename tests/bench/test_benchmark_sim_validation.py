@@ -229,6 +229,11 @@ def test_long_steps_hold_half_of_the_time():
     found = told.StepErrors.of([(1.0, 1.1)] * 30 + [(10.0, 10.0)] * 2 + [(20.0, 30.0)])
     assert found.split_s == 10.0
     assert (set(found.short), set(found.long)) == ({1.1}, {1.0, 1.5})
+    centred = found.centred()
+    assert centred.short == pytest.approx((1.0,) * 30)
+    assert np.mean(centred.long) == pytest.approx(1.0)
+    assert centred.long[2] / centred.long[0] == pytest.approx(1.5)
+    assert told.StepErrors().centred() == told.StepErrors()
 
 
 def test_a_profile_from_before_and_after_is_one():
