@@ -470,6 +470,7 @@ def test_shares_and_rules_of_configured_classes(
 ) -> None:
     words = ["--base-url", fake.url, *SHORT, "--slo-config", str(slo_yaml)]
     assert bench(*words, "--classes", "chat=3,report=1", "--send", "class") == 0
+    assert all("slo" not in body for body in fake.bodies[:4]), "the server may not know a class"
     asked = Counter(body["slo"]["class"] for body in fake.bodies[4:])
     assert asked == {"chat": 9, "report": 3}
     rules = tmp_path / "rules.yaml"

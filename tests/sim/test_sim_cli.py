@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from test_sim_capacity import fake_simulate
 
 from vllm_slo import cli
 from vllm_slo.sim import main, options, terminal, windows
+from vllm_slo.sim.demand import demand
 from vllm_slo.sim.hardware import load_hardware
 from vllm_slo.sim.measure import Load
 from vllm_slo.sim.plot import draw_attainment, draw_load, draw_scaling
@@ -81,8 +84,8 @@ def run(capsys, *words):
         (["--noise", "2"], "argument --noise: must be at least 0 and at most 1"),
         (["--system-tokens", "-1"], "argument --system-tokens: must be at least 0"),
         (["--systems", "vllm-slo-spec0"], "drafts are 1 to 32"),
-        (["--systems", "shed-edf-512-spec2"], "argument --systems: systems: 'shed-edf-512-spec2'"),
-        (["--systems", "magic"], "argument --systems: systems: 'magic'"),
+        (["--systems", "shed-edf-512-spec2"], "argument --systems: 'shed-edf-512-spec2'"),
+        (["--systems", "magic"], "argument --systems: 'magic'"),
         (["--systems", ","], "argument --systems: name at least one"),
         (["--draft-step-ms", "-1"], "argument --draft-step-ms: must be at least 0"),
         (["--overhead", "heavy"], "argument --overhead: 'heavy' is unknown; use modelled"),
@@ -317,8 +320,6 @@ def test_one_rate_is_no_curve(faked):
 
 
 def test_promised_and_best_effort_are_two_lines(faked):
-    from dataclasses import replace
-
     pytest.importorskip("matplotlib")
     report = report_of(["--rate", "1", "--systems", "vllm-slo,fcfs-2048"])
     loads = [Load((0.0, 1.0), (2, 3), (0, 1), True), Load((0.0, 1.0), (0, 0), (4, 5), False)]
@@ -409,7 +410,10 @@ def test_notes_on_what_is_not_as_recorded(faked, capsys, trace, classes):
     err = run(capsys, *words)[2].splitlines()
     assert err == [
         "azure.csv: 1 row with 0 prompt or output tokens is left out",
-        "azure.csv: 1 requests are longer than the context of h100-llama-8b and are cut to it",
+        (
+            "azure.csv: 1 of the requests are cut to the context of h100-llama-8b, "
+            "prompt and answer together"
+        ),
     ]
 
 
@@ -516,6 +520,16 @@ def test_a_plan_finds_what_trying_every_number_finds(faked, target):
     average = next(n for n, point in points.items() if point.summary.attainment >= target)
     assert (plan.enough, plan.on_average) == (every, average)
     assert all(plan.points[n] == points[n] for n in plan.points)
+
+
+def test_a_number_that_cannot_do_the_work_is_never_enough(faked):
+    [setting] = settings(*QUICK)
+    generous = System("fcfs-999000", "fcfs", 999_000)  # the made-up system keeps everything
+    need = demand(replace(setting, fit="rescale").make(90.0, 60, 0), setting.hardware)
+    plan = Search(setting, generous, 90.0, Question(0.9), (0,), 16, 1).plan()
+    assert plan.enough == plan.on_average == math.ceil(90 * (need.prefill_s + need.decode_s)) > 1
+    few = Search(setting, generous, 90.0, Question(0.9), (0,), plan.enough - 1, 1).plan()
+    assert few.enough is None and few.on_average is None
 
 
 # --- one real run --------------------------------------------------------------------------------

@@ -278,9 +278,9 @@ def _outcome(status: int | None, error: str | None, stream: AnswerStream) -> Out
 
 
 def probe_requests(lengths: Sequence[tuple[int, int]], prefix: str) -> list[PlannedRequest]:
-    """Requests without objectives for (prompt, output) lengths: zero-load and other probes."""
+    """Requests without class or objectives for (prompt, output) lengths: zero-load and others."""
     return [
-        PlannedRequest(f"{prefix}-{i}", 0.0, "probe", prompt, output, None, None)
+        PlannedRequest(f"{prefix}-{i}", 0.0, "", prompt, output, None, None)
         for i, (prompt, output) in enumerate(lengths)
     ]
 

@@ -34,7 +34,7 @@ def system(text: str) -> System:
     try:
         return parse_system(text)
     except SimulationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(str(error).removeprefix("systems: ")) from None
 
 
 def acceptances(text: str) -> dict[str, float]:

@@ -58,7 +58,7 @@ class Plan:
         rate: jobs/s of all replicas (of recorded traffic requests/s); None: as recorded.
         question: the attainment to keep.
         enough: the smallest number found to keep it in every window; None if ``max_replicas`` do
-            not.
+            not. A number below ``Search.floor`` is never enough.
         on_average: the smallest number found to keep it over all windows together.
         jobs: per window; None: as recorded.
         points: replicas -> measures: ``on_average``, ``enough``, one fewer and one more than each.
@@ -149,8 +149,19 @@ class Search:
     def _per_gpu(self, case: Case) -> float | None:
         return None if self.rate is None else self.rate / case.gpus
 
+    @property
+    def floor(self) -> int:
+        """With fewer replicas the work takes more than all time, and the queue grows without end.
+
+        A short window may keep its share all the same.
+        """
+        busy = self._jobs_per_s * (self._need.prefill_s + self._need.decode_s)
+        return max(1, math.ceil(busy / self.system.engines - 1e-9))
+
     def _keeps(self, replicas: int) -> bool:
         """Whether every window keeps the attainment."""
+        if replicas < self.floor:
+            return False
         self._tried += 1
         if self._progress is not None:
             self._progress(self._tried, 2 * math.ceil(math.log2(self.most)) + 2)
@@ -169,6 +180,8 @@ class Search:
         return self._points[replicas]
 
     def _keeps_on_average(self, replicas: int) -> bool:
+        if replicas < self.floor:
+            return False
         summary = self.point(replicas).summary
         share = summary.smallest if self.question.every else summary.attainment
         return share >= self.question.target - 1e-9

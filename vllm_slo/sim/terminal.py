@@ -101,11 +101,11 @@ def _traffic_notes(setting: Setting) -> Iterator[str]:
         return
     if recording.estimated:
         yield (
-            f"{recording.source}: of {recording.estimated} requests no answer was recorded; each "
+            f"{recording.source}: requests without a recorded answer: {recording.estimated}; each "
             "gets the length of another answer of its class"
         )
     if clipped := sum(traffic.clipped(setting.hardware) for traffic in setting.traffic):
         yield (
-            f"{recording.source}: {clipped} requests are longer than the context of "
-            f"{setting.hardware.name} and are cut to it"
+            f"{recording.source}: {clipped} of the requests are cut to the context of "
+            f"{setting.hardware.name}, prompt and answer together"
         )

@@ -20,13 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, takewhile
 
 import msgspec
 import numpy as np
 
 from vllm_slo.bench.traces import adaserve_class
-from vllm_slo.sim.arrivals import Fit, Stretch, Trace, stretch
+from vllm_slo.sim.arrivals import Fit, Floats, Stretch, Trace, stretch
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, RequestDetails, Round, Stage
 from vllm_slo.sim.workload import context_limit, fit_context
@@ -63,6 +64,10 @@ class Traffic:
     first_row: int = 0
     lasts_s: float | None = None
 
+    @cached_property
+    def _times_s(self) -> Floats:
+        return np.array([request.at_s for request in self.recording.requests])
+
     @property
     def duration_s(self) -> float:
         if self.lasts_s is not None:
@@ -98,15 +103,13 @@ class Traffic:
 
     def stretch(self, rate: float, count: int, seed: int, fit: Fit = "rescale") -> Stretch:
         """Some of the requests, as ``arrivals.draw``; SimulationError if there are too few."""
-        requests = self.recording.requests
-        times_s = np.array([request.at_s for request in requests])
-        return stretch(Trace(self.recording.source, times_s, requests), count, seed, rate, fit)
+        trace = Trace(self.recording.source, self._times_s, self.recording.requests)
+        return stretch(trace, count, seed, rate, fit)
 
     def whole(self) -> Stretch:
         """All of the requests; at ``rate`` they arrive at their own times."""
         requests = self.recording.requests
-        times_s = np.array([request.at_s for request in requests])
-        return Stretch(times_s * self.rate, requests, tuple(range(len(requests))))
+        return Stretch(self._times_s * self.rate, requests, tuple(range(len(requests))))
 
     def jobs_of(self, chosen: Stretch, rate: float, hardware: Hardware) -> list[Job]:
         """As ``jobs``, of a stretch at ``rate`` requests/s.
@@ -117,8 +120,7 @@ class Traffic:
 
     def cut(self, from_s: float, to_s: float) -> Traffic:
         """The requests that arrive in [``from_s``, ``to_s``), times from ``from_s``."""
-        times = [request.at_s for request in self.recording.requests]
-        low, high = np.searchsorted(times, (from_s, to_s)).tolist()
+        low, high = np.searchsorted(self._times_s, (from_s, to_s)).tolist()
         requests = tuple(
             msgspec.structs.replace(request, at_s=request.at_s - from_s)
             for request in self.recording.requests[low:high]
