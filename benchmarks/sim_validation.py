@@ -73,12 +73,12 @@ where the workload says; no scheduler knows where.
 {conditions}
 
 *{profile}*: what an operator knows. Step times are profiled right before and right after the runs
-of a system (`vllm-slo profile --quick`), and scatter as the profile's steps did, in stretches of
-{block} steps. A run of {short_s:g} s before the others tells what vllm-slo's scheduler takes beyond
-vLLM's, and what drafts take. The accepted share of the drafts is that of the runs themselves. The
-target is judged on these rows. *{live}*: each run is simulated with step times that were fitted to
-the steps of the other runs. What the first kind gets wrong and the second does not is a change of
-the machine between profile and runs.
+of a system (`vllm-slo profile --quick`). A run of {short_s:g} s before the others tells what
+vllm-slo's scheduler takes beyond vLLM's, what drafts take, and how live steps scatter about all
+that. They scatter alike in the simulator, in stretches of {block} steps. The accepted share of the
+drafts is that of the runs themselves. The target is judged on these rows. *{live}*: each run is
+simulated with step times that were fitted to the steps of the other runs. What the first kind gets
+wrong and the second does not is a change of the machine between profile and runs.
 """
 PICTURE: Final = "![CDFs of TTFT and TPOT, real against simulated](sim_validation.png)"
 NOTE: Final = """\
@@ -290,7 +290,7 @@ def measurements(
 
 TELLING_HEAD: Final = (
     "condition", "system", "lone step, ms, by profile", "live steps over the profile",
-    "scatter of short, long steps", "scheduling beyond the profile, ms a step", "drafts accepted",
+    "errors of short, long steps", "scheduling beyond the profile, ms a step", "drafts accepted",
     "preemptions", "tokens found in the prefix cache", "promises that a replica took back",
     "jobs of each run",
 )  # fmt: skip

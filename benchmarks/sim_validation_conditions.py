@@ -108,7 +108,7 @@ CONDITIONS: Final = (
     ),
     Condition(
         "memory pressure", "a KV cache so small that requests wait for memory and are preempted",
-        Workload(0.5, length_scale=0.8), PLAIN, kv_tokens=1_536, max_model_len=MAX_CONTEXT,
+        Workload(0.6, length_scale=0.8), PLAIN, kv_tokens=1_536, max_model_len=MAX_CONTEXT,
     ),
     Condition(
         "prefix sharing", "prompts begin with one of six texts of 192 to 384 tokens",
@@ -116,11 +116,11 @@ CONDITIONS: Final = (
     ),
     Condition(
         "sessions", "jobs of two to four rounds with a mean of 2 s to think between them",
-        Workload(0.25, rounds=4, think_s=2.0, length_scale=0.6), PLAIN,
+        Workload(0.17, rounds=4, think_s=2.0, length_scale=0.6), PLAIN,
     ),
     Condition(
         "drafts", f"vLLM's own draft model drafts {DRAFTS} tokens, prompts are Python code",
-        Workload(0.5),
+        Workload(0.45),
         (
             Served("stock vLLM", speculating(STOCK, DRAFTS), _CHAIN),
             Served("vllm-slo", speculating(SLO, DRAFTS), _CHAIN, {}),
@@ -129,7 +129,7 @@ CONDITIONS: Final = (
     ),
     Condition(
         "trees", "vllm-slo drafts token trees with the built-in draft, prompts are Python code",
-        Workload(0.5),
+        Workload(0.55),
         (Served("vllm-slo", TREES_SYSTEM, _TREES, {"draft_model": DRAFT}),),
         text=True,
     ),

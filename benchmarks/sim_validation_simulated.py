@@ -14,8 +14,8 @@ import numpy as np
 from sim_validation_conditions import Condition, Served
 from sim_validation_engine import LiveStep, Profiled, Record
 
-from vllm_slo.core.step_time.fit import fit
-from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
+from vllm_slo.core.step_time.fit import fit, nnls
+from vllm_slo.core.step_time.model import BatchShape
 from vllm_slo.sim.cluster import simulate
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import Draft, Hardware
@@ -76,6 +76,11 @@ class StepErrors:
         for expected, actual in steps:
             parts[expected >= split_s].append(actual / expected)
         return cls(split_s, *map(tuple, parts))
+
+    def centred(self) -> StepErrors:
+        """The same about a mean of 1: how much steps scatter, and not whether all are slower."""
+        parts = (np.array(part) for part in (self.short, self.long))
+        return StepErrors(self.split_s, *(tuple(p / p.mean()) if p.size else () for p in parts))
 
 
 @dataclass(frozen=True)
@@ -160,30 +165,25 @@ def less(a: Line, b: Line) -> Line:
     return a[0] - b[0], a[1] - b[1]
 
 
-def scatter(profiles: Sequence[Profiled]) -> StepErrors:
-    """Errors of profiles' steps, against the median of their shape."""
-    found = []
-    for profile in profiles:
-        groups = defaultdict(list)
-        keys = []
-        for shape, took_s in (step.sample for step in profile.steps):
-            context = round(4 * np.log2(128 * shape.requests + shape.context_tokens))
-            keys.append((shape.tokens, shape.requests, context))
-            groups[keys[-1]].append(took_s)
-        typical = {key: statistics.median(times) for key, times in groups.items()}
-        found += [
-            (typical[key], step.sample[1])
-            for key, step in zip(keys, profile.steps, strict=True)
-            if len(groups[key]) > 2
-        ]
-    return StepErrors.of(found)
+def misfit(steps: Sequence[LiveStep], hardware: Hardware, scheduling: Line) -> StepErrors:
+    """Errors of live steps, against what the simulator would charge for them; what it charges for
+    scheduling is left out of both."""
+    return StepErrors.of([
+        (charged_s(step, hardware), step.sample[1] - scheduling_s(step, scheduling))
+        for step in steps
+    ])  # fmt: skip
 
 
-def misfit(steps: Sequence[LiveStep], model: StepTimeModel) -> StepErrors:
-    """Errors of live steps, against their predictions."""
-    return StepErrors.of(
-        [(model.predict_shape_s(shape), took_s) for shape, took_s in (s.sample for s in steps)]
-    )
+def charged_s(step: LiveStep, hardware: Hardware) -> float:
+    """Seconds of a step with the draft's part, without scheduling and the passes of trees."""
+    shape, draft = step.shape, hardware.draft
+    token_s = draft.token_s if draft is not None and shape.spec_steps else 0.0
+    return hardware.step_time.predict_shape_s(shape) + token_s * shape.tokens
+
+
+def scheduling_s(step: LiveStep, scheduling: Line) -> float:
+    """Seconds of scheduling beyond the profile."""
+    return max(scheduling[0] + scheduling[1] * step.shape.requests, 0.0)
 
 
 def draft_of_trees(steps: Sequence[LiveStep]) -> Line:
@@ -198,33 +198,32 @@ def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], recor
     Args:
         hardware: all but the step times.
         profiles: from before and after the runs.
-        record: of the short run.
+        record: of the short run; how its steps scattered is told, too.
     """
     samples = [sample for profile in profiles for sample in profile.report.samples]
-    hardware = replace(hardware, step_time=fit(samples).model)
+    model = fit(samples).model
+    hardware = replace(hardware, step_time=model)
     profiled = [step for profile in profiles for step in profile.steps]
-    errors = scatter(profiles)
     scheduling = less(scheduling_line(record.steps), scheduling_line(profiled))
-    model = hardware.step_time
 
-    def beyond(step: LiveStep) -> float:
+    def beyond_s(step: LiveStep) -> float:
         """Seconds of a step that neither the profile nor the scheduler explains."""
-        own_s = max(scheduling[0] + scheduling[1] * step.shape.requests, 0.0)
         shape, took_s = step.sample
-        return took_s - own_s - model.predict_shape_s(replace(shape, spec_steps=0))
+        plain_s = model.predict_shape_s(replace(shape, spec_steps=0))
+        return took_s - scheduling_s(step, scheduling) - plain_s
 
-    charged = scheduling[0] + gap_s(record.steps), scheduling[1]
     if served.system.trees:
-        pass_s, token_s = draft_of_trees(record.steps)
-        verifies = line([(step.shape.tokens, beyond(step)) for step in record.steps])
-        hardware = replace(hardware, step_time=model.besides(*verifies))
-        return Told(_with_draft(hardware, pass_s, token_s), charged, errors)
-    if served.system.drafts:
+        fixed_s, token_s = line([(step.shape.tokens, beyond_s(step)) for step in record.steps])
+        hardware = replace(hardware, step_time=model.besides(fixed_s, token_s))
+        hardware = _with_draft(hardware, *draft_of_trees(record.steps))
+    elif served.system.drafts:
         steps = [step for step in record.steps if step.shape.spec_steps]
-        fixed_s, token_s = line([(step.shape.tokens, beyond(step)) for step in steps])
-        passes = statistics.fmean(step.shape.spec_steps for step in steps)
-        return Told(_with_draft(hardware, fixed_s / passes, token_s), charged, errors)
-    return Told(hardware, charged, errors)
+        causes = np.array([(step.shape.spec_steps, step.shape.tokens, 1.0) for step in steps])
+        pass_s, token_s, fixed_s = map(float, nnls(causes, np.array([*map(beyond_s, steps)])))
+        hardware = replace(hardware, step_time=model.besides(fixed_s))
+        hardware = _with_draft(hardware, pass_s, token_s)
+    errors = misfit(record.steps, hardware, scheduling).centred()
+    return Told(hardware, (scheduling[0] + gap_s(record.steps), scheduling[1]), errors)
 
 
 def _with_draft(hardware: Hardware, pass_s: float, token_s: float) -> Hardware:
@@ -241,21 +240,13 @@ def told_live(told: Told, served: Served, records: Sequence[Record]) -> Told:
         hardware = _with_draft(hardware, *draft_of_trees(steps))
     elif hardware.draft is not None:
         hardware = replace(hardware, draft=replace(hardware.draft, token_s=0.0))
-    return Told(hardware, (gap_s(steps), 0.0), misfit(steps, model))
+    return Told(hardware, (gap_s(steps), 0.0), misfit(steps, hardware, (0.0, 0.0)))
 
 
 def bias(steps: Sequence[LiveStep], told: Told) -> float:
-    """The time of live steps over what the simulator would have charged for them."""
-    step_s, request_s = told.scheduling
-    chains = told.hardware.draft is not None and not any(step.drafting for step in steps)
-    token_s = told.hardware.draft.token_s if chains and told.hardware.draft else 0.0
-    charged_s = sum(
-        told.hardware.step_time.predict_shape_s(step.shape)
-        + token_s * step.shape.tokens
-        + max(step_s + request_s * step.shape.requests, 0.0)
-        for step in steps
-    )
-    return sum(step.sample[1] + step.gap_s for step in steps) / charged_s
+    """The time of live steps over what the simulator would charge for them, errors left out."""
+    charges_s = [charged_s(s, told.hardware) + scheduling_s(s, told.scheduling) for s in steps]
+    return sum(step.sample[1] + step.gap_s for step in steps) / sum(charges_s)
 
 
 def acceptance(records: Sequence[Record]) -> dict[str, float]:

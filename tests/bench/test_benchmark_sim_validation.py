@@ -213,17 +213,27 @@ def test_errors_are_replayed_in_stretches_and_by_length():
     assert told.Scattered().true_step_time(HARDWARE, 0)(shape) == MODEL.predict_s(1)
 
 
-def test_scatter_is_of_each_shape():
-    short, long = BatchShape(1), BatchShape(500, 0, 0, 1)
-    steps = [step(s, t) for s, t in ((short, 1.0), (long, 10.0)) for t in (0.9 * t, t, 1.2 * t)]
-    found = told.scatter([SimpleNamespace(steps=steps)])
-    assert (found.short, found.long) == ((0.9, 1.0, 1.2), pytest.approx((0.9, 1.0, 1.2)))
+def test_errors_leave_scheduling_out():
+    hardware = HARDWARE.with_draft_step(0.002)
+    hardware = replace(hardware, draft=replace(hardware.draft, token_s=1e-4))
+    plain, drafted = BatchShape(1), BatchShape(40, 3, requests=10)
+    steps = [
+        step(plain, 1.1 * MODEL.predict_s(1) + 1e-3),
+        step(drafted, 0.9 * (MODEL.predict_shape_s(drafted) + 0.006 + 0.004) + 1e-3),
+    ]
+    found = told.misfit(steps, hardware, (1e-3, 0.0))
+    assert (found.short, found.long) == (pytest.approx((1.1,)), pytest.approx((0.9,)))
 
 
 def test_long_steps_hold_half_of_the_time():
     found = told.StepErrors.of([(1.0, 1.1)] * 30 + [(10.0, 10.0)] * 2 + [(20.0, 30.0)])
     assert found.split_s == 10.0
     assert (set(found.short), set(found.long)) == ({1.1}, {1.0, 1.5})
+    centred = found.centred()
+    assert centred.short == pytest.approx((1.0,) * 30)
+    assert np.mean(centred.long) == pytest.approx(1.0)
+    assert centred.long[2] / centred.long[0] == pytest.approx(1.5)
+    assert told.StepErrors().centred() == told.StepErrors()
 
 
 def test_a_profile_from_before_and_after_is_one():
@@ -244,16 +254,22 @@ def test_a_profile_from_before_and_after_is_one():
 
 
 def test_what_drafts_take_is_what_the_profile_does_not_explain():
-    served = BY_NAME["drafts"].systems[0]
-    shapes = [BatchShape(4 * n, 3, 100 * n, n) for n in (1, 2, 4, 8, 16)] * 4
-    plain = [BatchShape(4 * n, 0, 100 * n, n) for n in (1, 2, 4, 8, 16, 64)] * 4
+    served = BY_NAME["drafts"].systems[1]
+    sizes = [(n, passes) for n in (1, 2, 4, 8, 16) for passes in (1, 2, 3)] * 4
+    shapes = [BatchShape(n + n * passes, passes, 100 * n, n) for n, passes in sizes]
+    plain = [BatchShape(n, 0, c * n, n) for n in (1, 2, 4, 8, 16, 64, 256) for c in (9, 100, 500)]
     samples = tuple((s, MODEL.predict_shape_s(s)) for s in plain)
     profile = SimpleNamespace(
         report=SimpleNamespace(samples=samples), steps=tuple(step(*s) for s in samples)
     )
-    taken = [step(s, MODEL.predict_shape_s(s) + 0.006 + 1e-4 * s.tokens) for s in shapes]
+    taken = [
+        step(s, MODEL.predict_shape_s(s) + 0.003 + 0.002 * s.spec_steps + 1e-4 * s.tokens)
+        for s in shapes
+    ]
     found = told.told(served, HARDWARE, [profile], engine.Record(steps=taken))
-    (_, pass_s, _), _ = found.hardware.step_time.terms
+    model = found.hardware.step_time
+    assert model.predict_s(1) - MODEL.predict_s(1) == pytest.approx(0.003, rel=0.1)
+    pass_s = model.predict_s(1, 0, 1) - model.predict_s(1)
     assert pass_s == pytest.approx(0.002, rel=0.1)
     assert found.hardware.draft.token_s == pytest.approx(1e-4, rel=0.3)
     assert told.bias(taken, found) == pytest.approx(1.0, abs=0.01)
