@@ -184,7 +184,6 @@ def test_the_command(fakes: list[Fake], tmp_path: Path) -> None:
     [
         ([], "--replica URL"),
         (["--replica", "http://10.0.0.1:1"], "no token"),
-        (["--replica", "x", "--fallbacks", "-1"], "--fallbacks"),
         (["--replica", "x", "--tls-key", "k"], "--tls-cert and --tls-key"),
         (["--replica", "x", "--plaintext", "--tls-key", "k", "--tls-cert", "c"], "--plaintext"),
         (["--replica", "x", "--token-file", "/nowhere/t"], "--token-file"),

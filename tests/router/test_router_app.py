@@ -32,6 +32,7 @@ from live_replicas import LiveReplicas, eventually, nothing
 from live_server import UNIPROC, environment
 
 from vllm_slo import cli, tiny
+from vllm_slo.arguments import INTERRUPTED
 from vllm_slo.cli import main
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.serve_args import Flags, serve_arguments
@@ -432,7 +433,6 @@ def test_a_front_that_came_back_is_left_alone(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--replicas", "0"], "args: replicas: "),
         (["--replicas", "2", "-dp", "2"], "--data-parallel-size 2: "),
         (["--replicas", "2", "--max-replicas", "3"], "args: replicas: cannot be combined"),
         (["--min_replicas", "2"], "args: max_replicas: is needed"),
@@ -592,7 +592,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             time.sleep(1.0)
             assert live.process.poll() is None  # it drains
             live.process.send_signal(signal.SIGTERM)
-            assert live.process.wait(patience(10)) == 1
+            assert live.process.wait(patience(10)) == INTERRUPTED
         live.process.communicate()
 
 

@@ -27,6 +27,7 @@ AT_START = (
     "speculation.tenants:TenantShares.__init__",
     "speculation.tree_limits:TreeLimits.__init__",
     "speculation.verifying_time:VerifyingTime.__init__",
+    "telemetry.request_recorder:RequestRecorder.of_engine",
     "telemetry.state:StatePublisher.__init__",
     "worker.proposers.warm_up:draft_in_every_way",
 )

@@ -7,6 +7,7 @@ For tests beside ``test_scheduler_invariants``, of which this takes the checks.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +229,8 @@ class Run:
             left["paid"] = parts.quotas._paid
         if parts.best_effort is not None:
             left["known"] = parts.best_effort._known
+        if parts.recorder is not None:
+            left["recorded"] = [*parts.recorder._live, *parts.recorder._paces]
         assert not any(left.values()), {name: what for name, what in left.items() if what}
 
 
@@ -418,14 +421,16 @@ class Recovering(Run):
 
 def plain(folder: Path, **options: Any) -> VirtualEngine:
     options.setdefault("shape", SMALL)
-    return QuotingEngine(folder, slo_config=CONFIG, **CONTAINED, **options)
+    options.setdefault("slo_config", CONFIG)
+    return QuotingEngine(folder, **CONTAINED, **options)
 
 
 def watched(folder: Path) -> VirtualEngine:
-    """One whose state is told to a front, and whose requests are traced."""
+    """One whose state is told to a front, and whose requests are traced and recorded."""
+    recording = {"path": str(Path(tempfile.mkdtemp(dir=folder), "requests.jsonl"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SOCKET_VARIABLE, str(folder / "nobody-listens"))
-        engine = plain(folder)
+        engine = plain(folder, slo_config={**CONFIG, "recording": recording}, records=True)
     engine.scheduler.parts.outcomes._spans = RequestSpans()
     return engine
 

@@ -30,7 +30,8 @@ class CoreCalls(Plugin):
 
         def note(context: Any) -> Any:
             node, path = context.context, context.api.path
-            if CALLER in path:
+            # A property that is compared with one of a protocol has no place, and is not read.
+            if CALLER in path and node.line > 0:
                 span = node.line, node.column, node.end_line, node.end_column
                 with Path(os.environ[LIST]).open("a", encoding="utf-8") as file:
                     file.write("\t".join(map(str, (path, *span, name))) + "\n")

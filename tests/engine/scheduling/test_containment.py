@@ -29,6 +29,8 @@ from vllm_slo.engine.scheduling.controller import Controller
 from vllm_slo.engine.speculation import messages
 from vllm_slo.engine.telemetry import faults, metrics, recording
 from vllm_slo.engine.telemetry.exposition import SeriesFile
+from vllm_slo.engine.telemetry.prompt_hashes import PromptHashes
+from vllm_slo.engine.telemetry.recording_files import RecordingFiles
 from vllm_slo.engine.telemetry.series import Members
 
 pytestmark = pytest.mark.slow
@@ -70,10 +72,14 @@ def made(config_folder: Path) -> dict[str, Counter[Call]]:
     return made
 
 
+IN_THREAD = (PromptHashes, RecordingFiles)
+"""What the thread of a recording calls: ``telemetry/test_recording_writer.py``."""
+
+
 def injectable() -> list[Call]:
     """All calls but those of what contains the faults, and those that virtual engines make."""
     of_engines = Site(messages, "of"), Site(messages.DraftTrees, "none")
-    exempt = (Containment, recording, containment._Contained, faults)
+    exempt = (Containment, recording, containment._Contained, faults, *IN_THREAD)
     parts = [site for site in sites() if site.owner not in exempt and site not in of_engines]
     return [*core_calls(), *parts]
 

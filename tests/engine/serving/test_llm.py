@@ -123,8 +123,16 @@ def test_without_an_slo_it_says_what_stock_says(llm: LLM) -> None:
     assert [output.outputs[0].text for output in with_slo] == [text for text, _, _ in stock]
 
 
+def settled(recording: Path) -> int:
+    """How many requests are recorded, once the lines of those that have ended are written."""
+    lines = -1
+    while lines != (lines := len(list(read(recording)))):
+        time.sleep(patience(1.0))
+    return lines
+
+
 def test_requests_are_recorded(llm: LLM, recording: Path) -> None:
-    before = len(list(read(recording)))
+    before = settled(recording)
     plain, asked = generate(llm), generate(llm, slo=SLO(slo_class="chat"))
     until_s = time.monotonic() + patience(20)
     while len(requests := list(read(recording))[before:]) < 2 * len(PROMPTS):

@@ -162,9 +162,11 @@ def fit_higher_of_two_lines(lines: FloatArray, shared: FloatArray, y: FloatArray
 
 
 def _starts(x: FloatArray) -> list[NDArray[np.bool_]]:
-    """Assignments to begin with: the second line holds the rows above some value of ``x``. Each
-    value counts once: most steps of a live engine only decode, and hold few tokens."""
-    cuts = np.unique(np.quantile(np.unique(x), (0.0, 0.25, 0.5, 0.75)))
+    """Assignments to begin with: the second line holds the rows above some value of ``x``, one of
+    the quartiles of the rows or of their distinct values. Most steps of a live engine only decode
+    and hold few tokens, so that all quartiles of its rows may be alike."""
+    quartiles = (0.0, 0.25, 0.5, 0.75)
+    cuts = np.unique([np.quantile(x, quartiles), np.quantile(np.unique(x), quartiles)])
     return [x > cut for cut in cuts]
 
 

@@ -160,7 +160,8 @@ class Controller:
             self._endings.refuse(request, Invalid(str(error)).pack())
             return
         if self._recorder is not None and not asks and not request_facts.is_exempt(request):
-            self._recorder.arrived(request, slo, arrival_s)
+            with self._containment.single:
+                self._recorder.arrived(request, slo, arrival_s)
         if asks:
             self._quotes.add(request, slo, arrival_s, self._clock.clock.monotonic_s())
             self._state.set_aside(request)

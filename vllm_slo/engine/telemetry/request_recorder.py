@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_slo.config.recording import RecordingConfig, salt_in
 from vllm_slo.core.attainment import WindowTPOT
 from vllm_slo.core.clock import Clock
+from vllm_slo.core.sessions.stages import StagedTPOT
 from vllm_slo.engine.telemetry.prompt_hashes import PromptHashes
 from vllm_slo.engine.telemetry.recording_files import RecordingFiles, named
 from vllm_slo.engine.telemetry.recording_writer import RecordingWriter, WriterSeries
@@ -41,11 +42,6 @@ MEGABYTE: Final = 1_000_000
 _NO_SLO: Final = SLO()
 
 
-class _TPOT(Protocol):
-    @property
-    def worst_s(self) -> float | None: ...
-
-
 class TrackedRequest(Protocol):
     """What a record says of a request with an SLO; times are on the scheduler's clock.
 
@@ -57,7 +53,7 @@ class TrackedRequest(Protocol):
     """
 
     @property
-    def tpot(self) -> _TPOT: ...
+    def tpot(self) -> StagedTPOT: ...
     @property
     def first_token_s(self) -> float | None: ...
     @property
