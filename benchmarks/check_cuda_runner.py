@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import psutil
 
+from vllm_slo.arguments import put_json
 from vllm_slo.bench import style
 from vllm_slo.bench.report import machine, versions
 from vllm_slo.errors import VllmSLOError
@@ -112,7 +113,7 @@ def run_all(parts: Sequence[Part], out: Path, *, cpu: bool) -> int:
         "versions": versions(),
         "parts": results,
     }
-    style.write_json(said, out, CheckError)
+    put_json(said, out, CheckError)
     console.print(table)
     verdict = f"failed: {', '.join(failed)}" if failed else "all parts pass"
     console.print(

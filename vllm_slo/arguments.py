@@ -220,6 +220,24 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def put_json(data: Any, path: Path, error: Callable[[str], Exception]) -> None:
+    """Write a result to a file, whose folder is made if needed, or for ``-`` to standard output.
+
+    ``error`` makes what is raised if that fails.
+    """
+    import json  # the list of commands needs none
+
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    if standard_output(path):
+        sys.stdout.write(text)
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as failure:
+        raise error(f"cannot write {path}: {failure.strerror}") from failure
+
+
 def add_out(parser: argparse.ArgumentParser, what: str) -> None:
     """``--out DIR``: the folder for ``what``; it is made if needed."""
     from pathlib import Path

@@ -30,7 +30,7 @@ ROWS: list[dict[str, Any]] = [
      "ttft_ms": 70000, "end": "completed", "promise": "late", "served_ttft_ms": 900,
      "served_tpot_ms": 30, "served_e2e_ms": 1200, "attained": False},
     {"timestamp": 80, "input_length": 60, "output_length": 5, "hash_ids": [1, 2, 4],
-     "class": "chat", "session": "a", "end": "completed", "attained": True},
+     "class": "chat", "session": "a", "tenant": "acme", "end": "completed", "attained": True},
     {"timestamp": 120, "input_length": 20, "output_length": 3, "end": "completed"},
     {"timestamp": 160, "input_length": 30, "output_length": 0, "class": "code", "ttft_ms": 1,
      "end": "declined"},
@@ -107,8 +107,7 @@ def test_each_api_gets_the_trace(fake: Fake, api: str, ending: str, tmp_path: Pa
     session_id = first.pop("session_id")
     assert second.pop("session_id") == session_id
     wanted = {"ttft_ms": 60000.0, "tpot_ms": 50000.0, "on_unattainable": "decline"}
-    assert first == {**wanted, "tenant": "acme"}
-    assert second == wanted
+    assert first == second == {**wanted, "tenant": "acme"}
     texts = [_prompt(body, api) for body in bodies]
     blocks = 16 if api == "completions" else 14  # words: the opening and the space before it
     assert texts[2][:blocks] == texts[3][:blocks] == texts[4][:blocks]
@@ -372,13 +371,21 @@ def test_think_times_and_the_rate() -> None:
     rows = recording(*rounds[:2], replace(first, at_s=6.0), replace(first, at_s=7.0, session="t"))
     plan = planned_replay(rows, NO_CLASSES)
     assert [request.think_s for request in plan.workload.requests] == [0.0, 3.0, 0.0, 0.0]
-    faster, speed = at_rate(rows, 6.0)
-    plan = planned_replay(faster, NO_CLASSES, speed=speed)
+    faster = at_rate(rows, 6.0)
+    plan = planned_replay(faster, NO_CLASSES)
     assert plan.workload.rate == pytest.approx(6.0)
-    assert speed == pytest.approx(14.0)
+    assert faster.speed == pytest.approx(14.0)
     assert plan.workload.requests[1].think_s == pytest.approx(3.0 / 14)
     with pytest.raises(BenchError, match="--rate"):
         at_rate(recording(first, first), 1.0)
+
+
+def test_two_tenants_share_no_session() -> None:
+    first = TraceRequest(0.0, 8, 4, tenant="a", session="s", served=Served(e2e_s=2.0))
+    rows = [first, replace(first, at_s=5.0, tenant="b"), replace(first, at_s=9.0)]
+    sent = planned_replay(recording(*rows), NO_CLASSES).workload.requests
+    assert [request.think_s for request in sent] == [0.0, 0.0, 7.0]
+    assert sent[0].session == sent[2].session != sent[1].session
 
 
 def test_lengths_and_blocks_are_scaled_together() -> None:

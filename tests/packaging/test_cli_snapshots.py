@@ -174,7 +174,7 @@ MISTAKES: Final = {
         "record trace.csv --out out.jsonl --rows 0",
         "record trace.csv --out out.jsonl --thin 200%",
         "record trace.csv --out out.jsonl --speed 0",
-        "record trace.csv --out out.jsonl --json nowhere/result.json",
+        "record trace.csv --out out.jsonl --json notes.txt/result.json",
         "record trace.csv --out out.jsonl",
     ),
     "plan": (
@@ -201,7 +201,7 @@ MISTAKES: Final = {
         "check broken.csv",
         "check notes.txt",
         "check slo.yaml broken.csv nowhere.yaml",
-        "check slo.yaml --json nowhere/result.json",
+        "check slo.yaml --json notes.txt/result.json",
         "check --print-schema slo.yaml",
     ),
     "completion": ("completion", "completion ksh"),

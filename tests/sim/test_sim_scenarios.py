@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_slo.bench import traces
+from vllm_slo.bench.traces import read_recording
 from vllm_slo.core.step_time.model import StepTimeModel
 from vllm_slo.sim import arrivals
-from vllm_slo.sim.arrivals import ARRIVALS, Stretch, draw, read_trace, stretch
+from vllm_slo.sim.arrivals import ARRIVALS, Stretch, Trace, draw, read_trace, stretch
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware, load_hardware
 from vllm_slo.sim.jobs import Job
@@ -299,7 +300,9 @@ def csv(tmp_path: Path, *rows: str) -> Path:
 
 def times_of(path: Path, count: int = 10) -> Stretch:
     """The first rows of a file as arrivals for ``make``."""
-    return stretch(read_trace("azure-conv", path), count, 0, 2.0, "rescale")
+    read = read_recording(path, "chat")
+    times_s = np.array([row.at_s for row in read.rows])
+    return stretch(Trace(read.source, times_s, tuple(read.rows)), count, 0, 2.0, "rescale")
 
 
 def test_arrivals_of_another_trace_replace_the_scenarios(tmp_path: Path) -> None:
@@ -414,7 +417,7 @@ def test_adaserve_files_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "emission.json"
     path.write_text('[{"emission_time_ms": 0, "input_length": 5, "output_length": 5}]')
     with pytest.raises(TraceError, match="request 0, field slo_ratio: missing"):
-        read_trace("adaserve", path)
+        read_recording(path)
     with pytest.raises(SimulationError, match="more than the 1445 rows"):
         make("adaserve", count=1446)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from vllm_slo.slo.model import SLO
 from vllm_slo.traces.classes import TrafficClasses
 from vllm_slo.traces.request import Served, TraceRequest
 from vllm_slo.traces.rules import Rules
-from vllm_slo.traces.selection import Recording
+from vllm_slo.traces.selection import Recording, Selection, load
 
 STEP_TIME = StepTimeModel(((0.0, 0.0, 0.02), (0.0004, 0.0, 0.01)), kv_s=1e-7, max_tokens=8192)
 HARDWARE = Hardware("test", 1, STEP_TIME, 32_768, max_num_seqs=64, max_model_len=4096)
@@ -232,6 +233,20 @@ def test_a_client_thinks_for_as_long_as_it_did() -> None:
     first, second, third = result.rounds
     assert second.sent_s == pytest.approx(first.token_times_s[-1] + 2.0)
     assert third.sent_s == second.token_times_s[-1]  # it had not waited for the answer
+
+
+def test_a_client_of_a_trace_twice_as_fast_thinks_half_as_long(tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    path.write_text(
+        "time,prompt_tokens,output_tokens,session,end,served_e2e_ms\n"
+        "0,200,10,s,completed,3000\n5,300,10,s,completed,3000\n"
+    )
+    waits = []
+    for speed in (1.0, 2.0):
+        recorded = Traffic(load(path, Selection(speed=speed)), TrafficClasses(CONFIG))
+        (job,) = recorded.jobs(HARDWARE)
+        waits.append(job.rounds[1].wait_s)
+    assert waits == [2.0, 1.0]
 
 
 def test_a_later_prompt_continues_the_text_or_repeats_the_prompt() -> None:

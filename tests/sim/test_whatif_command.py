@@ -312,7 +312,7 @@ def test_a_file_that_cannot_be_written_is_named(
 ) -> None:
     (folder / "page.html").mkdir()
     status, _, err = run(capsys, *GOOD, "--processes", "1", "--html", "page.html")
-    assert status == 2 and "error: cannot write page.html: Is a directory" in err
+    assert status == 2 and "error: --html: cannot write page.html: Is a directory" in err
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["SOURCE", "--from", "100"], "SOURCE has no rows in this selection"),
         (["SOURCE", "--out", "SOURCE"], "--out: it is the source itself; name another file"),
         (["SOURCE", "--out", "no/such/folder/x"], "cannot write no/such/folder/x: No such file"),
-        (["SOURCE", "--json", "no/such/x"], "--json: cannot write no/such/x: No such file"),
+        (["SOURCE", "--json", "SOURCE/x"], "--json: cannot write SOURCE/x: File exists"),
         (["SOURCE", "--from", "5", "--to", "4"], "--to: must be later than --from"),
         (["BROKEN"], "BROKEN looks like plain CSV; line 3, field prompt_tokens: 'x' is not a num"),
     ],

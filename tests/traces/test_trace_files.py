@@ -18,10 +18,10 @@ from backports import zstd
 from vllm_slo import cli
 from vllm_slo.bench.main import build_workload
 from vllm_slo.bench.planned import Workload
+from vllm_slo.bench.traces import read_recording
 from vllm_slo.bench.workload import WorkloadOptions
 from vllm_slo.bench.zero_load import ZeroLoad
 from vllm_slo.sim import main, plan
-from vllm_slo.sim.arrivals import read_trace
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.traces.errors import TraceError
 from vllm_slo.traces.files import Format, detect, read
@@ -286,7 +286,7 @@ def test_a_mistake_is_told_with_format_line_and_field(
     assert message in str(caught.value)
     assert len(str(caught.value)) < 700
     with pytest.raises(TraceError, match=re.escape(str(path))):
-        read_trace("azure-conv", path)
+        read_recording(path, "chat")
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_format_that_does_not_fit_the_workload(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"looks like AdaServe JSON; .* takes Azure CSV, Burst"):
         workload(written(tmp_path, ADASERVE))
     with pytest.raises(TraceError, match="looks like AdaServe JSON"):
-        read_trace("azure-code", written(tmp_path, ADASERVE))
+        read_recording(written(tmp_path, ADASERVE), "code")
 
 
 # --- workloads -----------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ def test_rows_without_tokens_are_left_out(
     assert made.describe()["rows_left_out"] == left_out
     assert made.source == path.name
     assert {r.slo_class for r in made.requests} == {"chat"}
-    assert read_trace("azure-conv", path).rows_left_out == left_out
-    assert len(read_trace("azure-conv", path).rows) == kept
+    read = read_recording(path, "chat")
+    assert (read.left_out, len(read.rows)) == (left_out, kept)
 
 
 def test_a_file_of_failures_has_no_rows(tmp_path: Path) -> None:

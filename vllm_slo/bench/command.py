@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from vllm_slo.bench.planned import Send, Workload
 from vllm_slo.bench.plot import write_png
 from vllm_slo.bench.report import BenchReport, render
 from vllm_slo.bench.served import TOTAL
-from vllm_slo.bench.style import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,7 +123,7 @@ def console_of(args: argparse.Namespace) -> Console | None:
     """Where tables and progress go; None: only JSON is printed."""
     from rich.console import Console
 
-    return None if args.json == STANDARD_OUTPUT else Console()
+    return None if arguments.standard_output(args.json) else Console()
 
 
 def note(text: str) -> None:
@@ -180,14 +177,11 @@ def bench_server(
 def finish(
     report: BenchReport, console: Console | None, out_json: Path | None, out_png: Path | None
 ) -> None:
-    """Print the tables and write the files; `STANDARD_OUTPUT` prints the JSON."""
+    """Print the tables and write the files; ``-`` prints the JSON."""
     if console is not None:
         console.print(render(report))
     if out_json is not None:
-        if out_json == STANDARD_OUTPUT:
-            sys.stdout.write(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n")
-        else:
-            report.write_json(out_json)
+        report.write_json(out_json)
     if out_png is not None:
         write_png(report, out_png)
     if console is not None:

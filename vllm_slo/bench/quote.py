@@ -24,7 +24,6 @@ from vllm_slo.bench.credentials import (
 )
 from vllm_slo.bench.endpoint import URL_VARIABLE, api_root, opener, refused
 from vllm_slo.bench.errors import BenchError
-from vllm_slo.bench.style import STANDARD_OUTPUT, write_json
 from vllm_slo.slo.model import SLO
 
 DEFAULT_URL: Final = "http://localhost:8000"
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--class", dest="slo_class", metavar="NAME",
         help="class of the server's configuration")  # fmt: skip
     parser.add_argument("--value", type=number, help="weight if not everything can be promised")
-    parser.add_argument("--json", metavar="FILE", type=Path, nargs="?", const=STANDARD_OUTPUT,
+    parser.add_argument("--json", metavar="FILE", type=Path, nargs="?", const=Path("-"),
         help="also write the answer as JSON; - prints only it")  # fmt: skip
 
 
@@ -68,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
     """
     credentials = credentials_of(args)
     quote = ask(args.base_url, _body(args, credentials), credentials)
-    if args.json == STANDARD_OUTPUT:
+    if arguments.standard_output(args.json):
         Console(highlight=False).print_json(json.dumps(quote))
     else:
         for line in in_words(quote):
             Console(highlight=False).print(line)
         if args.json is not None:
-            write_json(quote, args.json, partial(BenchError, "--json"))
+            arguments.put_json(quote, args.json, partial(BenchError, "--json"))
     return arguments.OK if quote["promised"] else arguments.NO
 
 

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.send == "none":
         targets = [replace(target, send_slo=False) for target in targets]
     classes = classes_of(args)
-    recording, speed = _recording(args)
-    replay = _replay(args, targets, recording, classes, speed)
+    recording = _recording(args)
+    replay = _replay(args, targets, recording, classes)
     _say_left_out(recording, replay)
     command.check_minimum(args, replay.workload)
     client = _client_options(args)
@@ -81,17 +81,15 @@ def run(args: argparse.Namespace) -> int:
     return command.status_of(report, args.min_attainment, every_class=args.every_class)
 
 
-def _recording(args: argparse.Namespace) -> tuple[Recording, float]:
-    """The selected part of the trace at its rate, and how much faster it is than recorded."""
+def _recording(args: argparse.Namespace) -> Recording:
+    """The selected part of the trace at its rate."""
     selection = replace(selection_of(args), seed=args.seed)
     if args.concurrency is not None and (args.rate is not None or selection.speed != 1):
         raise BenchError("--concurrency", "times do not count then; leave out --rate and --speed")
     if args.rate is not None and selection.speed != 1:
         raise BenchError("--rate", "leave it out, or --speed")
     recording = load(args.trace, selection)
-    if args.rate is None:
-        return recording, selection.speed
-    return at_rate(recording, args.rate)
+    return recording if args.rate is None else at_rate(recording, args.rate)
 
 
 def _replay(
@@ -99,14 +97,12 @@ def _replay(
     targets: Sequence[ServerTarget],
     recording: Recording,
     classes: TrafficClasses,
-    speed: float,
 ) -> Replay:
     infos = [describe_server(target) for target in targets]
     limits = [args.max_context, *(info.max_model_len for info in infos)]
     return planned_replay(
         recording,
         classes,
-        speed=speed,
         length_scale=args.length_scale,
         max_context=min((limit for limit in limits if limit is not None), default=None),
         seed=args.seed,

@@ -34,8 +34,8 @@ class Replay:
         return [(request.slo_class, row) for request, row in pairs][warmup:]
 
 
-def at_rate(recording: Recording, rate: float) -> tuple[Recording, float]:
-    """The recording with its times changed to this mean rate in requests/s; the factor of speed.
+def at_rate(recording: Recording, rate: float) -> Recording:
+    """The recording with its times changed to this mean rate in requests/s.
 
     Raises:
         BenchError: all requests came at the same time.
@@ -45,14 +45,13 @@ def at_rate(recording: Recording, rate: float) -> tuple[Recording, float]:
         raise BenchError("--rate", "the requests of the trace came all at once; leave it out")
     speed = rate * span_s / (len(recording.requests) - 1)
     requests = tuple(structs.replace(r, at_s=r.at_s / speed) for r in recording.requests)
-    return replace(recording, requests=requests), speed
+    return replace(recording, requests=requests, speed=recording.speed * speed)
 
 
 def planned_replay(
     recording: Recording,
     classes: TrafficClasses,
     *,
-    speed: float = 1.0,
     length_scale: float = 1.0,
     max_context: int | None = None,
     seed: int = 0,
@@ -60,7 +59,6 @@ def planned_replay(
     """The requests of a recording, with their classes and objectives.
 
     Args:
-        speed: by which the recording's times have been divided; think times are, too.
         length_scale: factor on all token counts.
         max_context: most tokens of a prompt and its answer; None: no bound.
 
@@ -76,7 +74,8 @@ def planned_replay(
         output = max(1, round(row.output_tokens * length_scale))
         if max_context is not None and prompt + output > max_context:
             continue
-        name, session = classes.class_of(row, index), row.session or ""
+        name, session = classes.class_of(row, index), _session(row)
+        before = last_round.get(session)
         request = PlannedRequest(
             request_id=f"{name or 'request'}-{index}",
             at_s=row.at_s,
@@ -88,7 +87,7 @@ def planned_replay(
             hash_ids=row.hash_ids,
             block_tokens=row.block_tokens * length_scale,
             session=session,
-            think_s=_think_s(last_round.get(session), row, speed),
+            think_s=(before and recording.think_s(before, row)) or 0.0,
         )
         requests.append(request.asking(classes.slo_of(row, index)))
         rows.append(row)
@@ -110,11 +109,9 @@ def planned_replay(
     return Replay(workload, tuple(rows), too_long)
 
 
-def _think_s(previous: TraceRequest | None, row: TraceRequest, speed: float) -> float:
-    """Time between the end of the previous round and this one; 0 if its end is not recorded."""
-    if previous is None or previous.served is None or previous.served.e2e_s is None:
-        return 0.0
-    return max(0.0, row.at_s - previous.at_s - previous.served.e2e_s / speed)
+def _session(row: TraceRequest) -> str:
+    """A name for the session of a row, which two tenants never share; empty: it has none."""
+    return "" if row.session is None else f"{row.tenant or ''}/{row.session}"
 
 
 def _duration_s(times_s: Sequence[float]) -> float:

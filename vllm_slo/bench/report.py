@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from vllm_slo.arguments import put_json
 from vllm_slo.bench import served, style
 from vllm_slo.bench.client import SentRequest, ServerRun
 from vllm_slo.bench.disturbance import Disturbance, unlike
@@ -134,8 +135,8 @@ class BenchReport:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write ``to_dict()``; BenchError if the file cannot be written."""
-        style.write_json(self.to_dict(), path, partial(BenchError, "--json"))
+        """Write ``to_dict()``, for ``-`` to standard output; BenchError if that fails."""
+        put_json(self.to_dict(), path, partial(BenchError, "--json"))
 
 
 def _request_dict(sent: SentRequest) -> dict[str, Any]:

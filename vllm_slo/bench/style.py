@@ -6,19 +6,15 @@ rich and matplotlib (extra ``bench``) are loaded when they are needed.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-STANDARD_OUTPUT: Final = Path("-")
-"""The value of ``--json`` for which only the JSON is printed."""
 
 INK: Final = "#1b1f24"
 PAPER: Final = "#ffffff"
@@ -76,16 +72,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def write_json(data: Mapping[str, Any], path: Path, error: Callable[[str], Exception]) -> None:
-    """Write ``data``; raises ``error`` if that fails."""
-    text = json.dumps(data, indent=1, allow_nan=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as failure:
-        raise error(f"cannot write {path}: {failure.strerror}") from failure
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from vllm_slo.arguments import ERROR, NO, OK, USAGE, add_json, one_of, standard_output
+from vllm_slo.arguments import ERROR, NO, OK, USAGE, add_json, one_of, put_json, standard_output
 from vllm_slo.check.files import Finding, check_files
 from vllm_slo.check.schema import SCHEMAS, schema_of
 from vllm_slo.errors import ConfigError
@@ -85,11 +85,4 @@ def _write_json(findings: Sequence[Finding], path: Path) -> None:
         }
         for finding in findings
     ]
-    text = json.dumps(result, indent=2) + "\n"
-    if standard_output(path):
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
+    put_json(result, path, lambda text: ConfigError(f"--json: {text}"))

@@ -210,8 +210,8 @@ def _thinned(trace: Trace, count: int, rate: float, rng: np.random.Generator) ->
     return _taken(trace, at, kept)
 
 
-def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
-    """The recording of a kind: ``trace_file``, else the data folder's, else a seeded stand-in.
+def read_trace(kind: str) -> Trace:
+    """The recording of a kind: the data folder's, or a seeded stand-in.
 
     ``traces.read_recording`` describes the formats: ``adaserve`` needs AdaServe's, the other kinds
     take those without objectives. A file is read again only after it has changed.
@@ -219,14 +219,14 @@ def read_trace(kind: str, trace_file: Path | None = None) -> Trace:
     Raises:
         TraceError: the file cannot be read or is broken; names file, line and field.
     """
-    path = trace_file or traces.data_file(_FILES[kind])
+    path = traces.data_file(_FILES[kind])
     if path is None:
         return _standin(kind)
     try:
-        stat = Path(path).stat()
+        stat = path.stat()
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from error
-    return _read(kind, Path(path), stat.st_mtime_ns, stat.st_size)
+    return _read(kind, path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=8)

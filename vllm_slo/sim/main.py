@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_slo import arguments
 from vllm_slo.arguments import listed, number, share, whole
-from vllm_slo.bench.style import write_json
 from vllm_slo.sim.capacity import best_of_family, find_capacities, sweep
 from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.options import (
@@ -272,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
 
         path = options.out / "simulate.json"
         notes = bars if arguments.standard_output(args.json) else console
-        write_json(report.to_dict(), path, lambda text: SimulationError(f"--out: {text}"))
+        arguments.put_json(report.to_dict(), path, lambda text: SimulationError(f"--out: {text}"))
         for written in (path, *write_pictures(report, options.out, options.targets[0])):
             notes.print(f"written: {written}", soft_wrap=True)
     points = [point for row in rows for point in row.points]

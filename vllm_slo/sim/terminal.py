@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_slo.arguments import standard_output
-from vllm_slo.bench.style import write_json
+from vllm_slo import arguments
 from vllm_slo.bench.traces import left_out_line
 from vllm_slo.sim.arrivals import TRACES, read_trace
 from vllm_slo.sim.errors import SimulationError
@@ -46,11 +43,8 @@ def make_folder(path: Path | None) -> None:
 
 
 def put_json(data: Mapping[str, Any], path: Path) -> None:
-    """Write a report to a file, or for ``-`` to standard output."""
-    if standard_output(path):
-        sys.stdout.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
-    else:
-        write_json(data, path, lambda text: SimulationError(f"--json: {text}"))
+    """Write the result of ``--json``."""
+    arguments.put_json(data, path, lambda text: SimulationError(f"--json: {text}"))
 
 
 def wide_console() -> Console:

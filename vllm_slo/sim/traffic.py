@@ -174,8 +174,10 @@ class Traffic:
             )
             kept = 0 if before is None else min(_kept(before.request, request, held), prompt - 1)
             wait_s, not_before_s = 0.0, arrival.at_s
-            if before is not None and (think_s := _think_s(before.request, request)) is not None:
-                wait_s, not_before_s = think_s, 0.0
+            if before is not None:
+                think_s = self.recording.think_s(before.request, request)
+                if think_s is not None:
+                    wait_s, not_before_s = think_s, 0.0
             slo = self._slo(arrival, hardware)
             details = RequestDetails(
                 slo,
@@ -259,13 +261,6 @@ def _classed(job: Job, row: int, classes: TrafficClasses) -> Job:
         )
         rounds.append(round_of(asked.prompt_tokens, asked.output_tokens, asked.wait_s, details))
     return replace(job, application=names[0], rounds=tuple(rounds))
-
-
-def _think_s(before: TraceRequest, request: TraceRequest) -> float | None:
-    """Recorded seconds between an answer and the next request; None: the end is not known."""
-    if before.served is None or before.served.e2e_s is None:
-        return None
-    return max(0.0, request.at_s - before.at_s - before.served.e2e_s)
 
 
 def _kept(before: TraceRequest, request: TraceRequest, held: int) -> int:

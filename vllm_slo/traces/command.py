@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import secrets
 import sys
 from collections.abc import Callable, Iterable
-from hashlib import blake2b
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +17,7 @@ from vllm_slo import arguments
 from vllm_slo.traces.compression import written
 from vllm_slo.traces.errors import TraceError
 from vllm_slo.traces.files import detect, format_name
+from vllm_slo.traces.names import hashed_name
 from vllm_slo.traces.own_format import header_line, request_line
 from vllm_slo.traces.request import TraceRequest
 from vllm_slo.traces.selection import add_selection_arguments, no_rows, select, selection_of
@@ -60,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         if not summary.whole.requests:
             raise no_rows(source, selection)
     if args.json is not None:
-        _write_json(args.json, summary)
-    if str(args.json) != "-":
+        arguments.put_json(summary.to_dict(), args.json, lambda text: TraceError(f"--json: {text}"))
+    if not arguments.standard_output(args.json):
         name = format_name(detect(source))
         sys.stdout.write(f"{source} ({name}) -> {out}\n{summary.text()}\n")
     return arguments.OK
@@ -90,27 +89,14 @@ def hashed_names() -> Callable[[TraceRequest], TraceRequest]:
     """
     salt = secrets.token_bytes(32)
 
-    def hashed(kind: bytes, name: str | None) -> str | None:
-        if name is None:
-            return None
-        text = name.encode(errors="surrogatepass")
-        return blake2b(text, digest_size=8, key=salt, person=kind).hexdigest()
-
     def anonymous(request: TraceRequest) -> TraceRequest:
-        if request.tenant is None and request.session is None:
+        tenant, session = request.tenant, request.session
+        if tenant is None and session is None:
             return request
-        tenant, session = hashed(b"tenant", request.tenant), hashed(b"session", request.session)
-        return replace(request, tenant=tenant, session=session)
+        return replace(
+            request,
+            tenant=tenant and hashed_name(salt, "tenant", tenant),
+            session=session and hashed_name(salt, "session", session),
+        )
 
     return anonymous
-
-
-def _write_json(path: Path, summary: Summary) -> None:
-    text = json.dumps(summary.to_dict(), indent=2) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TraceError(f"--json: cannot write {path}: {error.strerror}") from error

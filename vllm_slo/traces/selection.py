@@ -56,6 +56,7 @@ class Recording:
             an output token.
         estimated: requests that were declined, aborted or failed before their first token. Their
             `output_tokens` is that of a completed request of their class, drawn at random.
+        speed: by which the recorded times of arrival are divided; outcomes are as recorded.
     """
 
     source: str
@@ -63,6 +64,14 @@ class Recording:
     requests: tuple[TraceRequest, ...]
     left_out: int
     estimated: int = 0
+    speed: float = 1.0
+
+    def think_s(self, before: TraceRequest, request: TraceRequest) -> float | None:
+        """Seconds from the end of an answer to the next request of its session, at this speed;
+        None: the end was not recorded."""
+        if before.served is None or before.served.e2e_s is None:
+            return None
+        return max(0.0, request.at_s - before.at_s - before.served.e2e_s / self.speed)
 
 
 def selected(
@@ -142,9 +151,9 @@ def load(path: Path, selection: Selection = Selection()) -> Recording:
         raise TraceError(f"{path} has no rows with prompt and output tokens")
     first_s = usable[0].at_s
     requests = tuple(replace(request, at_s=request.at_s - first_s) for request in usable)
-    return Recording(
-        path.name, format_name(detect(path)), requests, len(chosen) - len(usable), estimated
-    )
+    left_out = len(chosen) - len(usable)
+    name = format_name(detect(path))
+    return Recording(path.name, name, requests, left_out, estimated, selection.speed)
 
 
 def no_rows(path: Path, selection: Selection) -> TraceError:

@@ -36,10 +36,9 @@ def test_a_block_that_comes_again_has_another_id() -> None:
     assert len(set(ids)) == 3
 
 
-def test_another_salt_gives_other_ids_and_names() -> None:
+def test_another_salt_gives_other_ids() -> None:
     other = PromptHashes(bytes(16), 4)
     assert not set(HASHES.of_prompt(range(40))) & set(other.of_prompt(range(40)))
-    assert HASHES.of_name("tenant", "acme") != other.of_name("tenant", "acme")
 
 
 def test_other_images_behind_the_same_tokens_are_seen() -> None:
@@ -58,10 +57,3 @@ def test_adapters_and_salts_of_the_cache_keep_prompts_apart() -> None:
     adapter = HASHES.of_prompt(range(8), apart=("adapter", ""))
     salted = HASHES.of_prompt(range(8), apart=("", "adapter"))
     assert len({*plain, *adapter, *salted}) == 6
-
-
-def test_a_name_stays_the_same_and_says_what_it_names() -> None:
-    name = HASHES.of_name("tenant", "acme")
-    assert name == HASHES.of_name("tenant", "acme")
-    assert len(name) == 12
-    assert name not in (HASHES.of_name("tenant", "acme2"), HASHES.of_name("session", "acme"))

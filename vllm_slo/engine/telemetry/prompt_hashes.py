@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Salted hashes that show which prompts begin alike, and which names are the same; no more."""
+"""Salted hashes that show which prompts begin alike; no more."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ __all__ = ["PromptHashes"]
 _ID_BITS: Final = 53
 """Whole numbers up to so many bits are exact in every reader of JSON."""
 _DIGEST_BYTES: Final = 8
-_NAME_DIGITS: Final = 12
 
 
 class PromptHashes:
     """Hashes under one salt.
 
     Args:
-        salt: a secret of 16 bytes. Without it nobody can tell whether a guessed prompt or name is
-            the right one.
+        salt: a secret of 16 bytes. Without it nobody can tell whether a guessed prompt is the right
+            one.
         block_tokens: tokens of a block.
     """
 
@@ -58,16 +57,6 @@ class PromptHashes:
             digest = hashed.copy().digest()
             ids.append(int.from_bytes(digest, "big") >> (8 * _DIGEST_BYTES - _ID_BITS))
         return tuple(ids)
-
-    def of_name(self, kind: str, name: str) -> str:
-        """A name that stands for another one. ``kind``: what is named; up to 16 characters."""
-        hashed = blake2b(
-            name.encode(errors="surrogatepass"),
-            key=self._salt,
-            digest_size=_NAME_DIGITS // 2,
-            person=kind.encode(),
-        )
-        return hashed.hexdigest()
 
 
 def _framed(text: str) -> bytes:

@@ -31,6 +31,7 @@ from vllm_slo.engine.telemetry.recording_writer import RecordingWriter, WriterSe
 from vllm_slo.engine.telemetry.state import SOCKET_VARIABLE
 from vllm_slo.slo.model import SLO
 from vllm_slo.slo.verdicts import Declined, unpack
+from vllm_slo.traces.names import hashed_name
 from vllm_slo.traces.own_format import header_line, request_line
 from vllm_slo.traces.request import End, Promise, Served, TraceRequest
 
@@ -142,6 +143,7 @@ class RequestRecorder:
         self._writer = writer
         self._begun_s = begun_s
         self._window = window
+        self._salt = salt
         self._hashes = PromptHashes(salt, config.block_tokens)
         self._hides_tenants = config.tenants == "hashed"
         self._live: dict[str, _Arrived] = {}
@@ -293,9 +295,9 @@ class RequestRecorder:
         """The line of a request, whose names and prompt are hashed here, in the writer's thread."""
         tenant, session = trace.tenant, trace.session
         if tenant is not None and self._hides_tenants:
-            tenant = self._hashes.of_name("tenant", tenant)
+            tenant = hashed_name(self._salt, "tenant", tenant)
         if session is not None:
-            session = self._hashes.of_name("session", session)
+            session = hashed_name(self._salt, "session", session)
         ids = self._hashes.of_prompt(prompt, images, apart)
         written = replace(trace, tenant=tenant, session=session, hash_ids=ids)
         return request_line(written, 0.0).encode()

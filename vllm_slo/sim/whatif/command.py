@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +18,7 @@ from vllm_slo.sim.errors import SimulationError
 from vllm_slo.sim.hardware import Hardware, built_in, load_hardware
 from vllm_slo.sim.report import versions
 from vllm_slo.sim.systems import parse_system
-from vllm_slo.sim.terminal import bar, need_vllm, wide_console
+from vllm_slo.sim.terminal import bar, need_vllm, put_json, wide_console
 from vllm_slo.sim.traffic import Traffic
 from vllm_slo.sim.whatif import page, terminal
 from vllm_slo.sim.whatif.comparison import Comparison
@@ -94,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         hardware.speculating()
     classes = classes_of(args)
     selection = replace(selection_of(args), seed=args.seed)
-    outputs = _outputs(args)
+    _make_folders(args)
     traffic = Traffic(load(args.trace, selection), classes)
     conditions = Conditions(
         replicas=args.replicas,
@@ -139,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             versions(),
         ),
     )
-    _write(report, arguments.standard_output(args.json), outputs)
+    _write(report, args)
     return arguments.OK
 
 
@@ -152,22 +150,18 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return hardware.with_draft_step(args.draft_step_ms / 1e3)
 
 
-def _outputs(args: argparse.Namespace) -> list[tuple[str, Path]]:
-    """(what, file) of ``--json`` and ``--html``; their folders are made now, so that a wrong path
-    shows before the simulation."""
-    files = []
-    if args.json is not None and not arguments.standard_output(args.json):
-        files.append(("--json", "numbers", args.json))
-    if args.html is not None:
-        files.append(("--html", "page", args.html))
-    for option, _, path in files:
+def _make_folders(args: argparse.Namespace) -> None:
+    """Make the folders of ``--json`` and ``--html``, so that a wrong path shows before the
+    simulation."""
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        if path is None or arguments.standard_output(path):
+            continue
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SimulationError(
                 f"{option}: cannot make {path.parent}: {error.strerror}"
             ) from error
-    return [(what, path) for _, what, path in files]
 
 
 def _in_words(selection: Selection) -> str:
@@ -186,20 +180,18 @@ def _in_words(selection: Selection) -> str:
     return ", ".join(parts)
 
 
-def _write(report: Report, only_json: bool, outputs: Sequence[tuple[str, Path]]) -> None:
+def _write(report: Report, args: argparse.Namespace) -> None:
     """Write the files, and print the table or only the JSON text."""
-    texts = {"numbers": json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"}
-    if any(what == "page" for what, _ in outputs):
-        texts["page"] = page.render(report)
-    for what, path in outputs:
+    if args.json is not None:
+        put_json(report.to_dict(), args.json)
+    if args.html is not None:
         try:
-            path.write_text(texts[what], encoding="utf-8")
+            args.html.write_text(page.render(report), encoding="utf-8")
         except OSError as error:
-            raise SimulationError(f"cannot write {path}: {error.strerror}") from error
-    if only_json:
-        sys.stdout.write(texts["numbers"])
+            raise SimulationError(f"--html: cannot write {args.html}: {error.strerror}") from error
+    if arguments.standard_output(args.json):
         return
     console = wide_console()
     console.print(terminal.render(report))
-    for _, path in outputs:
+    for path in filter(None, (args.json, args.html)):
         console.print(f"written: {path}", soft_wrap=True, markup=False, highlight=False)
