@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same requests on vLLM's real CPU engine and in the simulator, under several conditions.
 
-    python benchmarks/sim_validation.py                     results/sim_validation.md, 35 minutes
+    python benchmarks/sim_validation.py                     results/sim_validation.md, 40 minutes
     python benchmarks/sim_validation.py --only sessions     one condition; writes nothing
     python benchmarks/sim_validation.py --quick             seconds of each; writes nothing
 
@@ -67,16 +67,17 @@ The engine is vLLM's engine core with a costlier twin of the built-in model, in 
 on one core, with synchronous stepping. A client in another process sends each request at its time.
 There is no HTTP server, no tokenizer and no network, in the simulator neither. The requests are the
 demo's classes with objectives, Poisson. A load is the offered tokens over what one engine could
-process if it did nothing but prefill. The simulator serves the very same requests. Answers end
-where the workload says; no scheduler knows where.
+process if it did nothing but prefill; vllm-slo keeps about nine objectives in ten, which is what
+`plan` asks for by default. The simulator serves the very same requests. Answers end where the
+workload says; no scheduler knows where.
 
 {conditions}
 
 *{profile}*: what an operator knows. Step times are profiled right before and right after the runs
 of a system (`vllm-slo profile --quick`). A run of {short_s:g} s before the others tells what
-vllm-slo's scheduler takes beyond vLLM's, what drafts take, and how live steps scatter about all
-that. They scatter alike in the simulator, in stretches of {block} steps. The accepted share of the
-drafts is that of the runs themselves. The target is judged on these rows. *{live}*: each run is
+vllm-slo's scheduler takes beyond vLLM's, what drafts take, and how far live steps are from all
+that. They are as far from it in the simulator, in stretches of {block} steps. The accepted share of
+the drafts is that of the runs themselves. The target is judged on these rows. *{live}*: each run is
 simulated with step times that were fitted to the steps of the other runs. What the first kind gets
 wrong and the second does not is a change of the machine between profile and runs.
 """
@@ -90,9 +91,9 @@ Not covered: asynchronous scheduling, an HTTP frontend, several fronts, draft se
 Took {minutes:.0f} minutes."""
 PROFILE_S: Final = 25.0
 PROFILE_AFTER_S: Final = 10.0
-SHORT_RUN_S: Final = 10.0
-"""Arrivals of the run before them. It warms the engine up, and from it the simulator is told what
-drafts and vllm-slo's scheduler take."""
+SHORT_RUN_S: Final = 25.0
+"""Arrivals of the run before the others. It warms the engine up, and tells the simulator what the
+profile does not."""
 SHORT_RUN_SEED: Final = 1000
 
 
@@ -263,8 +264,8 @@ def rows_of(measured: Measured, sizes: Sizes, workers: Workers) -> list[Row]:
 def known_of(measured: Measured, number: int) -> Told:
     """What an operator knows of system ``number`` of a condition."""
     served = measured.condition.systems[number]
-    (record, *_) = measured.runs[served.name][0].records
-    return told(served, measured.hardware, measured.profiles[number : number + 2], record)
+    records = measured.runs[served.name][0].records
+    return told(served, measured.hardware, measured.profiles[number : number + 2], records)
 
 
 def others(runs: Sequence[LiveRun], place: int) -> list[Record]:

@@ -103,24 +103,24 @@ PLAIN: Final = (Served("stock vLLM", STOCK), Served("vllm-slo", SLO, slo_config=
 CONDITIONS: Final = (
     Condition(
         "plain", "the KV cache holds all requests, prompts share nothing",
-        Workload(0.55),
+        Workload(0.47),
         PLAIN, seeds=(0, 1, 0),
     ),
     Condition(
         "memory pressure", "a KV cache so small that requests wait for memory and are preempted",
-        Workload(0.6, length_scale=0.8), PLAIN, kv_tokens=1_536, max_model_len=MAX_CONTEXT,
+        Workload(0.4, length_scale=0.8), PLAIN, kv_tokens=1_536, max_model_len=MAX_CONTEXT,
     ),
     Condition(
         "prefix sharing", "prompts begin with one of six texts of 192 to 384 tokens",
-        Workload(0.5, prefixes=6, prefix_tokens=384, length_scale=0.8), PLAIN,
+        Workload(0.31, prefixes=6, prefix_tokens=384, length_scale=0.8), PLAIN,
     ),
     Condition(
         "sessions", "jobs of two to four rounds with a mean of 2 s to think between them",
-        Workload(0.17, rounds=4, think_s=2.0, length_scale=0.6), PLAIN,
+        Workload(0.11, duration_s=60.0, rounds=4, think_s=2.0, length_scale=0.6), PLAIN,
     ),
     Condition(
         "drafts", f"vLLM's own draft model drafts {DRAFTS} tokens, prompts are Python code",
-        Workload(0.45),
+        Workload(0.32),
         (
             Served("stock vLLM", speculating(STOCK, DRAFTS), _CHAIN),
             Served("vllm-slo", speculating(SLO, DRAFTS), _CHAIN, {}),
@@ -129,12 +129,12 @@ CONDITIONS: Final = (
     ),
     Condition(
         "trees", "vllm-slo drafts token trees with the built-in draft, prompts are Python code",
-        Workload(0.55),
+        Workload(0.28),
         (Served("vllm-slo", TREES_SYSTEM, _TREES, {"draft_model": DRAFT}),),
         text=True,
     ),
     Condition(
-        "two replicas", "two engines, one core each, behind one front", Workload(1.1), PLAIN,
+        "two replicas", "two engines, one core each, behind one front", Workload(1.03), PLAIN,
         replicas=2,
     ),
 )  # fmt: skip

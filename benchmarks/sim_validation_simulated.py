@@ -77,11 +77,6 @@ class StepErrors:
             parts[expected >= split_s].append(actual / expected)
         return cls(split_s, *map(tuple, parts))
 
-    def centred(self) -> StepErrors:
-        """The same about a mean of 1: how much steps scatter, and not whether all are slower."""
-        parts = (np.array(part) for part in (self.short, self.long))
-        return StepErrors(self.split_s, *(tuple(p / p.mean()) if p.size else () for p in parts))
-
 
 @dataclass(frozen=True)
 class Scattered(Conditions):
@@ -192,19 +187,22 @@ def draft_of_trees(steps: Sequence[LiveStep]) -> Line:
     return line(passes) if len(passes) > 1 else (0.0, 0.0)
 
 
-def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], record: Record) -> Told:
-    """What an operator knows: the profile, and what a short run on the engine took beyond it.
+def told(
+    served: Served, hardware: Hardware, profiles: Sequence[Profiled], records: Sequence[Record]
+) -> Told:
+    """What an operator knows: the profile, and how a short run under load differed from it.
 
     Args:
         hardware: all but the step times.
         profiles: from before and after the runs.
-        record: of the short run; how its steps scattered is told, too.
+        records: of the short run, of each engine; the errors of its steps are told, too.
     """
+    live = [step for record in records for step in record.steps]
     samples = [sample for profile in profiles for sample in profile.report.samples]
     model = fit(samples).model
     hardware = replace(hardware, step_time=model)
     profiled = [step for profile in profiles for step in profile.steps]
-    scheduling = less(scheduling_line(record.steps), scheduling_line(profiled))
+    scheduling = less(scheduling_line(live), scheduling_line(profiled))
 
     def beyond_s(step: LiveStep) -> float:
         """Seconds of a step that neither the profile nor the scheduler explains."""
@@ -213,17 +211,17 @@ def told(served: Served, hardware: Hardware, profiles: Sequence[Profiled], recor
         return took_s - scheduling_s(step, scheduling) - plain_s
 
     if served.system.trees:
-        fixed_s, token_s = line([(step.shape.tokens, beyond_s(step)) for step in record.steps])
+        fixed_s, token_s = line([(step.shape.tokens, beyond_s(step)) for step in live])
         hardware = replace(hardware, step_time=model.besides(fixed_s, token_s))
-        hardware = _with_draft(hardware, *draft_of_trees(record.steps))
+        hardware = _with_draft(hardware, *draft_of_trees(live))
     elif served.system.drafts:
-        steps = [step for step in record.steps if step.shape.spec_steps]
+        steps = [step for step in live if step.shape.spec_steps]
         causes = np.array([(step.shape.spec_steps, step.shape.tokens, 1.0) for step in steps])
         pass_s, token_s, fixed_s = map(float, nnls(causes, np.array([*map(beyond_s, steps)])))
         hardware = replace(hardware, step_time=model.besides(fixed_s))
         hardware = _with_draft(hardware, pass_s, token_s)
-    errors = misfit(record.steps, hardware, scheduling).centred()
-    return Told(hardware, (scheduling[0] + gap_s(record.steps), scheduling[1]), errors)
+    errors = misfit(live, hardware, scheduling)
+    return Told(hardware, (scheduling[0] + gap_s(live), scheduling[1]), errors)
 
 
 def _with_draft(hardware: Hardware, pass_s: float, token_s: float) -> Hardware:
