@@ -14,6 +14,7 @@ before each condition and again after it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import pickle
 import statistics
@@ -37,19 +38,22 @@ from sim_validation_conditions import (
     limits,
     make_jobs,
 )
-from sim_validation_engine import BLOCK_SIZE, EngineSetup, Record
+from sim_validation_engine import BLOCK_SIZE, EngineSetup
 from sim_validation_live import EngineProcess, LiveRun, Measured, code_tokens, serve
-from sim_validation_report import HEAD, LIVE, PROFILE, Row, again, bounds, cells, draw
+from sim_validation_report import DRIFT, FORECAST, HEAD, Row, again, bounds, cells, draw
 from sim_validation_simulated import (
     BLOCK_STEPS,
     SEEDS,
+    STRETCH_S,
     Task,
     Told,
     acceptance,
+    begins_s,
     bias,
+    delivered_s,
     simulated,
     told,
-    told_live,
+    with_drift,
 )
 
 from vllm_slo.bench.demo_load import choose_model
@@ -73,13 +77,17 @@ workload says; no scheduler knows where.
 
 {conditions}
 
-*{profile}*: what an operator knows. Step times are profiled right before and right after the runs
-of a system (`vllm-slo profile --quick`). A run of {short_s:g} s before the others tells what
-vllm-slo's scheduler takes beyond vLLM's, what drafts take, and how far live steps are from all
+*{forecast}*: what an operator knows. Step times are profiled right before and right after the runs
+of a system (`vllm-slo profile --quick`). A run of {short_s:g} s before the others tells what the
+profile does not: steps of the shapes that this traffic has, what vllm-slo's scheduler takes beyond
+vLLM's, what drafts take, how long a request is on its way, and how far live steps are from all
 that. They are as far from it in the simulator, in stretches of {block} steps. The accepted share of
-the drafts is that of the runs themselves. The target is judged on these rows. *{live}*: each run is
-simulated with step times that were fitted to the steps of the other runs. What the first kind gets
-wrong and the second does not is a change of the machine between profile and runs.
+the drafts is that of the runs themselves.
+
+*{drift}*: what live steps tell is told of the runs themselves, and how fast the machine was at each
+moment, in means over {stretch:g} s. This is a shared machine, whose speed changes from minute to
+minute: no forecast knows that. What is left is the error of the simulator. The target is judged on
+these rows.
 """
 PICTURE: Final = "![CDFs of TTFT and TPOT, real against simulated](sim_validation.png)"
 NOTE: Final = """\
@@ -239,39 +247,35 @@ def main() -> None:
 
 
 def rows_of(measured: Measured, sizes: Sizes, workers: Workers) -> list[Row]:
-    """The rows of one condition: what an operator knows, and with the step times of other runs."""
+    """The rows of one condition: as an operator would forecast, and with the machine's speed."""
     rows = []
     for number, served in enumerate(measured.condition.systems):
-        short, *runs = measured.runs[served.name]
-        begun_s = tuple(run.began_s for run in (short, *runs))
-        known = known_of(measured, number)
-        accepted = acceptance([record for run in runs for record in run.records])
-        task = partial(Task, measured.condition, served, measured.jobs, begun_s, accepted)
-        tasks = [(task(known, seed),) for seed in range(sizes.simulations)]
-        lived = [told_live(known, served, others(runs, place)) for place in range(len(runs))]
-        tasks += [(task(one, place),) for place, one in enumerate(lived)]
-        found = run_tasks(simulated, tasks, workers, None)
-        profiled, live = found[: sizes.simulations], found[sizes.simulations :]
-        real = tuple(tuple(map(measure_job, run.results)) for run in runs)
-        for kind, parts in (
-            (PROFILE, tuple(zip(*profiled, strict=True))),
-            (LIVE, tuple((one[place],) for place, one in enumerate(live))),
-        ):
+        runs = measured.runs[served.name]
+        begun_s = [run.began_s for run in runs]
+        begins = begins_s(begun_s)
+        later_s = [at_s - began_s for at_s, began_s in zip(begins, begun_s, strict=True)]
+        told_of = partial(known_of, measured, number)
+        forecast = told_of(runs[:1])
+        drifted = with_drift(told_of(runs), [run.records for run in runs], later_s)
+        accepted = acceptance([record for run in runs[1:] for record in run.records])
+        task = partial(Task, measured.condition, served, measured.jobs, begins, accepted)
+        kinds = {FORECAST: forecast, DRIFT: drifted}
+        tasks = [(task(one, seed),) for one in kinds.values() for seed in range(sizes.simulations)]
+        found = iter(run_tasks(simulated, tasks, workers, None))
+        real = tuple(tuple(map(measure_job, run.results)) for run in runs[1:])
+        for kind in kinds:
+            parts = tuple(zip(*itertools.islice(found, sizes.simulations), strict=True))
             rows.append(Row(measured.condition.name, served.name, kind, real, parts))
     return rows
 
 
-def known_of(measured: Measured, number: int) -> Told:
-    """What an operator knows of system ``number`` of a condition."""
+def known_of(measured: Measured, number: int, runs: Sequence[LiveRun]) -> Told:
+    """What is known of system ``number`` of a condition, if it has shown its steps in ``runs``."""
     served = measured.condition.systems[number]
-    records = measured.runs[served.name][0].records
-    return told(served, measured.hardware, measured.profiles[number : number + 2], records)
-
-
-def others(runs: Sequence[LiveRun], place: int) -> list[Record]:
-    """Records of all runs but one; of that one if there is no other."""
-    chosen = [run for number, run in enumerate(runs) if number != place] or runs
-    return [record for run in chosen for record in run.records]
+    every = [record for run in measured.runs[served.name] for record in run.records]
+    hardware = replace(measured.hardware, frontend_s=delivered_s(every))
+    profiled = measured.profiles[number : number + 2]
+    return told(served, hardware, profiled, [record for run in runs for record in run.records])
 
 
 def measurements(
@@ -301,8 +305,8 @@ def telling(measured: Measured) -> list[list[str]]:
     """What the simulator was told, and what happened live: a line for each system."""
     lines = []
     for number, served in enumerate(measured.condition.systems):
-        runs = measured.runs[served.name][1:]
-        known = known_of(measured, number)
+        short, *runs = measured.runs[served.name]
+        known = known_of(measured, number, [short])
         records = [record for run in runs for record in run.records]
         steps = [step for record in records for step in record.steps]
         mean_requests = statistics.fmean(step.shape.requests for step in steps)
@@ -334,7 +338,7 @@ def repeated(measured: Measured, rows: Sequence[Row]) -> list[str]:
     return [
         again(row.condition, row.system, row.real[first], row.real[second])
         for row in rows
-        if row.condition == condition.name and row.kind == PROFILE
+        if row.condition == condition.name and row.kind == FORECAST
         for first, second in pairs
     ]
 
@@ -358,8 +362,8 @@ def show(
         for one in measured
     )
     text = INTRODUCTION.format(
-        doc=(__doc__ or "").partition("\n")[0], conditions=conditions, profile=PROFILE, live=LIVE,
-        block=BLOCK_STEPS, short_s=SHORT_RUN_S,
+        doc=(__doc__ or "").partition("\n")[0], conditions=conditions, forecast=FORECAST,
+        drift=DRIFT, block=BLOCK_STEPS, short_s=SHORT_RUN_S, stretch=STRETCH_S,
     )  # fmt: skip
     write_result("sim_validation", text, table, note=note)
     draw(rows, RESULTS / "sim_validation.png")

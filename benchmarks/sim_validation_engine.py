@@ -84,6 +84,7 @@ class LiveStep(NamedTuple):
         gap_s: from the step before it, in which the process took in requests and gave out tokens;
             0 if the engine was idle.
         drafting: (tokens, seconds) of each pass of the draft of trees.
+        ended_s: on the machine's monotonic clock.
     """
 
     shape: BatchShape
@@ -91,6 +92,7 @@ class LiveStep(NamedTuple):
     scheduling_s: float
     gap_s: float
     drafting: tuple[tuple[int, float], ...]
+    ended_s: float = 0.0
 
     @property
     def sample(self) -> Sample:
@@ -107,6 +109,8 @@ class Record:
             refused), and those of them that were right. Of trees, the best guesses.
         preemptions: requests that lost their memory.
         cached_tokens: prompt tokens that were in the prefix cache.
+        deliveries_s: from the planned arrival of a request until this process had it, of requests
+            that found the engine idle.
     """
 
     steps: list[LiveStep] = field(default_factory=list)
@@ -114,6 +118,7 @@ class Record:
     accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     preemptions: int = 0
     cached_tokens: int = 0
+    deliveries_s: list[float] = field(default_factory=list)
 
 
 class Profiled(NamedTuple):
@@ -175,7 +180,9 @@ class Recorder:
         passes = output.num_spec_tokens_to_schedule if self._drafts_chains else 0
         drafting = tuple((tokens, s) for _, tokens, s in messages.drafting_of(done).passes)
         shape = replace(shape, spec_steps=passes)
-        record.steps.append(LiveStep(shape, took_s, scheduling_s, self._gap_s, drafting))
+        record.steps.append(
+            LiveStep(shape, took_s, scheduling_s, self._gap_s, drafting, time.monotonic())
+        )
         record.preemptions += len(output.preempted_req_ids or ())
         record.cached_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         for name, drafts in output.scheduled_spec_decode_tokens.items():
@@ -345,6 +352,8 @@ class Engine:
         request.arrival_time = arrived_epoch_s
         request.sampling_params.extra_args = extra
         self._times_s[name] = []
+        if not self._scheduler.has_requests():
+            self._scheduler.record.deliveries_s.append(time.time() - arrived_epoch_s)
         self._core.add_request(request)
 
     def record(self) -> Record:

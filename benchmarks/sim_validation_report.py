@@ -21,8 +21,8 @@ POINTS_TARGET: Final = 3.0
 P50_TARGET: Final = 0.10
 P99_TARGET: Final = 0.25
 """Percentiles of TTFT and TPOT may be off by such a share."""
-PROFILE: Final = "profile"
-LIVE: Final = "live step times"
+FORECAST: Final = "forecast"
+DRIFT: Final = "step times"
 
 Measures = tuple[JobMeasure, ...]
 
@@ -32,7 +32,7 @@ class Row:
     """One system under one condition.
 
     Attributes:
-        kind: what the simulator was told: `PROFILE` or `LIVE`.
+        kind: what the simulator was told: `FORECAST` or `DRIFT`.
         real: measures of each run.
         simulated: measures of each simulation of each run, over the same jobs in the same order.
     """
@@ -170,8 +170,10 @@ def cells(row: Row) -> list[str]:
 
 
 def bounds(rows: Sequence[Row]) -> str:
-    """The largest errors of the rows that know the profile, in sentences for the documentation."""
-    judged = [(row, errors(row.real, row.simulated)) for row in rows if row.kind == PROFILE]
+    """How many rows of each kind are within the target, and the largest errors of those that are
+    judged, in sentences for the documentation."""
+    judged = [(row, errors(row.real, row.simulated)) for row in rows if row.kind == DRIFT]
+    forecasts = [errors(row.real, row.simulated) for row in rows if row.kind == FORECAST]
     within = sum(not off.misses for _, off in judged)
 
     def worst(name: str) -> tuple[float, str]:
@@ -186,10 +188,13 @@ def bounds(rows: Sequence[Row]) -> str:
     ):  # fmt: skip
         share, where = worst(name)
         largest.append(f"{words} {100 * share:+.0f}% ({where})")
+    farthest = max((off.points for off in forecasts), key=abs)
     return (
         f"Within the target ({POINTS_TARGET:g} points of attainment, {P50_TARGET:.0%} at p50, "
-        f"{P99_TARGET:.0%} at p99): {within} of {len(judged)} rows that know the profile. Largest "
-        f"errors of these rows: {', '.join(largest)}."
+        f"{P99_TARGET:.0%} at p99): {within} of {len(judged)} rows that know the step times, "
+        f"and {sum(not off.misses for off in forecasts)} of {len(forecasts)} forecasts. Largest "
+        f"errors of the former: {', '.join(largest)}. Largest error of a forecast: attainment "
+        f"{farthest:+.1f} points."
     )
 
 
@@ -208,8 +213,8 @@ COLOURS: Final = {"stock vLLM": "#d55e00", "vllm-slo": "#0072b2"}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """CDFs of TTFT and TPOT, real against simulated from the profile: a line of two panels for each
-    condition."""
+    """CDFs of TTFT and TPOT, real against simulated with the step times: a line of two
+    panels for each condition."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -220,7 +225,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for line, name in zip(panels, names, strict=True):
         for axes, what in zip(line, ("TTFT", "TPOT"), strict=True):
             for row in rows:
-                if row.condition == name and row.kind == PROFILE:
+                if row.condition == name and row.kind == DRIFT:
                     _draw_row(axes, row, what)
             _finish(axes)
             axes.set_title(f"{name}: {what}", loc="left", fontsize=10)

@@ -14,8 +14,9 @@ import numpy as np
 from sim_validation_conditions import Condition, Served
 from sim_validation_engine import LiveStep, Profiled, Record
 
+from vllm_slo.core.clock import Clock
 from vllm_slo.core.step_time.fit import fit, nnls
-from vllm_slo.core.step_time.model import BatchShape
+from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.sim.cluster import simulate
 from vllm_slo.sim.conditions import Conditions
 from vllm_slo.sim.hardware import Draft, Hardware
@@ -27,6 +28,9 @@ SEEDS: Final = 3
 """Simulations of each live run; the table has their mean."""
 BLOCK_STEPS: Final = 50
 """Steps whose errors are replayed together, because a slow moment lasts longer than a step."""
+
+STRETCH_S: Final = 2.0
+"""The speed of the machine is told as means over so long."""
 
 APART_S: Final = 5.0
 """More time between two runs than on the real engine, for the first to end here, too."""
@@ -78,16 +82,61 @@ class StepErrors:
         return cls(split_s, *map(tuple, parts))
 
 
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How much longer the steps of an engine took than expected, over time.
+
+    Attributes:
+        times_s: middles of the stretches of `STRETCH_S` in which it worked, increasing.
+        factors: actual over expected time in each.
+    """
+
+    times_s: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[float, float, float]]) -> Drift:
+        """Of (end, expected, actual) times."""
+        if not steps:
+            return cls()
+        ends_s, expected_s, actual_s = np.array(steps).T
+        middles = np.arange(ends_s[0], ends_s[-1] + STRETCH_S, STRETCH_S / 2)
+        found = []
+        for middle_s in middles:
+            near = np.abs(ends_s - middle_s) < STRETCH_S / 2
+            if (work_s := expected_s[near].sum()) > 0.1 * STRETCH_S:
+                found.append((float(middle_s), float(actual_s[near].sum() / work_s)))
+        return cls(*zip(*found, strict=True)) if found else cls()
+
+    def at(self, now_s: float) -> float:
+        """The factor at a time."""
+        return float(np.interp(now_s, self.times_s, self.factors)) if self.times_s else 1.0
+
+
 @dataclass(frozen=True)
 class Scattered(Conditions):
-    """Conditions whose step times scatter as others did."""
+    """Conditions whose step times scatter as others did.
+
+    Attributes:
+        profile: step times that the schedulers start with; None: those of the hardware.
+        drifts: of each engine, in the simulation's time; empty: they are as fast all the time.
+    """
 
     errors: StepErrors = StepErrors()
+    profile: StepTimeModel | None = None
+    drifts: tuple[Drift, ...] = ()
 
-    def true_step_time(self, hardware: Hardware, engine: int) -> Callable[[BatchShape], float]:
+    def believed(self, hardware: Hardware, engine: int) -> StepTimeModel:
+        """As the real scheduler was told."""
+        return self.profile or super().believed(hardware, engine)
+
+    def true_step_time(
+        self, hardware: Hardware, engine: int, clock: Clock
+    ) -> Callable[[BatchShape], float]:
         """The predicted time times an error; `BLOCK_STEPS` that followed each other are drawn
         together."""
-        predict, errors = self.believed(hardware, engine).predict_shape_s, self.errors
+        predict, errors = hardware.step_time.predict_shape_s, self.errors
+        drift = self.drifts[engine] if self.drifts else Drift()
         rng = np.random.default_rng([self.seed, engine])
         pools = errors.short or (1.0,), errors.long or errors.short or (1.0,)
         left: tuple[list[float], list[float]] = ([], [])
@@ -101,7 +150,7 @@ class Scattered(Conditions):
                     pools[part][(first + n) % len(pools[part])]
                     for n in reversed(range(BLOCK_STEPS))
                 )
-            return expected_s * left[part].pop()
+            return expected_s * drift.at(clock.monotonic_s()) * left[part].pop()
 
         return taken
 
@@ -116,13 +165,19 @@ class Told:
 
     Attributes:
         hardware: with its draft, if it has one.
-        scheduling: as `Scheduled.scheduling`, with the time between two steps.
+        profile: that vllm-slo's scheduler is given.
+        scheduling: as `Scheduled.scheduling`.
+        gap_s: between two steps.
         errors: of its steps.
+        drifts: of each engine; empty: not told.
     """
 
     hardware: Hardware
+    profile: StepTimeModel
     scheduling: Line
+    gap_s: float
     errors: StepErrors
+    drifts: tuple[Drift, ...] = ()
 
 
 def line(points: Sequence[tuple[float, float]], weights: Sequence[float] = ()) -> Line:
@@ -160,13 +215,31 @@ def less(a: Line, b: Line) -> Line:
     return a[0] - b[0], a[1] - b[1]
 
 
-def misfit(steps: Sequence[LiveStep], hardware: Hardware, scheduling: Line) -> StepErrors:
+def misfit(
+    records: Sequence[Record], hardware: Hardware, scheduling: Line, drifts: Sequence[Drift] = ()
+) -> StepErrors:
     """Errors of live steps, against what the simulator would charge for them; what it charges for
-    scheduling is left out of both."""
+    scheduling is left out of both.
+
+    Args:
+        records: of each engine.
+        drifts: of each engine; they explain a part of the errors.
+    """
     return StepErrors.of([
-        (charged_s(step, hardware), step.sample[1] - scheduling_s(step, scheduling))
-        for step in steps
+        (expected_s * drift.at(ended_s), actual_s)
+        for record, drift in zip(records, drifts or [Drift()] * len(records), strict=True)
+        for ended_s, expected_s, actual_s in compared(record.steps, hardware, scheduling)
     ])  # fmt: skip
+
+
+def compared(
+    steps: Sequence[LiveStep], hardware: Hardware, scheduling: Line
+) -> list[tuple[float, float, float]]:
+    """(end, expected, actual time) of each step, both without scheduling."""
+    return [
+        (step.ended_s, charged_s(step, hardware), step.sample[1] - scheduling_s(step, scheduling))
+        for step in steps
+    ]
 
 
 def charged_s(step: LiveStep, hardware: Hardware) -> float:
@@ -190,19 +263,19 @@ def draft_of_trees(steps: Sequence[LiveStep]) -> Line:
 def told(
     served: Served, hardware: Hardware, profiles: Sequence[Profiled], records: Sequence[Record]
 ) -> Told:
-    """What an operator knows: the profile, and how a short run under load differed from it.
+    """What is known by profiles, and by how live steps differed from them.
 
     Args:
-        hardware: all but the step times.
+        hardware: with the step times that the real scheduler was told.
         profiles: from before and after the runs.
-        records: of the short run, of each engine; the errors of its steps are told, too.
+        records: of the live steps; their errors are told, too.
     """
     live = [step for record in records for step in record.steps]
     samples = [sample for profile in profiles for sample in profile.report.samples]
-    model = fit(samples).model
-    hardware = replace(hardware, step_time=model)
     profiled = [step for profile in profiles for step in profile.steps]
     scheduling = less(scheduling_line(live), scheduling_line(profiled))
+    model = fit(samples).model
+    found = replace(hardware, step_time=model)
 
     def beyond_s(step: LiveStep) -> float:
         """Seconds of a step that neither the profile nor the scheduler explains."""
@@ -212,16 +285,53 @@ def told(
 
     if served.system.trees:
         fixed_s, token_s = line([(step.shape.tokens, beyond_s(step)) for step in live])
-        hardware = replace(hardware, step_time=model.besides(fixed_s, token_s))
-        hardware = _with_draft(hardware, *draft_of_trees(live))
+        found = replace(found, step_time=model.besides(fixed_s, token_s))
+        found = _with_draft(found, *draft_of_trees(live))
     elif served.system.drafts:
         steps = [step for step in live if step.shape.spec_steps]
         causes = np.array([(step.shape.spec_steps, step.shape.tokens, 1.0) for step in steps])
         pass_s, token_s, fixed_s = map(float, nnls(causes, np.array([*map(beyond_s, steps)])))
-        hardware = replace(hardware, step_time=model.besides(fixed_s))
-        hardware = _with_draft(hardware, pass_s, token_s)
-    errors = misfit(live, hardware, scheduling)
-    return Told(hardware, (scheduling[0] + gap_s(live), scheduling[1]), errors)
+        found = replace(found, step_time=model.besides(fixed_s))
+        found = _with_draft(found, pass_s, token_s)
+    else:
+        # A profile has few shapes; live steps have those of the traffic. Their level is left out.
+        for record in records:
+            drift = Drift.of(compared(record.steps, found, scheduling))
+            samples += [
+                (step.shape, actual_s / drift.at(ended_s))
+                for step, (ended_s, _, actual_s) in zip(
+                    record.steps, compared(record.steps, found, scheduling), strict=True
+                )
+            ]
+        found = replace(found, step_time=fit(samples).model)
+    errors = misfit(records, found, scheduling)
+    return Told(found, hardware.step_time, scheduling, gap_s(live), errors)
+
+
+def delivered_s(records: Sequence[Record]) -> float:
+    """Typical time that a request takes from the client to an engine."""
+    found = [seconds for record in records for seconds in record.deliveries_s]
+    return statistics.median(found) if found else 0.0
+
+
+def with_drift(told: Told, runs: Sequence[Sequence[Record]], later_s: Sequence[float]) -> Told:
+    """The same, and how fast the machine was while the runs lasted.
+
+    Args:
+        runs: records of each engine of each run.
+        later_s: what to add to the machine's time in a run, for the simulation's time.
+    """
+    expected = told.hardware, told.scheduling
+    engines = [
+        Record([
+            step._replace(ended_s=step.ended_s + add_s)
+            for run, add_s in zip(runs, later_s, strict=True)
+            for step in run[number].steps
+        ])
+        for number in range(len(runs[0]))
+    ]  # fmt: skip
+    drifts = tuple(Drift.of(compared(engine.steps, *expected)) for engine in engines)
+    return replace(told, errors=misfit(engines, *expected, drifts), drifts=drifts)
 
 
 def _with_draft(hardware: Hardware, pass_s: float, token_s: float) -> Hardware:
@@ -229,22 +339,10 @@ def _with_draft(hardware: Hardware, pass_s: float, token_s: float) -> Hardware:
     return replace(hardware, draft=Draft("the built-in draft", token_s))
 
 
-def told_live(told: Told, served: Served, records: Sequence[Record]) -> Told:
-    """The same with step times that were measured live, in other runs. They hold everything."""
-    steps = [step for record in records for step in record.steps]
-    model = fit([step.sample for step in steps]).model
-    hardware = replace(told.hardware, step_time=model)
-    if served.system.trees:
-        hardware = _with_draft(hardware, *draft_of_trees(steps))
-    elif hardware.draft is not None:
-        hardware = replace(hardware, draft=replace(hardware.draft, token_s=0.0))
-    return Told(hardware, (gap_s(steps), 0.0), misfit(steps, hardware, (0.0, 0.0)))
-
-
 def bias(steps: Sequence[LiveStep], told: Told) -> float:
     """The time of live steps over what the simulator would charge for them, errors left out."""
     charges_s = [charged_s(s, told.hardware) + scheduling_s(s, told.scheduling) for s in steps]
-    return sum(step.sample[1] + step.gap_s for step in steps) / sum(charges_s)
+    return sum(step.sample[1] for step in steps) / sum(charges_s)
 
 
 def acceptance(records: Sequence[Record]) -> dict[str, float]:
@@ -263,14 +361,14 @@ class Task:
 
     Attributes:
         jobs: of each run.
-        begun_s: when each run began on the real engine.
+        begins_s: when each run begins in the simulation.
         accepted: application -> share of the drafted tokens that is accepted.
     """
 
     condition: Condition
     served: Served
     jobs: Sequence[Sequence[Job]]
-    begun_s: Sequence[float]
+    begins_s: Sequence[float]
     accepted: Mapping[str, float]
     told: Told
     seed: int
@@ -281,7 +379,8 @@ def simulated(task: Task) -> list[tuple[JobMeasure, ...]]:
     learnt by then about answers and step times is a part of the condition."""
     plain, told = task.served.system, task.told
     fields = {name: getattr(plain, name) for name in System.__dataclass_fields__}
-    charged = Scheduled(**fields, scheduling=told.scheduling)
+    step_s, request_s = told.scheduling
+    charged = Scheduled(**fields, scheduling=(step_s + told.gap_s, request_s))
     hardware = replace(
         told.hardware,
         kv_tokens=task.condition.kv_tokens,
@@ -293,11 +392,18 @@ def simulated(task: Task) -> list[tuple[JobMeasure, ...]]:
         acceptance=dict(task.accepted),
         seed=task.seed,
         errors=told.errors,
+        profile=told.profile,
+        drifts=told.drifts,
     )
     jobs = [
-        replace(job, arrival_s=job.arrival_s + began_s - task.begun_s[0] + APART_S * number)
-        for number, (run, began_s) in enumerate(zip(task.jobs, task.begun_s, strict=True))
+        replace(job, arrival_s=job.arrival_s + begin_s)
+        for run, begin_s in zip(task.jobs, task.begins_s, strict=True)
         for job in run
     ]
     measures = iter(map(measure_job, simulate(jobs, charged, hardware, conditions).results))
     return [tuple(itertools.islice(measures, len(run))) for run in task.jobs][1:]
+
+
+def begins_s(begun_s: Sequence[float]) -> list[float]:
+    """When runs begin in a simulation that began on the machine's clock at these times."""
+    return [at_s - begun_s[0] + APART_S * number for number, at_s in enumerate(begun_s)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from benchmark_script import load
 
+from vllm_slo.core.clock import VirtualClock
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.sim.hardware import Hardware
 from vllm_slo.sim.jobs import Job, JobResult, Round, RoundResult, Stage
@@ -39,7 +40,7 @@ LATE = measured("b", 2.0, 0.05)
 SLOW = measured("c", 0.5, 0.2, application="code")
 
 
-def row(real, simulated, kind=report.PROFILE, system="stock vLLM", condition="plain"):
+def row(real, simulated, kind=report.DRIFT, system="stock vLLM", condition="plain"):
     runs = tuple(map(tuple, real))
     return report.Row(
         condition, system, kind, runs, tuple(tuple(map(tuple, one)) for one in simulated)
@@ -197,7 +198,7 @@ def test_time_between_steps_that_follow_each_other():
 def test_errors_are_replayed_in_stretches_and_by_length():
     short = tuple(np.linspace(0.5, 1.5, 1000))
     world = told.Scattered(errors=told.StepErrors(0.05, short, (1.02,) * 9), seed=1)
-    taken = world.true_step_time(HARDWARE, 0)
+    taken = world.true_step_time(HARDWARE, 0, VirtualClock())
     shape, long = BatchShape(1), BatchShape(500, requests=1)
     found = []
     for _ in range(5000):
@@ -210,7 +211,67 @@ def test_errors_are_replayed_in_stretches_and_by_length():
     assert (steps > 0).mean() > 0.9
     assert not world.is_known(0)
     assert told.Scattered().is_known(0)
-    assert told.Scattered().true_step_time(HARDWARE, 0)(shape) == MODEL.predict_s(1)
+    taken = told.Scattered().true_step_time(HARDWARE, 0, VirtualClock())
+    assert taken(shape) == MODEL.predict_s(1)
+
+
+def test_schedulers_start_with_their_profile_whatever_the_steps_take():
+    profile = MODEL.scaled(1.5)
+    world = told.Scattered(profile=profile, errors=told.StepErrors(0.0, (1.0,), (1.0,)))
+    assert world.believed(HARDWARE, 0) is profile
+    taken = world.true_step_time(HARDWARE, 0, VirtualClock())
+    assert taken(BatchShape(1)) == MODEL.predict_s(1)
+    assert told.Scattered().believed(HARDWARE, 0) is MODEL
+
+
+def test_drift_is_the_speed_of_the_machine_at_each_moment():
+    ends = [0.1 * n for n in range(200)]
+    steps = [(at_s, 0.05, 0.05 * (1.0 if at_s < 10.0 else 1.4)) for at_s in ends]
+    drift = told.Drift.of(steps)
+    assert [drift.at(at_s) for at_s in (1.0, 8.0, 12.0, 500.0)] == pytest.approx([1, 1, 1.4, 1.4])
+    assert 1.0 < drift.at(10.0) < 1.4
+    assert told.Drift.of([]).at(3.0) == 1.0
+    # A stretch in which an engine hardly worked says nothing.
+    lone = told.Drift.of([*steps, (60.0, 0.01, 0.1)])
+    assert lone.at(60.0) == pytest.approx(1.4)
+
+
+def test_steps_take_as_long_as_the_machine_is_slow_then():
+    clock = VirtualClock()
+    drifts = (told.Drift(), told.Drift((0.0, 10.0), (1.0, 2.0)))
+    world = told.Scattered(drifts=drifts)
+    alike, drifting = (world.true_step_time(HARDWARE, n, clock) for n in (0, 1))
+    for at_s, factor in ((0.0, 1.0), (5.0, 1.5), (20.0, 2.0)):
+        clock.now_s = at_s
+        assert alike(BatchShape(1)) == pytest.approx(MODEL.predict_s(1))
+        assert drifting(BatchShape(1)) == pytest.approx(factor * MODEL.predict_s(1))
+
+
+def test_the_drift_of_runs_is_in_the_time_of_the_simulation():
+    def ran(began_s, factor):
+        took_s = factor * MODEL.predict_s(1)
+        return engine.Record(
+            steps=[
+                step(BatchShape(1), took_s)._replace(ended_s=began_s + 0.02 * n) for n in range(500)
+            ]
+        )
+
+    begins = told.begins_s([1000.0, 1020.0])
+    assert begins == [0.0, 20.0 + told.APART_S]
+    plain = told.Told(HARDWARE, MODEL, (0.0, 0.0), 0.0, told.StepErrors())
+    runs = [[ran(1000.0, 1.0), ran(1000.0, 2.0)], [ran(1020.0, 3.0), ran(1020.0, 4.0)]]
+    found = told.with_drift(plain, runs, [begins[0] - 1000.0, begins[1] - 1020.0])
+    assert [d.at(5.0) for d in found.drifts] == pytest.approx([1.0, 2.0])
+    assert [d.at(begins[1] + 5.0) for d in found.drifts] == pytest.approx([3.0, 4.0])
+    errors = (*found.errors.short, *found.errors.long)
+    assert len(errors) == 2000
+    assert np.median(errors) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_way_of_a_request_to_an_idle_engine_is_told():
+    records = [engine.Record(deliveries_s=[0.001, 0.002]), engine.Record(deliveries_s=[0.009])]
+    assert told.delivered_s(records) == 0.002
+    assert told.delivered_s([engine.Record()]) == 0.0
 
 
 def test_errors_leave_scheduling_out():
@@ -221,7 +282,7 @@ def test_errors_leave_scheduling_out():
         step(plain, 1.1 * MODEL.predict_s(1) + 1e-3),
         step(drafted, 0.9 * (MODEL.predict_shape_s(drafted) + 0.006 + 0.004) + 1e-3),
     ]
-    found = told.misfit(steps, hardware, (1e-3, 0.0))
+    found = told.misfit([engine.Record(steps=steps)], hardware, (1e-3, 0.0))
     assert (found.short, found.long) == (pytest.approx((1.1,)), pytest.approx((0.9,)))
 
 
@@ -259,10 +320,33 @@ def test_the_short_run_of_every_engine_tells_how_far_live_steps_are_from_the_pro
         for factor in (1.1, 1.3)
     ]
     served = BY_NAME["two replicas"].systems[0]
-    errors = told.told(served, HARDWARE, [profile], records).errors
-    found = (*errors.short, *errors.long)
+    known = told.told(served, HARDWARE, [profile], records)
+    found = (*known.errors.short, *known.errors.long)
     assert len(found) == 40
     assert np.mean(found) == pytest.approx(1.2, abs=0.02)
+    assert known.profile is HARDWARE.step_time
+
+
+def test_shapes_that_the_profile_gets_wrong_are_learnt_from_the_short_run():
+    shapes = [BatchShape(n, 0, 10 * n, n) for n in (1, 4, 16, 64, 256)] * 4
+    samples = tuple((s, MODEL.predict_shape_s(s)) for s in shapes)
+    profile = SimpleNamespace(
+        report=SimpleNamespace(samples=samples), steps=tuple(step(*s) for s in samples)
+    )
+    # Under load, steps with long contexts take longer than a profile of short ones says.
+    far = [BatchShape(n, 0, 4000 * n, n) for n in (4, 8, 16)] * 40
+    truth = replace(MODEL, kv_s=3 * MODEL.kv_s)
+    near = [BatchShape(n, 0, 10 * n, n) for n in (4, 16, 64)] * 40
+    steps = [
+        step(s, truth.predict_shape_s(s))._replace(ended_s=0.1 * n)
+        for n, s in enumerate(s for pair in zip(far, near, strict=True) for s in pair)
+    ]
+    served = BY_NAME["plain"].systems[0]
+    model = told.told(served, HARDWARE, [profile], [engine.Record(steps=steps)]).hardware.step_time
+    off = {s: model.predict_shape_s(s) / truth.predict_shape_s(s) for s in (*far, *near)}
+    profiled = {s: MODEL.predict_shape_s(s) / truth.predict_shape_s(s) for s in (*far, *near)}
+    ratio = max(off.values()) / min(off.values())
+    assert ratio < 1.15 < max(profiled.values()) / min(profiled.values())
 
 
 def test_what_drafts_take_is_what_the_profile_does_not_explain():
@@ -336,14 +420,14 @@ def test_table_is_rectangular_and_says_what_missed():
     assert lines[1][7] == "500 / 500"
 
 
-def test_bounds_name_the_worst_row_that_knows_the_profile():
+def test_bounds_name_the_worst_row_that_knows_the_step_times():
     rows = [
         row([[GOOD]], [[[GOOD]]]),
         row([[GOOD]], [[[LATE]]], system="vllm-slo"),
-        row([[GOOD]], [[[SLOW]]], kind=report.LIVE, condition="trees"),
+        row([[GOOD]], [[[SLOW]]], kind=report.FORECAST, condition="trees"),
     ]
     text = report.bounds(rows)
-    assert "1 of 2 rows" in text
+    assert "1 of 2 rows that know the step times, and 0 of 1 forecasts" in text
     assert "attainment -100.0 points (plain, vllm-slo)" in text
     assert "TTFT p50 +300% (plain, vllm-slo)" in text
     assert "trees" not in text

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_slo import SLO
 from vllm_slo.core.attainment import worst_window_tpot_s
+from vllm_slo.core.clock import VirtualClock
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.baselines import NO_DEADLINE, LatencyBudget, PrefillFirst
@@ -42,6 +43,7 @@ PLAIN = Hardware(
     "test", gpus=2, step_time=STEP_TIME, kv_tokens=32_768, max_num_seqs=64, max_model_len=4096
 )
 HARDWARE = PLAIN.with_draft_step(DRAFT_STEP_S)
+CLOCK = VirtualClock()
 FCFS = parse_system("fcfs-2048")
 NO_SCHEDULING = Conditions(overhead="none")
 SHED = parse_system("shed-edf-2048")
@@ -205,9 +207,9 @@ def test_what_a_run_reports() -> None:
 def test_bias_multiplies_and_noise_has_mean_one() -> None:
     shape = BatchShape(500, 0, 3000, 20)
     believed_s = STEP_TIME.predict_shape_s(shape)
-    assert Conditions(bias=1.3).true_step_time(HARDWARE, 0)(shape) == 1.3 * believed_s
+    assert Conditions(bias=1.3).true_step_time(HARDWARE, 0, CLOCK)(shape) == 1.3 * believed_s
     for noise in (0.05, 0.3, 1.0):
-        true = Conditions(bias=1.3, noise=noise, seed=2).true_step_time(HARDWARE, 0)
+        true = Conditions(bias=1.3, noise=noise, seed=2).true_step_time(HARDWARE, 0, CLOCK)
         ratios = np.array([true(shape) / believed_s / 1.3 for _ in range(40_000)])
         assert ratios.mean() == pytest.approx(1.0, abs=4 * noise / 200)
         assert ratios.std() == pytest.approx(noise, rel=0.1)
@@ -218,7 +220,7 @@ def test_noise_follows_its_seed_and_the_engine() -> None:
     shape = BatchShape(10)
 
     def drawn(seed: int, engine: int) -> list[float]:
-        true = Conditions(noise=0.2, seed=seed).true_step_time(HARDWARE, engine)
+        true = Conditions(noise=0.2, seed=seed).true_step_time(HARDWARE, engine, CLOCK)
         return [true(shape) for _ in range(5)]
 
     assert drawn(1, 0) == drawn(1, 0)
@@ -232,14 +234,14 @@ def test_a_slow_engine_has_its_own_step_times_and_one_that_becomes_slow_has_not(
     conditions = Conditions(
         replicas=3, slowness={1: Slowness(2.0), 2: Slowness(3.0, after_s=2.5 * step_s)}
     )
-    times = {n: conditions.true_step_time(HARDWARE, n) for n in range(3)}
+    times = {n: conditions.true_step_time(HARDWARE, n, CLOCK) for n in range(3)}
     believed = {n: conditions.believed(HARDWARE, n).predict_shape_s(shape) for n in range(3)}
     assert [times[n](shape) for n in range(3)] == pytest.approx([step_s, 2 * step_s, step_s])
     assert [believed[n] for n in range(3)] == pytest.approx([step_s, 2 * step_s, step_s])
     assert [conditions.is_known(n) for n in range(3)] == [True, True, False]
     assert [times[2](shape) for _ in range(3)] == pytest.approx([step_s, step_s, 3 * step_s])
     # A second run begins anew.
-    assert conditions.true_step_time(HARDWARE, 2)(shape) == pytest.approx(step_s)
+    assert conditions.true_step_time(HARDWARE, 2, CLOCK)(shape) == pytest.approx(step_s)
 
 
 def test_a_run_feels_a_slow_replica() -> None:

@@ -51,6 +51,7 @@ def engine_series() -> dict[str, set[str]]:
     )
     series.speculation.draft_servers(ServersReport(()), {})
     series.foreseen_service(1.0, 1.0)
+    series.recording()
     return _samples(series.registry)
 
 

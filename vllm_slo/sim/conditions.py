@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from vllm_slo.config.model import SLOConfig
+from vllm_slo.core.clock import Clock
 from vllm_slo.core.step_time.model import BatchShape, StepTimeModel
 from vllm_slo.core.types import RoutingPolicy
 from vllm_slo.sim.errors import SimulationError
@@ -122,8 +123,14 @@ class Conditions:
             return hardware.step_time
         return hardware.step_time.scaled(slowness.factor)
 
-    def true_step_time(self, hardware: Hardware, engine: int) -> Callable[[BatchShape], float]:
-        """The true time of a step of ``engine``; policies see the model without bias and noise."""
+    def true_step_time(
+        self, hardware: Hardware, engine: int, clock: Clock
+    ) -> Callable[[BatchShape], float]:
+        """The true time of a step of ``engine`` that begins now; policies see the model without
+        bias and noise.
+
+        ``clock``: the engine's, for a machine whose speed changes with time.
+        """
         predict = self.believed(hardware, engine).predict_shape_s
         if self.noise == 0.0:
 

@@ -155,6 +155,7 @@ class VirtualEngine:
         draft: the draft model of an engine that verifies token trees, which never overlaps steps.
         overhead: seconds to schedule a step of so many requests. ``None``: no time.
             ``"measured"``: the time that it takes in this process.
+        clock: None: a new one.
         seed: of which drafts are accepted.
         records: whether requests are recorded as ``slo_config`` says. A simulation of a server's
             configuration must not write into the server's file.
@@ -177,6 +178,7 @@ class VirtualEngine:
         draft: DraftModel | None = None,
         slo_config: dict[str, Any] | None = None,
         overhead: Callable[[int], float] | Literal["measured"] | None = None,
+        clock: VirtualClock | None = None,
         seed: int = 0,
         records: bool = False,
         options: Mapping[str, Any] | None = None,
@@ -185,7 +187,7 @@ class VirtualEngine:
         shape = shape or EngineShape()
         if not records:
             slo_config = {k: v for k, v in (slo_config or {}).items() if k != "recording"}
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.step_time = step_time
         self.overlap = overlap
         self._draft_model = draft and VirtualDraft(

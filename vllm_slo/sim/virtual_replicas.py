@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from vllm_slo.config.model import SLOConfig
 from vllm_slo.config.serve_args import tree_arguments
 from vllm_slo.config.speculation import SpeculationConfig
+from vllm_slo.core.clock import VirtualClock
 from vllm_slo.core.routing.replica_state import ReplicaState
 from vllm_slo.core.routing.tickets import Ticket
 from vllm_slo.core.step_time.estimator import DEFAULT_MARGIN
@@ -120,10 +121,11 @@ def build_engine(
     if system.policy == "latency_budget":
         options["step_time"] = hardware.step_time
         options["budget_s"] = system.step_ms / 1e3
+    clock = VirtualClock()
     return VirtualEngine(
         real if conditions.exact and real else light,
         model_folder(hardware.max_model_len),
-        conditions.true_step_time(hardware, number),
+        conditions.true_step_time(hardware, number, clock),
         EngineShape(
             hardware.kv_tokens // hardware.block_size + 1,
             hardware.block_size,
@@ -135,6 +137,7 @@ def build_engine(
         margin=1.0 if conditions.is_known(number) else DEFAULT_MARGIN,
         slo_config=slo_config,
         overhead=_overhead(system, hardware, conditions),
+        clock=clock,
         seed=conditions.seed,
         options=options,
         **engine_args,
