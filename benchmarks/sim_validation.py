@@ -71,10 +71,10 @@ The engine is vLLM's engine core with a costlier twin of the built-in model, in 
 on one core, with synchronous stepping. A client in another process sends each request at its time.
 There is no HTTP server, no tokenizer and no network, in the simulator neither. The requests are the
 demo's classes with objectives, Poisson. A load is the offered tokens over what one engine could
-process if it did nothing but prefill. Loads were chosen so that vllm-slo keeps about nine objectives
-in ten, which is what `plan` asks for by default; where the machine became slower, it kept fewer. The
-simulator serves the very same requests. Answers end where the workload says; no scheduler knows
-where.
+process if it did nothing but prefill. Loads were chosen so that vllm-slo keeps about nine in ten
+objectives, which is what `plan` asks for by default. Where the machine became slower, it kept
+fewer. The simulator serves the very same requests. Answers end where the workload says; no
+scheduler knows where.
 
 {conditions}
 
