@@ -89,6 +89,16 @@ def test_what_is_left_is_written_at_the_end(
     again.close()
 
 
+def test_the_garbage_collector_may_end_it_in_its_own_thread(writing: Writing) -> None:
+    def end_and_write() -> bytes:
+        writing.writer.close()
+        return b"ended\n"
+
+    writing.writer.put(end_and_write, 0)
+    eventually(lambda: writing.lines() == ["ended"])
+    assert (writing.counts.given, writing.counts.lost) == (1, 0)
+
+
 def test_a_disk_that_hangs_holds_up_nobody(
     writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

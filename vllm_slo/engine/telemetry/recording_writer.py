@@ -74,9 +74,13 @@ class RecordingWriter:
         self._lines.append((make, weight))
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write what is left, and end.
+
+        The garbage collector may call this in the writer's own thread, which then ends by itself.
+        """
         self._closing.set()
-        self._thread.join(CLOSE_S)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while not self._closing.wait(INTERVAL_S):
