@@ -296,12 +296,11 @@ def told(
     else:
         # A profile has few shapes; live steps have those of the traffic. Their level is left out.
         for record in records:
-            drift = Drift.of(compared(record.steps, found, scheduling))
+            steps_s = compared(record.steps, found, scheduling)
+            drift = Drift.of(steps_s)
             samples += [
                 (step.shape, actual_s / drift.at(ended_s))
-                for step, (ended_s, _, actual_s) in zip(
-                    record.steps, compared(record.steps, found, scheduling), strict=True
-                )
+                for step, (ended_s, _, actual_s) in zip(record.steps, steps_s, strict=True)
             ]
         found = replace(found, step_time=fit(samples).model)
     errors = misfit(records, found, scheduling)

@@ -15,9 +15,9 @@ VALIDATED: Final = (
     "Checked against the real engine on a CPU under seven conditions (sim_validation.md). With the "
     "step times of the same runs, 10 of 13 comparisons were within 3 points of attainment, 10% of "
     "the medians and 25% of the p99; the largest error of attainment was -8.9 points. With a "
-    "profile from before the runs, 3 of 13 were, and the largest error was +18.1 points: the speed "
-    "of that machine changed meanwhile. Trust differences and order more than absolute numbers, "
-    "and p99 least."
+    "profile from before and after the runs, 3 of 13 were, and the largest error was +18.1 points: "
+    "the speed of that machine changed meanwhile. Trust differences and order more than absolute "
+    "numbers, and p99 least."
 )
 """What ``benchmarks/results/sim_validation.md`` says."""
 
